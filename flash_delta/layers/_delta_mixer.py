@@ -1,0 +1,160 @@
+"""The part that Gated DeltaNet and Kimi Delta Attention share: everything but the gate, the output norm and the op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flash_delta.layers.packing import Packing
+from flash_delta.layers.state import MixerState
+from flash_delta.modules import ShortConvolution
+
+# Up to this many tokens inference steps through them, because the chunk op pays for a whole chunk of 64: as much as
+# 16 steps (GDN, B = 1, H = 4, K = V = 32) to 64 steps (KDA, B = 8, H = 8, K = V = 128) on 2 CPU cores.
+RECURRENT_TOKENS = 16
+
+
+class DeltaMixer(nn.Module):
+    """Projections, short convolutions, packing and state around a gated delta rule:
+
+        q, k, v = silu(conv(proj(x)))     o = delta_rule(q, k, v, raw_gate(x), b_proj(x))     y = o_proj(norm(o, x))
+
+    with l2-normalised q and k and beta = sigmoid(b_proj(x)). A subclass names its gate, norm and ops, and creates
+    `A_log` and `dt_bias`. Names and shapes of the parameters are fla's, so that its checkpoints load.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        expand_v: float,
+        head_dim: int,
+        num_heads: int,
+        num_v_heads: int | None,
+        mode: str,
+        use_short_conv: bool,
+        allow_neg_eigval: bool,
+        conv_size: int,
+        conv_bias: bool,
+        layer_idx: int | None,
+        backend: str | None,
+    ) -> None:
+        super().__init__()
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        if num_v_heads % num_heads != 0:
+            raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        if not float(head_dim * expand_v).is_integer():
+            raise ValueError(f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}")
+        if mode not in ("chunk", "fused_recurrent"):
+            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
+        self.mode = mode
+        self.use_short_conv = use_short_conv
+        self.allow_neg_eigval = allow_neg_eigval
+        self.layer_idx = layer_idx
+        self.backend = backend
+
+        key_dim, value_dim = num_heads * self.head_k_dim, num_v_heads * self.head_v_dim
+        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
+        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias)
+
+    def initial_gate(self) -> tuple[Tensor, Tensor]:
+        """Fresh fp32 values for A_log and dt_bias."""
+        raise NotImplementedError
+
+    def _raw_gate(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> the gate's activation before A_log and dt_bias, in the op's shape."""
+        raise NotImplementedError
+
+    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
+        """o [B, T, HV, V], x [B, T, D] -> normalised (and gated) o."""
+        raise NotImplementedError
+
+    def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """The token-by-token or the chunkwise op, with this layer's own options bound."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        state: MixerState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the tokens of each sequence.
+
+        Args:
+            hidden_states: [B, T, D].
+            attention_mask: [B, T], or [B, past + T] of which the last T columns are used; zeros are padding, on
+                either side. A token's output does not depend on padding; padding's own output is 0.
+            state: where to start from and where to leave the end; None starts from zeros and keeps nothing.
+            cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
+                attention_mask. Tokens behind the last boundary give 0.
+
+        Returns:
+            [B, T, D] in hidden_states' dtype.
+
+        Raises:
+            ValueError: if a shape or dtype is not as above, or mask and cu_seqlens are both given.
+        """
+        packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
+        x = packing.pack(hidden_states)
+        past = MixerState() if state is None else state
+        (q, k, v), conv = self._convolve(x, past.conv, state is not None, packing.cu_seqlens)
+        op = self._op(recurrent=self._steps_through(hidden_states.shape[1]))
+        o, recurrent = op(
+            q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            g=self._raw_gate(x),
+            beta=self.b_proj(x),
+            initial_state=past.recurrent,
+            output_final_state=state is not None,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            cu_seqlens=packing.cu_seqlens,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            backend=self.backend,
+        )
+        if state is not None:
+            state.conv, state.recurrent = conv, recurrent
+        return packing.unpack(self.o_proj(self._normalize(o, x).flatten(-2)))
+
+    def _steps_through(self, T: int) -> bool:
+        return self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not torch.is_grad_enabled())
+
+    def _convolve(
+        self, x: Tensor, past: tuple[Tensor, Tensor, Tensor] | None, keep_state: bool, cu_seqlens: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+        """x [B, T, D] -> (q, k, v), each [B, T, its width], and the convolutions' states if they are kept."""
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if not self.use_short_conv:
+            return tuple(F.silu(y) for y in projected), None
+        convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        results = [
+            convolution(y, initial_state, keep_state, cu_seqlens)
+            for convolution, y, initial_state in zip(convolutions, projected, past or (None,) * 3, strict=True)
+        ]
+        outputs, states = zip(*results, strict=True)
+        return outputs, states if keep_state else None
+
+
+def initial_dt_bias(size: int) -> Tensor:
+    """The b with softplus(b) = dt for dt log-uniform in [0.001, 0.1], the step sizes of Mamba2 (arXiv:2405.21060)."""
+    dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    return dt + torch.log(-torch.expm1(-dt))

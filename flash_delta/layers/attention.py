@@ -1,0 +1,148 @@
+"""Softmax attention with grouped key heads and rotary positions: the other half of a hybrid model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flash_delta.layers.packing import check_inputs
+from flash_delta.layers.state import AttentionState
+
+
+class Attention(nn.Module):
+    """Causal softmax attention, o_t = sum_{s <= t} softmax_s(q_t . k_s / sqrt(d)) v_s, queries in groups per key head.
+
+    q and k are rotated by their token's position (rotary embedding, arXiv:2104.09864, halves paired as in Llama);
+    padding takes no position. Grouped heads: arXiv:2305.13245.
+
+    Args:
+        hidden_size: width D of the input and output.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
+        head_dim: width per head, even; None means hidden_size / num_heads.
+        rope_theta: base of the rotary frequencies. Default 10000.
+        layer_idx: the layer's place in its model, for the caller's use.
+
+    Raises:
+        ValueError: if the heads do not divide as above or head_dim is odd.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
+        if head_dim is None and hidden_size % num_heads != 0:
+            raise ValueError(f"num_heads: expected a divisor of hidden_size = {hidden_size}, got {num_heads}")
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if head_dim % 2 != 0:
+            raise ValueError(f"head_dim: expected an even width to rotate in pairs, got {head_dim}")
+        self.head_dim = head_dim
+        self.rope_theta = rope_theta
+        self.layer_idx = layer_idx
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        state: AttentionState | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with two differences.
+
+        Packed sequences take a [T, T] mask, so memory grows with the square of the row's length. They cannot be
+        combined with a state, because cached keys of different lengths have no common row.
+
+        Raises:
+            ValueError: as `GatedDeltaNet.forward`, and if state and cu_seqlens are both given.
+        """
+        if state is not None and cu_seqlens is not None:
+            raise ValueError("state: expected None together with cu_seqlens, attention caches unpacked batches only")
+        mask = check_inputs(hidden_states, attention_mask, cu_seqlens)
+        past = AttentionState() if state is None else state
+        if cu_seqlens is None:
+            key_mask = past.extended_mask(mask, hidden_states.shape[1])
+            layout = _batch_layout(hidden_states, past.length, key_mask)
+        else:
+            key_mask, layout = None, _packed_layout(hidden_states, cu_seqlens)
+
+        x = layout.zero_padding(hidden_states)
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        rotation = _rotation(layout.positions, self.head_dim, self.rope_theta, q.dtype)
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        if past.keys is not None:
+            k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
+        if state is not None:
+            state.keys, state.values, state.mask = k, v, key_mask
+        is_causal = layout.allowed is None
+        o = F.scaled_dot_product_attention(q, k, v, layout.allowed, is_causal=is_causal, enable_gqa=True)
+        return layout.zero_padding(self.o_proj(o.transpose(1, 2).flatten(2)))
+
+
+class _Layout(NamedTuple):
+    """Who attends to whom: positions [B or 1, T]; allowed [B or 1, 1, T, S] bool, None for plain causal; valid
+    [B, T] bool, None if every token counts."""
+
+    positions: Tensor
+    allowed: Tensor | None
+    valid: Tensor | None
+
+    def zero_padding(self, x: Tensor) -> Tensor:
+        return x if self.valid is None else x.where(self.valid[..., None], 0)
+
+
+def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> _Layout:
+    """T new tokens behind `past` old ones; key_mask [B, past + T]."""
+    T, device = hidden_states.shape[1], hidden_states.device
+    slots = torch.arange(past + T, device=device)
+    if key_mask is None and past == 0:
+        return _Layout(slots[None], None, None)
+    causal = slots <= slots[past:, None]  # [T, S]
+    if key_mask is None:
+        return _Layout(slots[None, past:], causal[None, None], None)
+    positions = (key_mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+    # A padding token sees itself: a row without any key would be NaN, in the backward too.
+    allowed = causal & key_mask[:, None, :] | (slots == slots[past:, None])
+    return _Layout(positions, allowed[:, None], key_mask[:, past:])
+
+
+def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
+    """One row of sequences; what lies behind the last boundary counts as one more sequence, of padding."""
+    tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    boundaries = cu_seqlens.long()
+    sequence = torch.searchsorted(boundaries[1:], tokens, right=True)  # [T]
+    allowed = (sequence == sequence[:, None]) & (tokens <= tokens[:, None])
+    return _Layout((tokens - boundaries[sequence])[None], allowed[None, None], (tokens < boundaries[-1])[None])
+
+
+def _rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [B, T] -> cos, sin [B, 1, T, width / 2], in fp32 or wider: a half cannot hold a long position."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width)
+    angle = positions[:, None, :, None].to(dtype) * frequency
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, heads, T, head_dim]: channel i and channel i + head_dim / 2 turn as a pair."""
+    cos, sin = rotation
+    left, right = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,101 @@
+"""Gated DeltaNet as a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from flash_delta.layers._delta_mixer import DeltaMixer, initial_dt_bias
+from flash_delta.modules import GatedRMSNorm, RMSNorm
+from flash_delta.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+
+class GatedDeltaNet(DeltaMixer):
+    """Gated DeltaNet (arXiv:2412.06464): a delta rule whose state decays by one number per head and token.
+
+    Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t)):
+
+        g_t = -exp(A_log) * softplus(a_proj(x_t) + dt_bias)
+        S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
+
+    followed by y_t = o_proj(RMSNorm(o_t) * act(g_proj(x_t))). `A_log` and `dt_bias` are [HV], used in fp32.
+
+    Args:
+        hidden_size: width D of the input and output. Default 2048.
+        expand_v: value width V as a multiple of head_dim. Default 2.
+        head_dim: key width K. Default 256.
+        num_heads: key heads H. Default 6.
+        num_v_heads: value heads HV, a multiple of H; None means H.
+        mode: "chunk", or "fused_recurrent" to step through the tokens always. Default "chunk"; without gradients
+            short inputs are stepped through in both.
+        use_gate: whether the output norm is gated by g_proj. Default True.
+        use_short_conv: whether q, k, v pass a short causal convolution. Default True.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
+        conv_size: taps of the convolution. Default 4.
+        conv_bias: whether the convolutions have a bias. Default False.
+        layer_idx: the layer's place in its model, for the caller's use.
+        norm_eps: eps of the output norm. Default 1e-5.
+        output_gate_activation: "swish" (= "silu") or "sigmoid". Default "swish".
+        backend: the ops' backend; None lets them choose.
+
+    Raises:
+        ValueError: if num_v_heads, expand_v, mode or output_gate_activation is not as above.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        output_gate_activation: str = "swish",
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size=hidden_size,
+            expand_v=expand_v,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            mode=mode,
+            use_short_conv=use_short_conv,
+            allow_neg_eigval=allow_neg_eigval,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            layer_idx=layer_idx,
+            backend=backend,
+        )
+        self.use_gate = use_gate
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
+        if use_gate:
+            self.g_proj = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
+            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
+
+    def initial_gate(self) -> tuple[Tensor, Tensor]:
+        """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""
+        # log(0) would never recover, and uniform_ may draw an exact 0.
+        A = torch.empty(self.num_v_heads).uniform_(0, 16).clamp(min=1e-4)
+        return A.log(), initial_dt_bias(self.num_v_heads)
+
+    def _raw_gate(self, x: Tensor) -> Tensor:
+        return self.a_proj(x)  # [B, T, HV]
+
+    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o, self.g_proj(x).view_as(o)) if self.use_gate else self.o_norm(o)
+
+    def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        return fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule

@@ -1,0 +1,112 @@
+"""Kimi Delta Attention as a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from flash_delta.layers._delta_mixer import DeltaMixer, initial_dt_bias
+from flash_delta.modules import GatedRMSNorm
+from flash_delta.ops import chunk_kda, fused_recurrent_kda
+
+
+class KimiDeltaAttention(DeltaMixer):
+    """Kimi Delta Attention (arXiv:2510.26692): a delta rule whose state decays by one number per key channel and token.
+
+    Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t)):
+
+        g_t = -exp(A_log) * softplus(f_proj(x_t) + dt_bias)                                     [K]
+              or, with lower_bound,  lower_bound * sigmoid(exp(A_log) * (f_proj(x_t) + dt_bias))
+        S_t = (I - beta_t k_t k_t^T) diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
+
+    followed by y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. `A_log` is [HV],
+    `dt_bias` [HV * K], both used in fp32.
+
+    Args:
+        hidden_size: width D of the input and output. Default 2048.
+        expand_v: value width V as a multiple of head_dim. Default 1.
+        head_dim: key width K. Default 128.
+        num_heads: key heads H. Default 16.
+        num_v_heads: value heads HV, a multiple of H; None means H.
+        mode: "chunk", or "fused_recurrent" to step through the tokens always. Default "chunk"; without gradients
+            short inputs are stepped through in both.
+        use_short_conv: whether q, k, v pass a short causal convolution. Default True.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
+        safe_gate: promises the op that log decays lie in [lower_bound, 0); A_log then starts at 0. Default False.
+        lower_bound: bound of the per-token log decay, < 0; None means none (the softplus gate).
+        conv_size: taps of the convolution. Default 4.
+        conv_bias: whether the convolutions have a bias. Default False.
+        layer_idx: the layer's place in its model, for the caller's use.
+        norm_eps: eps of the output norm. Default 1e-5.
+        backend: the ops' backend; None lets them choose.
+
+    Raises:
+        ValueError: if num_v_heads, expand_v, mode or lower_bound is not as above, or safe_gate comes without a bound.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 1,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size=hidden_size,
+            expand_v=expand_v,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            mode=mode,
+            use_short_conv=use_short_conv,
+            allow_neg_eigval=allow_neg_eigval,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            layer_idx=layer_idx,
+            backend=backend,
+        )
+        if lower_bound is not None and lower_bound >= 0:
+            raise ValueError(f"lower_bound: expected a negative log decay or None, got {lower_bound}")
+        if safe_gate and lower_bound is None:
+            raise ValueError("safe_gate: expected a lower_bound with it, got lower_bound=None")
+        self.safe_gate, self.lower_bound = safe_gate, lower_bound
+        self.f_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_k_dim, bias=False)
+        self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)
+        self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
+
+    def initial_gate(self) -> tuple[Tensor, Tensor]:
+        """A uniform in (1, 16), or 1 with safe_gate; dt log-uniform in [0.001, 0.1]."""
+        A = torch.ones(self.num_v_heads) if self.safe_gate else torch.empty(self.num_v_heads).uniform_(1, 16)
+        return A.log(), initial_dt_bias(self.num_v_heads * self.head_k_dim)
+
+    def _low_rank(self, in_features: int, out_features: int, bias: bool) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(in_features, self.head_v_dim, bias=False),
+            nn.Linear(self.head_v_dim, out_features, bias=bias),
+        )
+
+    def _raw_gate(self, x: Tensor) -> Tensor:
+        return self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_k_dim))  # [B, T, HV, K]
+
+    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o, self.g_proj(x).view_as(o))
+
+    def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        if recurrent:
+            return partial(fused_recurrent_kda, lower_bound=self.lower_bound)
+        return partial(chunk_kda, safe_gate=self.safe_gate, lower_bound=self.lower_bound)

@@ -1,0 +1,83 @@
+"""From a padded batch to one packed row and back, without asking the device for a number.
+
+A padding token must not reach the delta rule: even with zero inputs its gate would decay the state
+(Gated DeltaNet: softplus(dt_bias) > 0), and the convolution would see it. So the layers drop padding altogether.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the tokens of hidden states [B, T, D] are laid out while they are mixed.
+
+    valid: [B, T] bool, the tokens that count; None if all do.
+    cu_seqlens: [N + 1] boundaries of the packed sequences; None for a plain batch.
+    order, inverse: [B * T], the tokens in packed order (valid ones first, batch by batch, time running within) and
+        where each one went; None if the rows stay where they are.
+    """
+
+    valid: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+
+    @classmethod
+    def of(cls, hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Packing:
+        """Check the three arguments of a layer's forward and lay the tokens out; see `check_inputs`."""
+        mask = check_inputs(hidden_states, attention_mask, cu_seqlens)
+        if cu_seqlens is not None:
+            tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            return cls(valid=(tokens < cu_seqlens[-1])[None], cu_seqlens=cu_seqlens)
+        if mask is None:
+            return cls()
+        # A stable sort is what keeps (batch, time) order among the valid tokens.
+        order = torch.argsort(mask.flatten(), descending=True, stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return cls(mask, F.pad(mask.sum(1).cumsum(0), (1, 0)), order, inverse)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]; tokens that do not count become 0, NaN included."""
+        if self.valid is not None:
+            x = x.where(self.valid[..., None], 0)
+        return x if self.order is None else x.flatten(0, 1).index_select(0, self.order)[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The inverse of `pack` on rows of any width."""
+        if self.inverse is None:
+            return x
+        return x[0].index_select(0, self.inverse).view(*self.valid.shape, x.shape[-1])
+
+
+def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Check a layer's inputs and return the mask of the T given tokens, [B, T] bool, or None.
+
+    Args:
+        hidden_states: [B, T, D].
+        attention_mask: [B, T], or [B, past + T] of which the last T columns are used; nonzero marks a token.
+        cu_seqlens: [N + 1], int32 or int64, for B = 1.
+
+    Raises:
+        ValueError: if a shape or dtype is not as above, or if both a mask and cu_seqlens are given.
+    """
+    if hidden_states.dim() != 3:
+        raise ValueError(f"hidden_states: expected shape [B, T, D], got {list(hidden_states.shape)}")
+    B, T, _ = hidden_states.shape
+    if cu_seqlens is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask: expected None together with cu_seqlens, which already says what counts")
+        if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            got = f"B = {B} and {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            raise ValueError(f"cu_seqlens: expected B = 1 and int32 or int64 boundaries [N + 1], got {got}")
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        got = list(attention_mask.shape)
+        raise ValueError(f"attention_mask: expected shape [B, T] = {[B, T]} or [B, past + T], got {got}")
+    return attention_mask[:, attention_mask.shape[1] - T :].bool()

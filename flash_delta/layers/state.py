@@ -1,0 +1,64 @@
+"""What a mixer remembers between calls. A layer given a state starts from it and leaves the new one in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class MixerState:
+    """The state of a delta-rule layer: a fixed size, whatever the number of tokens seen. Both start as None.
+
+    conv: last W inputs of the q, k and v convolutions, three tensors [N, D, W]; None before the first token or
+        without short convolutions.
+    recurrent: the delta rule's matrix per value head, [N, HV, K, V].
+    """
+
+    conv: tuple[Tensor, Tensor, Tensor] | None = None
+    recurrent: Tensor | None = None
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences `indices` [M] (repeats allowed, as in beam search) in that order."""
+        if self.conv is not None:
+            q, k, v = self.conv
+            self.conv = (q.index_select(0, indices), k.index_select(0, indices), v.index_select(0, indices))
+        if self.recurrent is not None:
+            self.recurrent = self.recurrent.index_select(0, indices)
+
+
+@dataclass
+class AttentionState:
+    """The state of a softmax-attention layer: it grows with the S tokens seen. All start as None.
+
+    keys, values: [N, HKV, S, head_dim], keys already rotated.
+    mask: which of them are tokens and not padding, [N, S] bool; None while no padding was ever given.
+    """
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """S, the number of tokens seen, padding included."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def extended_mask(self, mask: Tensor | None, T: int) -> Tensor | None:
+        """The mask [N, S + T] once T tokens with `mask` [N, T] (None: all count) follow; None without any padding."""
+        if mask is None and self.mask is None:
+            return None
+        known = self.mask if mask is None else mask
+        past = known.new_ones(len(known), self.length) if self.mask is None else self.mask
+        new = known.new_ones(len(known), T) if mask is None else mask
+        return torch.cat([past, new], dim=1)
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences `indices` [M] (repeats allowed, as in beam search) in that order."""
+        if self.keys is not None:
+            self.keys = self.keys.index_select(0, indices)
+            self.values = self.values.index_select(0, indices)
+        if self.mask is not None:
+            self.mask = self.mask.index_select(0, indices)

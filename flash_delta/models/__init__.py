@@ -1,0 +1,17 @@
+"""A Hugging Face causal language model whose token mixers are chosen by its configuration."""
+
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    message = "flash_delta.models needs transformers: pip install 'flash-delta[transformers]'"
+    raise ImportError(message) from error
+
+from flash_delta.models.cache import FlashDeltaCache
+from flash_delta.models.configuration import FlashDeltaConfig
+from flash_delta.models.modeling import FlashDeltaForCausalLM, FlashDeltaModel
+
+AutoConfig.register(FlashDeltaConfig.model_type, FlashDeltaConfig)
+AutoModel.register(FlashDeltaConfig, FlashDeltaModel)
+AutoModelForCausalLM.register(FlashDeltaConfig, FlashDeltaForCausalLM)
+
+__all__ = ["FlashDeltaCache", "FlashDeltaConfig", "FlashDeltaForCausalLM", "FlashDeltaModel"]

@@ -1,0 +1,56 @@
+"""What a FlashDelta model remembers between calls, in the form `generate` of transformers works with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from flash_delta.layers import AttentionState, MixerState
+from flash_delta.models.configuration import FlashDeltaConfig
+
+
+class FlashDeltaCache(Cache):
+    """One state per layer: `MixerState` (`.conv`, `.recurrent`) or, for softmax attention, `AttentionState`.
+
+    A recurrent state cannot forget its last tokens again, so `crop` refuses.
+
+    Args:
+        config: the model's configuration; it says which layer needs which state.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, config: FlashDeltaConfig) -> None:
+        super().__init__(layers=[AttentionState() if name == "attention" else MixerState() for name in config.mixers])
+        self.seen_tokens = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen so far, padding included: the same in every layer."""
+        return self.seen_tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: no layer has a maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys visible to the next query_length tokens, index of the first)."""
+        return self.seen_tokens + query_length, 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.layers = [type(layer)() for layer in self.layers]
+        self.seen_tokens = 0
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices` [M], repeats allowed, in that order."""
+        for layer in self.layers:
+            layer.select(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue each beam from the one it came from, beam_idx [B]."""
+        self.batch_select_indices(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise NotImplementedError: a recurrent state does not hold what it was before its last tokens."""
+        raise NotImplementedError("crop: a recurrent state cannot be rolled back; keep a copy of the cache instead")

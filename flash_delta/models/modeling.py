@@ -1,0 +1,234 @@
+"""FlashDelta: a pre-norm decoder, x + mixer(norm(x)) then x + mlp(norm(x)), with a mixer of choice in every block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
+from flash_delta.models.cache import FlashDeltaCache
+from flash_delta.models.configuration import FlashDeltaConfig
+from flash_delta.modules import RMSNorm, ShortConvolution
+
+
+def build_mixer(config: FlashDeltaConfig, layer_idx: int) -> nn.Module:
+    """The token mixer that `config.mixers` names for this layer."""
+    name = config.mixers[layer_idx]
+    if name == "attention":
+        return Attention(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.attention_head_dim,
+            rope_theta=config.rope_theta,
+            layer_idx=layer_idx,
+        )
+    shared = {
+        "hidden_size": config.hidden_size,
+        "expand_v": config.expand_v,
+        "head_dim": config.head_dim,
+        "num_heads": config.num_heads,
+        "num_v_heads": config.num_v_heads,
+        "allow_neg_eigval": config.allow_neg_eigval,
+        "conv_size": config.conv_size,
+        "layer_idx": layer_idx,
+        "norm_eps": config.norm_eps,
+        "backend": config.backend,
+    }
+    if name == "gdn":
+        return GatedDeltaNet(**shared)
+    # A bounded gate keeps safe_gate's promise by construction.
+    return KimiDeltaAttention(**shared, lower_bound=config.lower_bound, safe_gate=config.lower_bound is not None)
+
+
+class SwiGLU(nn.Module):
+    """y = down_proj(silu(gate_proj(x)) * up_proj(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FlashDeltaBlock(GradientCheckpointingLayer):
+    """h = x + mixer(norm(x)), y = h + mlp(norm(h))."""
+
+    def __init__(self, config: FlashDeltaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = build_mixer(config, layer_idx)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        state: MixerState | AttentionState | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+class FlashDeltaPreTrainedModel(PreTrainedModel):
+    """What the two models share: configuration, initialisation and what transformers should know about them."""
+
+    config_class = FlashDeltaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("FlashDeltaBlock",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
+    _is_stateful = True  # the cache cannot be rolled back, as assisted generation would need
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ShortConvolution):
+            module.reset_parameters()
+        elif isinstance(module, GatedDeltaNet | KimiDeltaAttention):
+            A_log, dt_bias = module.initial_gate()
+            init.copy_(module.A_log, A_log)
+            init.copy_(module.dt_bias, dt_bias)
+
+
+class FlashDeltaModel(FlashDeltaPreTrainedModel):
+    """The decoder without its output layer: token ids -> hidden states."""
+
+    def __init__(self, config: FlashDeltaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(FlashDeltaBlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False  # set by transformers
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: FlashDeltaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Run the blocks.
+
+        Args:
+            input_ids: [B, T], or inputs_embeds [B, T, hidden_size] in its place.
+            attention_mask: [B, T], or [B, past + T] behind a cache; zeros are padding, on either side.
+            past_key_values: the cache to continue from, extended in place; None starts anew.
+            use_cache: whether to return a cache. None means config.use_cache, except in training and for packed rows.
+            cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1), in place of attention_mask.
+
+        Returns:
+            last_hidden_state [B, T, hidden_size] and past_key_values (None without a cache).
+
+        Raises:
+            ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, or
+                if a cache is asked for under gradient checkpointing.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
+        cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        states = [None] * len(self.layers) if cache is None else cache.layers
+        for block, state in zip(self.layers, states, strict=True):
+            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens)
+        if cache is not None:
+            cache.seen_tokens += hidden_states.shape[1]
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
+
+    def _cache(
+        self, past_key_values: FlashDeltaCache | None, use_cache: bool | None, packed: bool
+    ) -> FlashDeltaCache | None:
+        if past_key_values is not None and not isinstance(past_key_values, FlashDeltaCache):
+            raise ValueError(f"past_key_values: expected a FlashDeltaCache, got {type(past_key_values).__name__}")
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and not self.training and not packed)
+        if not use_cache:
+            return None
+        if self.training and torch.is_grad_enabled() and self.gradient_checkpointing:
+            raise ValueError("use_cache: expected False under gradient checkpointing, which runs every block twice")
+        return FlashDeltaCache(self.config) if past_key_values is None else past_key_values
+
+
+class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
+    """The decoder with its output layer: token ids -> logits of the next token, and the loss for given labels."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers asks for a dict)
+
+    def __init__(self, config: FlashDeltaConfig) -> None:
+        super().__init__(config)
+        self.model = FlashDeltaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """False: `generate` leaves making the cache to the model, whose states fit no cache of transformers."""
+        return False
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: FlashDeltaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        cu_seqlens: Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Run the decoder and its output layer; arguments as in `FlashDeltaModel.forward`, and
+
+        Args:
+            labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
+                first token of every packed sequence and the tokens behind the last one.
+            logits_to_keep: compute the logits of the last so many tokens only; 0 means all. Not with labels.
+
+        Returns:
+            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size] and past_key_values.
+
+        Raises:
+            ValueError: as `FlashDeltaModel.forward`, and if labels come with logits_to_keep.
+        """
+        if labels is not None and logits_to_keep != 0:
+            raise ValueError(f"logits_to_keep: expected 0 with labels, which need every logit, got {logits_to_keep}")
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        loss = None if labels is None else _next_token_loss(logits, labels, cu_seqlens)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Mean cross entropy of logits [B, T, vocab] at t against labels [B, T] at t + 1, within each sequence."""
+    targets = labels[:, 1:]
+    if cu_seqlens is not None:
+        tokens = torch.arange(labels.shape[1], device=labels.device)
+        sequence = torch.searchsorted(cu_seqlens.long(), tokens, right=True)
+        same = (sequence[1:] == sequence[:-1]) & (tokens[1:] < cu_seqlens[-1])
+        targets = targets.where(same, -100)
+    logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

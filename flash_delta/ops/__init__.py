@@ -1,0 +1,50 @@
+"""The public ops: PyTorch in, PyTorch out."""
+
+from typing import Any
+
+from flash_delta.ops._backend import Explain, Explanation
+from flash_delta.ops.comba import chunk_comba
+from flash_delta.ops.delta_rule import chunk_delta_rule
+from flash_delta.ops.gate import (
+    fused_gdn_gate,
+    fused_kda_gate,
+    naive_gdn_gate,
+    naive_kda_gate,
+    naive_kda_lowerbound_gate,
+)
+from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
+from flash_delta.ops.simple_gla import chunk_simple_gla
+
+__all__ = [
+    "Explanation",
+    "chunk_comba",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_simple_gla",
+    "explain",
+    "fused_gdn_gate",
+    "fused_kda_gate",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+    "naive_gdn_gate",
+    "naive_kda_gate",
+    "naive_kda_lowerbound_gate",
+]
+
+
+def explain(op, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Tell which backend the call ``op(*args, **kwargs)`` would take and why not the others, without running it.
+
+    ``print(explain(chunk_kda, q, k, v, g, beta))``. Tensors may be on the meta device; the arguments are checked as in
+    a real call.
+
+    Args:
+        op: one of the delta rule ops of this module.
+        backend: as given to the op. Default None.
+
+    Raises:
+        ValueError: if the arguments are not valid.
+    """
+    return op(*args, backend=Explain(backend), **kwargs)

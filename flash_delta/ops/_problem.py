@@ -1,0 +1,156 @@
+"""The door: every argument of every op is checked here, once, and what passes is a :class:`Problem`."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem import Inputs, Problem
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CHUNK_SIZES = (16, 32, 64)
+LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
+
+
+def make_problem(
+    x: Inputs,
+    *,
+    op: str,
+    gate: Literal["none", "scalar", "channel"],
+    erase: Literal["decayed", "undecayed"] | None,
+    optional_beta: bool = False,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    recurrent: bool = False,
+    l2norm: bool = False,
+    raw_gate: bool = False,
+    lower_bound: float | None = None,
+    raw_beta: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    keep_states: bool = False,
+    disable_recompute: bool = False,
+) -> Problem:
+    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
+    B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
+    check_shape(op, "k", x.k, B, T, H, K)
+    _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
+    if H == 0 or HV < H or HV % H:
+        refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H}", HV)
+    if x.p is not None:
+        check_shape(op, "p", x.p, B, T, H, K)
+    if x.beta is not None or not (optional_beta or erase is None):
+        check_shape(op, "beta", x.beta, B, T, HV)
+    if gate != "none":
+        check_shape(op, "g", x.g, *((B, T, HV, K) if gate == "channel" else (B, T, HV)))
+    _check_dtypes_and_devices(op, x)
+    if chunk_size not in CHUNK_SIZES:
+        refuse(op, "chunk_size", f"one of {', '.join(map(str, CHUNK_SIZES))}", chunk_size)
+    _check_gate(op, x, raw_gate, lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
+    if neg_eigval and not raw_beta:
+        refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
+    lengths = _lengths(op, x, B, T, cu_seqlens_cpu)
+    N = B if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
+    if x.initial_state is not None:
+        check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if state_v_first else (K, V)))
+    return Problem(
+        op, B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5 if scale is None else float(scale),
+        chunk_size=chunk_size, recurrent=recurrent, lengths=lengths, packed=x.cu_seqlens is not None,
+        l2norm=l2norm, raw_gate=raw_gate, lower_bound=lower_bound if raw_gate else None,
+        raw_beta=raw_beta, beta_range=2.0 if neg_eigval else 1.0, state_v_first=state_v_first,
+        keep_states=keep_states, disable_recompute=disable_recompute,
+        needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
+    )  # fmt: skip
+
+
+def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
+    raise ValueError(f"{op}: {name}: expected {expected}, got {got}")
+
+
+def refuse_unless_none(op: str, name: str, value: Any, why: str) -> None:
+    if value is not None:
+        refuse(op, name, f"None ({why})", type(value).__name__)
+
+
+def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> tuple[int, ...]:
+    """Refuse anything but a tensor of these axes; a letter stands for any size."""
+    wanted = f"a tensor [{', '.join(map(str, expected))}]"
+    if not isinstance(x, Tensor):
+        refuse(op, name, wanted, "None" if x is None else type(x).__name__)
+    sizes = tuple(x.shape)
+    if len(expected) != len(sizes) or any(e != s for e, s in zip(expected, sizes, strict=True) if isinstance(e, int)):
+        refuse(op, name, wanted, f"shape {list(sizes)}")
+    return sizes
+
+
+def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """``state_v_first``, which older callers name ``transpose_state_layout``."""
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        refuse(op, "transpose_state_layout", "None beside state_v_first, its new name", transpose_state_layout)
+    return transpose_state_layout
+
+
+def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
+    for name, t in x._asdict().items():
+        if t is None:
+            continue
+        if name != "cu_seqlens" and t.dtype not in DTYPES:
+            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
+        if name in ("k", "v", "p") and t.dtype != x.q.dtype:
+            refuse(op, name, f"{x.q.dtype} like q", t.dtype)
+        if t.device != x.q.device:
+            refuse(op, name, f"a tensor on {x.q.device} like q", f"one on {t.device}")
+
+
+def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, heads: int, biases: int) -> None:
+    if lower_bound is not None and not LOWEST_BOUND <= lower_bound < 0:
+        refuse(op, "lower_bound", f"a number in [{LOWEST_BOUND:g}, 0)", lower_bound)
+    if raw and x.A_log is None and lower_bound is None:
+        refuse(op, "A_log", f"a tensor of {heads} elements with use_gate_in_kernel=True", "None")
+    for name, t, count in (("A_log", x.A_log, heads), ("dt_bias", x.dt_bias, biases)):
+        if t is not None and t.numel() != count:
+            refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
+
+
+def _lengths(
+    op: str, x: Inputs, B: int, T: int, cu_seqlens_cpu: Tensor | Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """The sequences' lengths; None if only the device knows them, where reading them would synchronise."""
+    if x.cu_seqlens is None:
+        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
+        return (T,) * B
+    (count,) = check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
+    if x.cu_seqlens.dtype not in (torch.int32, torch.int64):
+        refuse(op, "cu_seqlens", "dtype torch.int32 or torch.int64", x.cu_seqlens.dtype)
+    if count == 0:
+        refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
+    if B != 1:
+        refuse(op, "q", "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {B}")
+    bounds = None
+    if cu_seqlens_cpu is not None:
+        bounds = _bounds(op, "cu_seqlens_cpu", cu_seqlens_cpu, count, T)
+    if x.cu_seqlens.device.type == "cpu":
+        given, bounds = bounds, _bounds(op, "cu_seqlens", x.cu_seqlens, count, T)
+        if given not in (None, bounds):
+            refuse(op, "cu_seqlens_cpu", f"the values of cu_seqlens, {bounds}", given)
+    return None if bounds is None else tuple(b - a for a, b in pairwise(bounds))
+
+
+def _bounds(op: str, name: str, x: Tensor | Sequence[int], count: int, T: int) -> list[int]:
+    if isinstance(x, Tensor) and x.device.type != "cpu":
+        refuse(op, name, "a tensor on the CPU", f"one on {x.device}")
+    bounds = x.tolist() if isinstance(x, Tensor) else list(x)
+    if len(bounds) != count:
+        refuse(op, name, f"{count} bounds", len(bounds))
+    if bounds[0] != 0:
+        refuse(op, name, "0 as the first bound", bounds[0])
+    if any(b < a for a, b in pairwise(bounds)):
+        refuse(op, name, "bounds that do not decrease", bounds)
+    if bounds[-1] > T:
+        refuse(op, name, f"bounds up to T = {T}", bounds[-1])
+    return bounds

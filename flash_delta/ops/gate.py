@@ -1,0 +1,69 @@
+"""Raw gate activations to log decays, for callers that keep the gate outside the delta rule ops."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.ops._problem import check_shape, refuse
+from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
+
+__all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]
+
+
+def fused_gdn_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Log decay of Gated DeltaNet: ``-exp(A_log) * softplus(g + dt_bias)``, with gradients for all three.
+
+    Args:
+        g: raw activation ``[..., HV]``, any float dtype; computed in float32 (float64 stays float64).
+        A_log: ``[HV]``.
+        dt_bias: ``[HV]`` or None. Its gradient and that of A_log are summed in float32 before any cast.
+        output_dtype: dtype of the result. Default float32.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
+    """
+    _check_sizes("fused_gdn_gate", g.shape[-1], g.shape[-1], A_log, dt_bias)
+    return naive_gdn_gate(g, A_log, dt_bias, output_dtype)
+
+
+def fused_kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Log decay of Kimi Delta Attention per channel, with gradients for g, A_log and dt_bias.
+
+    ``-exp(A_log) * softplus(g + dt_bias)``, or with a bound ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+
+    Args:
+        g: raw activation ``[..., HV, K]``, any float dtype; computed in float32 (float64 stays float64).
+        A_log: ``HV`` elements; None only with ``lower_bound``, and then the factor is 1.
+        dt_bias: ``HV * K`` elements or None. Its gradient and that of A_log are summed in float32 before any cast.
+        lower_bound: the least log decay per token, negative. Default None: unbounded.
+        output_dtype: dtype of the result. Default float32.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
+    """
+    HV, K = check_shape("fused_kda_gate", "g", g, *["..."] * (g.dim() - 2), "HV", "K")[-2:]
+    _check_sizes("fused_kda_gate", HV, HV * K, A_log, dt_bias)
+    if lower_bound is not None:
+        if not lower_bound < 0:
+            refuse("fused_kda_gate", "lower_bound", "a negative number", lower_bound)
+        return naive_kda_lowerbound_gate(g, A_log, dt_bias, lower_bound, output_dtype)
+    if A_log is None:
+        refuse("fused_kda_gate", "A_log", f"a tensor of {HV} elements without lower_bound", "None")
+    return naive_kda_gate(g, A_log, dt_bias, output_dtype)
+
+
+def _check_sizes(op: str, heads: int, biases: int, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    for name, t, count in (("A_log", A_log, heads), ("dt_bias", dt_bias, biases)):
+        if t is not None and t.numel() != count:
+            refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")

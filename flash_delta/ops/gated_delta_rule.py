@@ -1,0 +1,172 @@
+"""Gated DeltaNet (GDN): the delta rule with one decay per value head and token."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flash_delta.ops._function import run
+from flash_delta.ops._problem import check_shape, make_problem, refuse_unless_none, state_layout
+from flash_delta.problem import Inputs
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    disable_recompute: bool = False,
+    transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated delta rule over whole sequences, chunk by chunk; forward and backward.
+
+    .. math::
+        S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    Args:
+        q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
+        k: keys ``[B, T, H, K]``, dtype of q.
+        v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
+        g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
+        beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
+        scale: factor on the output. Default ``K ** -0.5``.
+        initial_state: states the sequences start from, ``[N, HV, K, V]``, N = B or the number of packed sequences, any
+            float dtype. Default zeros.
+        output_final_state: return the states at the sequences' ends. Default False.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
+        use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
+        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        state_v_first: states are ``[N, HV, V, K]``. Default False.
+        cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
+            not decreasing, at most T. Sequences may be empty; rows behind the last are zeros in o and in gradients.
+        cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.
+        chunk_indices: not needed (the plan comes from cu_seqlens); taken so that calls written for fla run.
+        cp_context: must be None.
+        use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
+        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
+        dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
+        chunk_size: 16, 32 or 64 tokens per chunk. Default 64.
+        disable_recompute: keep more for the backward pass (A and one state per chunk) instead of recomputing it.
+        transpose_state_layout: older name of ``state_v_first``.
+        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+
+    Returns:
+        ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
+    """
+    op = "chunk_gated_delta_rule"
+    refuse_unless_none(op, "cp_context", cp_context, "context parallelism is not part of this release")
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    problem = make_problem(
+        inputs,
+        op=op,
+        gate="scalar",
+        erase="decayed",
+        scale=scale,
+        chunk_size=chunk_size,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        disable_recompute=disable_recompute,
+    )
+    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated delta rule token by token, for decoding; its backward is that of the chunked op.
+
+    The equation, and every argument that is not named here, is that of :func:`chunk_gated_delta_rule`. T calls with one
+    token each, handing the state on, give bitwise what one call with T tokens gives.
+
+    Args:
+        g: log decay ``[B, T, HV]``, or None: no decay.
+        gk: log decay per key channel ``[B, T, HV, K]``, added to g; None: none. Not with ``use_gate_in_kernel``.
+        gv: must be None; a decay per value channel is not part of this family.
+        beta: write strength ``[B, T, HV]``; None: 1.
+
+    Returns:
+        ``(o [B, T, HV, V] in q's dtype, final_state or None)``.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
+    """
+    op = "fused_recurrent_gated_delta_rule"
+    refuse_unless_none(op, "gv", gv, "a decay per value channel is not part of this family")
+    if use_gate_in_kernel:
+        refuse_unless_none(op, "gk", gk, "use_gate_in_kernel computes the decay from g alone")
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    kind = "none" if g is None and not use_gate_in_kernel else "scalar"
+    if gk is not None:
+        B, T, HV, _ = check_shape(op, "gk", gk, "B", "T", "HV", "K")
+        if g is not None:
+            check_shape(op, "g", g, B, T, HV)
+            gk = gk + g.unsqueeze(-1)
+        g, kind = gk, "channel"
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    problem = make_problem(
+        inputs,
+        op=op,
+        gate=kind,
+        erase="decayed",
+        optional_beta=True,
+        scale=scale,
+        recurrent=True,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )
+    return run(problem, inputs, output_final_state=output_final_state, backend=backend)

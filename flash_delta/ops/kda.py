@@ -1,0 +1,167 @@
+"""Kimi Delta Attention (KDA): the delta rule with one decay per key channel, value head and token."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flash_delta.ops._function import run
+from flash_delta.ops._problem import make_problem, refuse, refuse_unless_none, state_layout
+from flash_delta.problem import Inputs
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    cp_context: None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, ...]:
+    r"""Kimi Delta Attention over whole sequences, chunk by chunk; forward and backward.
+
+    .. math::
+        S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    Args:
+        q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
+        k: keys ``[B, T, H, K]``, dtype of q.
+        v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
+        g: log decay in nats ``[B, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw
+            activation. Any decay is exact, -1000 per token as well as 0.
+        beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
+        scale: factor on the output. Default ``K ** -0.5``.
+        initial_state: states the sequences start from, ``[N, HV, K, V]``, N = B or the number of packed sequences, any
+            float dtype. Default zeros.
+        output_final_state: return the states at the sequences' ends. Default False.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
+        use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``; with ``lower_bound``
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
+        use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
+        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        safe_gate: the caller's word that the log decay is at least ``lower_bound``; lets a backend take a faster path.
+            With ``use_gate_in_kernel`` it needs ``lower_bound``. Default False.
+        lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
+        disable_recompute: keep more for the backward pass (A and one state per chunk) instead of recomputing it.
+        return_intermediate_states: also return the state at every chunk's start; for inference.
+        state_v_first: states are ``[N, HV, V, K]``. Default False.
+        cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
+            not decreasing, at most T. Sequences may be empty; rows behind the last are zeros in o and in gradients.
+        cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.
+        cp_context: must be None.
+        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
+        dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
+        chunk_size: 16, 32 or 64 tokens per chunk. Default 64.
+        transpose_state_layout: older name of ``state_v_first``.
+        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+
+    Returns:
+        ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs). With
+        ``return_intermediate_states`` also the chunk states ``[B, chunks, HV, K, V]`` in q's dtype, without gradient.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
+    """
+    op = "chunk_kda"
+    refuse_unless_none(op, "cp_context", cp_context, "context parallelism is not part of this release")
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    problem = make_problem(
+        inputs,
+        op=op,
+        gate="channel",
+        erase="decayed",
+        scale=scale,
+        chunk_size=chunk_size,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        keep_states=return_intermediate_states,
+        disable_recompute=disable_recompute,
+    )
+    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
+    transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Kimi Delta Attention token by token, for decoding; its backward is that of the chunked op.
+
+    The equation and every argument are those of :func:`chunk_kda`. T calls with one token each, handing the state on,
+    give bitwise what one call with T tokens gives.
+
+    Returns:
+        ``(o [B, T, HV, V] in q's dtype, final_state or None)``.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
+    """
+    op = "fused_recurrent_kda"
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    problem = make_problem(
+        inputs,
+        op=op,
+        gate="channel",
+        erase="decayed",
+        scale=scale,
+        recurrent=True,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )
+    return run(problem, inputs, output_final_state=output_final_state, backend=backend)

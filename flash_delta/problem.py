@@ -1,0 +1,81 @@
+"""What the ops and their backends exchange: the problem, its tensors, its results.
+
+The first of the library's four nouns. ``ops`` makes a :class:`Problem` once per call, when it has checked the
+arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and nothing is imported but torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the gated delta rule, fully described but for the values of its tensors.
+
+    Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
+    multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``
+    sequences.
+    """
+
+    op: str  # the public function that was called; error messages name it
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int
+    dtype: torch.dtype  # of q, k, v and o
+    device: torch.device
+    gate: Literal["none", "scalar", "channel"]  # no decay, one per value head, one per key channel
+    erase: Literal["decayed", "undecayed"] | None  # which state the delta rule reads; None: no delta rule (simple GLA)
+    scale: float
+    chunk_size: int = 64
+    recurrent: bool = False  # the forward runs token by token
+    lengths: tuple[int, ...] | None = None  # of the N sequences; None: known on the device only
+    packed: bool = False  # B = 1 and the row holds N sequences
+    l2norm: bool = False  # q, k (and p) are normalised first
+    raw_gate: bool = False  # g is the raw activation; A_log, dt_bias and lower_bound turn it into a log decay
+    lower_bound: float | None = None  # None: softplus gate
+    raw_beta: bool = False  # beta is a logit
+    beta_range: float = 1.0  # the sigmoid's top; 2 with negative eigenvalues
+    state_v_first: bool = False  # states are [N, HV, V, K]
+    keep_states: bool = False  # also return the state at the start of every chunk
+    disable_recompute: bool = False  # save more for the backward pass, recompute less
+    needs_grad: bool = False
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.N, self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V)))
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """The dtype of states and sums: float64 for float64 inputs, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, as given. In the backward pass the same tuple holds their gradients."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None = None  # [B, T, HV] or [B, T, HV, K]: log decay, or raw activation
+    beta: Tensor | None = None  # [B, T, HV]: write strength, or its logit; None: 1
+    p: Tensor | None = None  # [B, T, H, K]: erase keys; None: k
+    initial_state: Tensor | None = None  # Problem.state_shape
+    A_log: Tensor | None = None  # [HV]
+    dt_bias: Tensor | None = None  # [HV] or [HV * K]
+    cu_seqlens: Tensor | None = None  # [N + 1], on the device of q
+
+
+class Outputs(NamedTuple):
+    """What a backend's forward returns."""
+
+    o: Tensor  # [B, T, HV, V]
+    final_state: Tensor  # Problem.state_shape, in Problem.accumulate
+    saved: tuple[Tensor, ...] = ()  # for the same backend's backward; empty unless Problem.needs_grad
+    states: Tensor | None = None  # [B, chunks, HV, K, V] at chunk starts, with Problem.keep_states

@@ -1,0 +1,112 @@
+"""Gates, write strength and norm: the raw activations of a layer turned into the numbers of the recurrence.
+
+The three ``naive_*`` functions are the definitions, differentiable by autograd and written to be read. ``log_decay``
+and its neighbours are the same mathematics with an explicit backward (`docs/mathematics.md` section 5, [G1]-[G4]);
+they work on tiles of any leading shape with the heads in front of the tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_EPS = 1e-6  # inside the root, as fla and transformers have it
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def naive_gdn_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Log decay of Gated DeltaNet: ``-exp(A_log) * softplus(g + dt_bias)``.
+
+    Args:
+        g: raw activation ``[..., HV]``, any float dtype; computed in float32 (float64 stays float64).
+        A_log: ``[HV]``.
+        dt_bias: ``[HV]`` or None.
+        output_dtype: dtype of the result, default float32.
+
+    Source: Yang et al., Gated Delta Networks, arXiv:2412.06464 (the gate of Mamba2, arXiv:2405.21060).
+    """
+    x = _wide(g) if dt_bias is None else _wide(g) + _wide(dt_bias)
+    return (-_wide(A_log).exp() * F.softplus(x)).to(output_dtype)
+
+
+def naive_kda_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Log decay of Kimi Delta Attention, per channel: ``-exp(A_log) * softplus(g + dt_bias)``.
+
+    Args:
+        g: raw activation ``[..., HV, K]``, any float dtype; computed in float32 (float64 stays float64).
+        A_log: ``HV`` elements, any shape.
+        dt_bias: ``HV * K`` elements, any shape, or None.
+        output_dtype: dtype of the result, default float32.
+
+    Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
+    """
+    x = _wide(g) if dt_bias is None else _wide(g) + _wide(dt_bias).reshape(g.shape[-2:])
+    return (-_wide(A_log).reshape(-1, 1).exp() * F.softplus(x)).to(output_dtype)
+
+
+def naive_kda_lowerbound_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float = -5.0,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Bounded log decay, per channel: ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, in ``(lower_bound, 0)``.
+
+    Args:
+        g: raw activation ``[..., HV, K]``, any float dtype; computed in float32 (float64 stays float64).
+        A_log: ``HV`` elements, any shape; None drops the factor.
+        dt_bias: ``HV * K`` elements, any shape, or None.
+        lower_bound: the least log decay per token, in nats.
+        output_dtype: dtype of the result, default float32.
+
+    Source: the safe gate of Kimi Delta Attention as fla's ``naive_kda_lowerbound_gate`` defines it.
+    """
+    x = _wide(g) if dt_bias is None else _wide(g) + _wide(dt_bias).reshape(g.shape[-2:])
+    x = x if A_log is None else _wide(A_log).reshape(-1, 1).exp() * x
+    return (lower_bound * torch.sigmoid(x)).to(output_dtype)
+
+
+def log_decay(a: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """``-rate * softplus(a + bias)``, or ``lower_bound * sigmoid(rate * (a + bias))``; rate = exp(A_log), None: 1."""
+    x = a if bias is None else a + bias
+    rate = 1.0 if rate is None else rate
+    return -rate * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
+
+
+def log_decay_backward(
+    dg: Tensor, a: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None
+) -> tuple[Tensor, Tensor]:
+    """``(da, dA)``, element by element: the gradients of ``a`` (and of ``bias``, before its sum) and of ``A_log``."""
+    x = a if bias is None else a + bias
+    rate = 1.0 if rate is None else rate
+    if lower_bound is None:
+        return -dg * rate * torch.sigmoid(x), -dg * rate * F.softplus(x)
+    s = torch.sigmoid(rate * x)
+    da = dg * (lower_bound * rate) * s * (1 - s)
+    return da, da * x
+
+
+def strength(z: Tensor, top: float) -> Tensor:
+    """``beta = top * sigmoid(z)``."""
+    return top * torch.sigmoid(z)
+
+
+def strength_backward(db: Tensor, b: Tensor, top: float) -> Tensor:
+    return db * b * (1 - b / top)
+
+
+def l2norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``y = x r`` and ``r = (sum x^2 + eps)^{-1/2}`` over the last axis."""
+    r = torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+    return x * r, r
+
+
+def l2norm_backward(dy: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    return r * (dy - y * (y * dy).sum(-1, keepdim=True))

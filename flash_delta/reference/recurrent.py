@@ -1,0 +1,83 @@
+"""The definition of the gated delta rule and its family, token by token.
+
+    S~_t = e^{g_t} S_{t-1}
+    S_t  = S~_t + beta_t k_t (v_t - E_t^T p_t)^T
+    o_t  = scale * S_t^T q_t
+
+============  ===========  ==================  =============================================
+member        gate g       erase reads E_t     source
+============  ===========  ==================  =============================================
+GDN           scalar       S~_t, p = k         Yang et al., arXiv:2412.06464
+KDA           per channel  S~_t, p = k         Kimi Team, arXiv:2510.26692
+delta rule    none         S~_t, p = k         Yang et al., arXiv:2406.06484
+Comba         scalar       S_{t-1}, own p      Hu et al., arXiv:2506.02475
+simple GLA    scalar       nothing             Yang et al., arXiv:2312.06635, one decay per head
+============  ===========  ==================  =============================================
+
+Everything else in the library is checked against this file in float64. It is differentiable by autograd and made to be
+checked by eye, not to be fast.
+"""
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    p: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    erase: Literal["decayed", "undecayed"] | None = "decayed",
+    initial_state: Tensor | None = None,
+    cu_seqlens: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over every sequence, in the dtype of ``q``.
+
+    Args:
+        q, k: queries and write keys ``[B, T, H, K]``.
+        v: values ``[B, T, HV, V]``; value head ``h`` uses key head ``h // (HV // H)``.
+        g: log decay in nats, ``[B, T, HV]`` or ``[B, T, HV, K]``; None: no decay.
+        beta: write strength ``[B, T, HV]``; None: 1.
+        p: erase keys ``[B, T, H, K]``; None: k.
+        scale: factor on the output; None: ``K ** -0.5``.
+        erase: the state that the delta rule reads: ``"decayed"`` S~_t, ``"undecayed"`` S_{t-1}, None: no delta rule.
+        initial_state: ``[N, HV, K, V]``; None: zeros.
+        cu_seqlens: with B = 1, the N + 1 bounds of the packed sequences; the rows behind the last are zeros in ``o``.
+
+    Returns:
+        ``(o [B, T, HV, V], final_state [N, HV, K, V])``. An empty sequence returns its initial state.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    q, k, p = (x.repeat_interleave(HV // H, dim=2) for x in (q, k, k if p is None else p))
+    beta = v.new_ones(B, T, HV) if beta is None else beta
+    g = v.new_zeros(B, T, HV) if g is None else g
+    g = g if g.dim() == 4 else g.unsqueeze(-1)  # [B, T, HV, K or 1]
+    bounds = [0, T] if cu_seqlens is None else cu_seqlens
+    state = v.new_zeros(B if cu_seqlens is None else len(bounds) - 1, HV, K, V)
+    state = state if initial_state is None else initial_state
+
+    o, final_states = [], []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        S = state if cu_seqlens is None else state[n : n + 1]  # [B or 1, HV, K, V]
+        for t in range(start, end):
+            decayed = g[:, t].exp().unsqueeze(-1) * S
+            u = v[:, t]  # [B, HV, V], what the token writes
+            if erase is not None:
+                u = u - torch.einsum("bhk,bhkv->bhv", p[:, t], decayed if erase == "decayed" else S)
+            S = decayed + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], u)
+            o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+        final_states.append(S)
+    o += [v.new_zeros(B, HV, V)] * (T - len(o))  # behind the last sequence
+    return (
+        torch.stack(o, dim=1) if o else v.new_zeros(B, T, HV, V),
+        torch.cat(final_states) if final_states else state,
+    )

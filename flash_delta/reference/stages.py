@@ -1,0 +1,208 @@
+"""The stages of the chunkwise algorithm, forward and backward, on one segment of chunks.
+
+A chunk of C tokens is linear in the state S0 at its start and in its values V. With the decayed copies
+
+    Eg = p . e^H      Qg = scale q . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
+
+the stages are
+
+    cumulate   G_i = g_1 + .. + g_i;  H = G, or G_{i-1} where the erase reads the undecayed state (Comba)
+    scores     P_ij = scale q_i . e^{G_i - G_j} k_j  (i >= j)      L_ij = p_i . e^{H_i - G_j} k_j  (i > j)
+    solve      A = (I + diag(b) L)^{-1};   X = A^T Kd;   Y = P A
+    scan       R = V - Eg S0;              S1 = gamma . S0 + X^T (b . R)              chunk after chunk
+    output     O = Qg S0 + Y (b . R)
+
+Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R):
+
+    scan       dU~ = X dS1 + Y^T dO;   dV = b . dU~;   dS0 = gamma . dS1 + Qg^T dO - Eg^T dV
+    scores     dP = tril(dO U^T);      dL = -tril(dV U^T, -1)            the gradient of the inverse needs no inverse
+    strength   db = <dU~, R - L U>
+
+b multiplies R instead of sitting in A, so that db needs no division by b and b = 0 is exact. Without the delta rule
+(simple GLA) A = I, Eg = 0, b = 1. `docs/mathematics.md` proves each line.
+
+All tensors are chunk-major with the value heads grouped by key head: ``[M, H, r, C, .]``, M chunks, r = HV / H; what
+a key head owns has r = 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_delta.reference.layout import Segment
+from flash_delta.reference.scores import scores, scores_backward
+
+
+class Tokens(NamedTuple):
+    """One segment's inputs, activated, chunk-major."""
+
+    q: Tensor  # [M, H, 1, C, K]
+    k: Tensor  # [M, H, 1, C, K]
+    v: Tensor  # [M, H, r, C, V]
+    p: Tensor | None  # [M, H, 1, C, K]; None: nothing is erased
+    b: Tensor | None  # [M, H, r, C, 1]; None: 1
+    G: Tensor | None  # [M, H, r, C, 1 or K], float64; None: no gate
+    H: Tensor | None  # the same shape
+    norms: tuple[Tensor, ...]  # 1 / |q|, 1 / |k| (and 1 / |p|), [M, H, 1, C, 1]; empty without l2norm
+
+
+class Factors(NamedTuple):
+    """What a segment's chunks are to the state; nothing here depends on the state."""
+
+    P: Tensor  # [M, H, r, C, C]
+    L: Tensor | None  # [M, H, r, C, C]
+    A: Tensor | None  # [M, H, r, C, C]
+    X: Tensor  # [M, H, r, C, K]
+    Y: Tensor  # [M, H, r, C, C]
+    Eg: Tensor | None  # [M, H, r, C, K]
+    Qg: Tensor  # [M, H, r, C, K]
+    Kd: Tensor  # [M, H, r, C, K]
+    gamma: Tensor | None  # [M, H, r, 1 or K, 1]
+
+
+def shift(x: Tensor) -> Tensor:
+    """Every token gets the row of the token before it in its chunk, the first one zeros."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
+
+
+class Decays(NamedTuple):
+    """``[M, H, r, C, 1 or K]``, in the dtype of the tokens."""
+
+    G: Tensor  # e^G
+    H: Tensor  # e^H
+    R: Tensor  # e^{G_C - G}
+
+
+def decays(t: Tokens) -> Decays:
+    dtype = t.q.dtype
+    eG = t.G.to(dtype).exp()
+    eH = eG if t.H is t.G else t.H.to(dtype).exp()
+    return Decays(eG, eH, (t.G[..., -1:, :] - t.G).to(dtype).exp())
+
+
+def factor(t: Tokens, A: Tensor | None = None) -> Factors:
+    """Stages ``scores`` and ``solve``, and the decayed copies; ``A`` if it was saved."""
+    Eg, Qg, Kd, gamma = t.p, t.q, t.k, None
+    if t.G is not None:
+        e = decays(t)
+        Qg, Kd, gamma = t.q * e.G, t.k * e.R, e.G[..., -1:, :].mT
+        Eg = None if t.p is None else t.p * e.H
+    P, L = scores(t.q, t.k, t.p, t.G, t.H)
+    if L is None:
+        return Factors(P, None, None, Kd.expand(*t.v.shape[:-1], -1), P, None, Qg, Kd, gamma)
+    A = solve(L, t.b) if A is None else A
+    return Factors(P, L, A, A.mT @ Kd, P @ A, Eg, Qg, Kd, gamma)
+
+
+def solve(L: Tensor, b: Tensor | None) -> Tensor:
+    """``(I + diag(b) L)^{-1}``; L is strictly lower, so that the ones of the diagonal are understood."""
+    N = L if b is None else b * L
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(N, eye.expand_as(N), upper=False, unitriangular=True)
+
+
+def times(b: Tensor | None, x: Tensor) -> Tensor:
+    return x if b is None else b * x
+
+
+def scan(t: Tokens, f: Factors, segment: Segment, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The state from chunk to chunk: ``S [N, H, r, K, V]`` is advanced in place.
+
+    Returns S0, the state at every chunk's start ``[M, H, r, K, V]``, and ``R = V - Eg S0  [M, H, r, C, V]``.
+    """
+    X = times(t.b, f.X)
+    R = t.v if f.Eg is None else torch.empty_like(t.v)
+    S0 = S.new_empty(segment.size + segment.width, *S.shape[1:])  # one position more: the states behind the last
+    S0[: segment.width] = S[: segment.width]
+    widths = [step.stop - step.start for step in segment.steps]
+    for step, width, next_width in zip(segment.steps, widths, [*widths[1:], 0], strict=True):
+        live, ahead = S0[step], S0[step.stop : step.stop + width]
+        if f.Eg is not None:
+            torch.sub(t.v[step], f.Eg[step] @ live, out=R[step])
+        torch.mul(live, 1.0 if f.gamma is None else f.gamma[step], out=ahead)
+        ahead.flatten(0, 2).baddbmm_(X[step].mT.flatten(0, 2), R[step].flatten(0, 2))
+        S[next_width:width] = ahead[next_width:]  # sequences, or the segment, that end here
+    return S0[: segment.size], R
+
+
+def output(t: Tokens, f: Factors, S0: Tensor, R: Tensor, scale: float) -> Tensor:
+    return ((f.Qg @ S0).add_(f.Y @ times(t.b, R))).mul_(scale).flatten(1, 2)
+
+
+class TokenGradients(NamedTuple):
+    """Gradients of the activated tokens, per key head or per value head, and in ``dG`` of the log decay."""
+
+    dq: Tensor  # [M, H, C, K]
+    dk: Tensor  # [M, H, C, K]
+    dp: Tensor | None  # [M, H, C, K]
+    dv: Tensor  # [M, H, r, C, V]
+    dg: Tensor | None  # [M, H, r, C, 1 or K]
+    db: Tensor | None  # [M, H, r, C, 1]
+
+
+def scan_backward(t: Tokens, f: Factors, segment: Segment, dO: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+    """The state's gradient from chunk to chunk, right to left: ``dS [N, H, r, K, V]`` is advanced in place.
+
+    Returns dS1, the gradient of the state at every chunk's end ``[M, H, r, K, V]``, and ``dU~  [M, H, r, C, V]``.
+    """
+    dU = f.Y.mT @ dO
+    dS0 = f.Qg.mT @ dO
+    Eg = None if f.Eg is None else times(t.b, f.Eg)
+    dS1 = torch.empty_like(dS0)
+    for step in reversed(segment.steps):
+        live = dS[: step.stop - step.start]
+        dS1[step] = live
+        dU[step] += f.X[step] @ live
+        if f.gamma is not None:
+            live *= f.gamma[step]
+        live += dS0[step]
+        if Eg is not None:
+            live.flatten(0, 2).baddbmm_(Eg[step].mT.flatten(0, 2), dU[step].flatten(0, 2), alpha=-1)
+    return dS1, dU
+
+
+def gradients(t: Tokens, f: Factors, S0: Tensor, R: Tensor, dO: Tensor, dS1: Tensor, dU: Tensor) -> TokenGradients:
+    """What the chunks' tokens get, all chunks at once; ``dO`` carries the scale."""
+    U = times(t.b, R)
+    U = U if f.A is None else f.A @ U
+    dV = times(t.b, dU)
+    dP = (dO @ U.mT).tril_()
+    dL = None if f.L is None else (dV @ U.mT).tril_(-1).neg_()
+    pairs = scores_backward(dP, dL, f.P, f.L, t.q, t.k, t.p, t.G, t.H)
+    dQg, dKd = dO @ S0.mT, U @ dS1.mT
+    dEg = None if f.Eg is None else -(dV @ S0.mT)
+    dg = None
+    if t.G is not None:
+        dg = gate_gradient(t, f, pairs.dg, dQg, dEg, dKd, (S0 * dS1).sum(-1).unsqueeze(-2))
+        e = decays(t)
+        dQg, dKd = dQg * e.G, dKd * e.R
+        dEg = None if dEg is None else dEg * e.H
+    db = None
+    if t.b is not None:
+        Z = R if f.L is None else R - f.L @ U
+        db = (dU * Z).sum(-1, keepdim=True)
+    dp = None if dEg is None else pairs.dp + dEg.sum(2)
+    return TokenGradients(pairs.dq + dQg.sum(2), pairs.dk + dKd.sum(2), dp, dV, dg, db)
+
+
+def gate_gradient(
+    t: Tokens, f: Factors, pairs: Tensor, dQg: Tensor, dEg: Tensor | None, dKd: Tensor, S0_dS1: Tensor
+) -> Tensor:
+    """``dg``: what the scores (``pairs``) and every decayed quantity say about the gates they carry.
+
+    A row of Qg carries the gates up to its own, a row of Kd those behind it, gamma all of them. Each sum runs over
+    just the rows that carry gate t, so that no large terms cancel. ``S0_dS1`` is ``[M, H, r, 1, K]``.
+    """
+
+    def reduce(x: Tensor) -> Tensor:
+        return x if t.G.shape[-1] > 1 else x.sum(-1, keepdim=True)
+
+    rows = reduce(f.Qg * dQg)
+    if dEg is not None:
+        erased = reduce(f.Eg * dEg)
+        rows += erased if t.H is t.G else F.pad(erased[..., 1:, :], (0, 0, 0, 1))  # Eg carries the gates before its own
+    ahead = rows.flip(-2).cumsum(-2).flip(-2)
+    behind = shift(reduce(f.Kd * dKd).cumsum(-2))
+    return pairs + ahead + behind + f.gamma.mT * reduce(S0_dS1)

@@ -1,0 +1,105 @@
+"""How results are judged: against the recurrence in float64, by relative L2 error, per output and per gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_delta.reference.activation import (
+    NORM_EPS,
+    naive_gdn_gate,
+    naive_kda_gate,
+    naive_kda_lowerbound_gate,
+)
+from flash_delta.reference.recurrent import recurrent
+from flash_delta.testing.cases import Member
+
+# What the torch backend may differ from float64 arithmetic on the same inputs. float64 is the proof that the
+# mathematics is right; float32 is 2.5 times the worst cell of the case list (8e-7); half dtypes are one rounding of
+# the result.
+FLOOR = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TENSORS = ("q", "k", "v", "g", "beta", "p", "initial_state", "A_log", "dt_bias")
+
+Results = dict[str, Tensor]  # "o", "final_state" and "dq", "dk", ... for every input
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """``|got - want| / |want|`` in float64; against zeros the error must be below 1e-30, which float32 cannot hold."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    if got.shape != want.shape:
+        return float("inf")
+    error = (got - want).norm() / (want.norm() + 1e-30) if want.numel() else torch.zeros(())
+    return float("inf") if error.isnan() else float(error)
+
+
+def limit(dtype: torch.dtype, reference_error: float = 0.0) -> float:
+    """The error allowed: a floor, plus twice the torch backend's error in the same dtype when another is judged."""
+    return 2 * reference_error + FLOOR[dtype]
+
+
+def assert_accurate(name: str, got: Tensor, want: Tensor, dtype: torch.dtype, reference_error: float = 0.0) -> None:
+    """The only comparison with the truth in tests and benchmarks. NaN never passes."""
+    error, allowed = relative_error(got, want), limit(dtype, reference_error)
+    assert error <= allowed, f"{name}: relative L2 error {error:.2e}, allowed {allowed:.2e}"
+
+
+def run(member: Member, inputs: dict[str, Any], backend: str | None = None) -> Results:
+    """Outputs and all gradients of the public op."""
+    o, final_state = member.op(**inputs, backend=backend)
+    return _with_gradients(o, final_state, inputs, o.dtype)
+
+
+def truth(member: Member, inputs: dict[str, Any]) -> Results:
+    """The same from the recurrence in float64, by autograd, on the same (rounded) inputs."""
+    x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in TENSORS if n in inputs}
+    o, final_state = recurrence(member, x, inputs)
+    return _with_gradients(o, final_state, x, inputs["v"].dtype)
+
+
+def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Call the recurrence as ``member.op`` is called; activations by their definitions, differentiable."""
+    x = dict(x)
+    A_log, dt_bias, state = (x.pop(name, None) for name in ("A_log", "dt_bias", "initial_state"))
+    bounds, T = options.get("cu_seqlens"), x["q"].shape[1]
+    if bounds is not None:  # autograd turns 0 * NaN of the guard rows into NaN
+        x = {name: t[:, : int(bounds[-1])] for name, t in x.items()}
+    v_first = options.get("state_v_first", False)
+    if options.get("use_qk_l2norm_in_kernel"):
+        for name in x.keys() & {"q", "k", "p"}:
+            x[name] = x[name] * torch.rsqrt(x[name].square().sum(-1, keepdim=True) + NORM_EPS)
+    if options.get("use_beta_sigmoid_in_kernel"):
+        x["beta"] = torch.sigmoid(x["beta"]) * (2 if options.get("allow_neg_eigval") else 1)
+    if options.get("use_gate_in_kernel"):
+        bound, dtype = options.get("lower_bound"), x["g"].dtype
+        if member.gate == "scalar":
+            x["g"] = naive_gdn_gate(x["g"], A_log, dt_bias, dtype)
+        elif bound is None:
+            x["g"] = naive_kda_gate(x["g"], A_log, dt_bias, dtype)
+        else:
+            x["g"] = naive_kda_lowerbound_gate(x["g"], A_log, dt_bias, bound, dtype)
+    bounds = options.get("cu_seqlens")
+    o, final_state = recurrent(
+        **x,
+        scale=options.get("scale"),
+        erase=("undecayed" if member.erase_keys else "decayed") if member.delta else None,
+        initial_state=state.mT if v_first and state is not None else state,
+        cu_seqlens=None if bounds is None else bounds.tolist(),
+    )
+    o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))
+    return o, final_state.mT if v_first else final_state
+
+
+def _with_gradients(o: Tensor, final_state: Tensor, x: dict[str, Any], dtype: torch.dtype) -> Results:
+    """Add the gradients of <o, do> + <final_state, dS>; do is rounded to ``dtype``, so that all judge the same loss."""
+    gen = torch.Generator().manual_seed(1)
+    do = torch.randn(o.shape, generator=gen, dtype=torch.float64).to(dtype)
+    dS = torch.randn(final_state.shape, generator=gen, dtype=torch.float32)
+    outputs = [(y, dy.to(y.device, y.dtype)) for y, dy in ((o, do), (final_state, dS)) if y.requires_grad]
+    names = [name for name in TENSORS if name in x]
+    if outputs:
+        ys, dys = zip(*outputs, strict=True)
+        gradients = torch.autograd.grad(ys, [x[n] for n in names], dys, allow_unused=True, materialize_grads=True)
+    else:  # no token at all: the recurrence never touched its inputs
+        gradients = [torch.zeros_like(x[n]) for n in names]
+    results = {"o": o.detach(), "final_state": final_state.detach()}
+    return results | {f"d{name}": d for name, d in zip(names, gradients, strict=True)}

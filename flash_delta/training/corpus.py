@@ -1,0 +1,137 @@
+"""Byte-level text for training: which files, which of them are held out, and which windows a step sees.
+
+A text is a sequence of bytes, so the vocabulary is 256, any file will do and bits per byte compare across corpora.
+Everything here is a pure function of the files' content and of (seed, step): two machines with the same files train on
+the same batches, and a resumed run sees what an uninterrupted one would have seen.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HELD_OUT_FRACTION = 0.05
+# Not the library itself: what was installed into it, its tests, and compiled files.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out bytes, disjoint by whole files."""
+
+    name: str
+    paths: tuple[str, ...]  # absolute; empty for the default corpus
+    train: torch.Tensor  # [N] uint8
+    held_out: torch.Tensor  # [M] uint8
+    files: int  # distinct text files read
+    skipped: int  # files left out: not UTF-8 text, empty, or the same bytes as an earlier file
+
+    @classmethod
+    def read(cls, paths: Sequence[str | Path] = ()) -> "Corpus":
+        """Reads files and folders (recursively); without paths, the running Python's own standard library."""
+        name = ", ".join(str(path) for path in paths) or "Python's standard library"
+        files = list(_find_files(paths) if paths else _standard_library())
+        texts: dict[bytes, bytes] = {}  # by digest: a copy in both splits would make held-out text known text
+        for file in files:
+            text = _read_text(file)
+            if text:
+                texts.setdefault(hashlib.sha256(text).digest(), text)
+        if not texts:
+            raise ValueError(f"paths: expected at least one UTF-8 text file, got {len(files)} other files in {name}")
+        train, held_out = _split(texts)
+        given = tuple(str(Path(path).resolve()) for path in paths)
+        return cls(name, given, train, held_out, len(texts), len(files) - len(texts))
+
+    @property
+    def digest(self) -> str:
+        """Names the content: a run may only resume on the bytes it started with."""
+        return hashlib.sha256(self.train.numpy().tobytes() + b"|" + self.held_out.numpy().tobytes()).hexdigest()
+
+
+def order0_entropy(text: torch.Tensor) -> float:
+    """Shannon entropy, in bits per byte, of the text's own byte histogram.
+
+    No model that ignores context can use fewer bits per byte on this text, not even one that knows its histogram.
+    """
+    counts = torch.bincount(text.long(), minlength=256).double()
+    p = counts[counts > 0] / len(text)
+    return -(p * p.log2()).sum().item()
+
+
+def training_batch(text: torch.Tensor, batch_size: int, seq_len: int, *, seed: int, step: int) -> torch.Tensor:
+    """[batch_size, seq_len] random windows of the text, a pure function of (seed, step)."""
+    require_length("training", text, seq_len)
+    starts = np.random.default_rng([seed, step]).integers(len(text) - seq_len + 1, size=batch_size)
+    return _windows(text, starts, seq_len)
+
+
+def evaluation_windows(text: torch.Tensor, count: int, seq_len: int) -> torch.Tensor:
+    """[at most count, seq_len] windows spread evenly over the text; they never overlap."""
+    require_length("held-out", text, seq_len)
+    count = min(count, len(text) // seq_len)
+    return _windows(text, np.linspace(0, len(text) - seq_len, count).astype(np.int64), seq_len)
+
+
+def require_length(which: str, text: torch.Tensor, seq_len: int) -> None:
+    if len(text) < seq_len:
+        raise ValueError(f"seq_len: expected at most the {len(text)} bytes of {which} text, got {seq_len}")
+
+
+def _windows(text: torch.Tensor, starts: np.ndarray, seq_len: int) -> torch.Tensor:
+    return text[torch.from_numpy(starts)[:, None] + torch.arange(seq_len)].long()
+
+
+def _find_files(paths: Iterable[str | Path]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"paths: expected files or folders, got {path}, which does not exist")
+        yield from _walk(path) if path.is_dir() else [path]
+
+
+def _standard_library() -> Iterator[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return (file for file in _walk(root, excluded=NOT_LIBRARY) if file.suffix == ".py")
+
+
+def _walk(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
+    """Files below the folder in the order of their names, the same on every file system; no hidden folders."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
+        yield from (file for file in (Path(root, name) for name in sorted(names)) if file.is_file())
+
+
+def _read_text(file: Path) -> bytes | None:
+    data = file.read_bytes()
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return None
+    return None if b"\0" in data else data
+
+
+def _split(texts: dict[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole files in the order of their digests are held out while they fit into 5 % of the bytes.
+
+    The digest makes the choice random but the same wherever the files lie. Where no file fits (a single book), the
+    end of the text is held out instead.
+    """
+    left = budget = int(HELD_OUT_FRACTION * sum(map(len, texts.values())))
+    held_out = set()
+    for digest in sorted(texts):
+        if len(texts[digest]) <= left:
+            held_out.add(digest)
+            left -= len(texts[digest])
+    train = b"".join(text for digest, text in texts.items() if digest not in held_out)
+    held = b"".join(text for digest, text in texts.items() if digest in held_out)
+    if not held:
+        train, held = train[: len(train) - budget], train[len(train) - budget :]
+    return _bytes_tensor(train), _bytes_tensor(held)
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

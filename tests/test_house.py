@@ -1,0 +1,183 @@
+"""The house keeps its shape: who imports whom, how large things get, what an import costs, which calls must run."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import flash_delta
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flash_delta"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room may import itself and these, nothing else of the package. See ARCHITECTURE.md.
+MAY_IMPORT = {
+    "problem": set(),
+    "reference": {"problem"},
+    "ops": {"problem", "reference"},
+    "modules": {"ops"},
+    "layers": {"modules", "ops"},
+    "models": {"layers", "modules"},
+    "training": {"models", "layers", "ops"},
+    "testing": {"reference"},
+    "cli": {"training", "models", "ops", "testing"},
+}
+PRIVATE = {"kda", "gated_delta_rule", "simple_gla", "comba", "delta_rule"}  # ops do not import each other
+THIRD_PARTY = {
+    "problem": {"torch"},
+    "reference": {"torch"},
+    "ops": {"torch"},
+    "modules": {"torch"},
+    "layers": {"torch"},
+}
+
+FILE_LINES, FUNCTION_LINES = 250, 50
+OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_layering(path):
+    here = room(path)
+    if here in ("__init__", "__main__"):
+        return
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "flash_delta":
+            if name == "flash_delta" or rest[0] in flash_delta.__dict__.keys() - MAY_IMPORT.keys():
+                assert "ops" in MAY_IMPORT[here] or here == "testing", f"{path} imports {name}: below the front door"
+                continue
+            target = rest[0]
+            assert target == here or target in MAY_IMPORT[here], f"{path} imports {name}"
+            if here == "ops" and path.stem in PRIVATE and len(rest) > 1:
+                assert rest[1] not in PRIVATE - {path.stem}, f"{path} imports its sibling {name}"
+        elif here in THIRD_PARTY and top not in sys.stdlib_module_names:
+            assert top in THIRD_PARTY[here], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_budgets(path):
+    source, name = path.read_text(), str(path.relative_to(ROOT))
+    assert name in OVER_BUDGET or source.count("\n") <= FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1
+            assert f"{name}:{node.name}" in OVER_BUDGET or lines <= FUNCTION_LINES, f"{node.name}: {lines} lines"
+
+
+def test_no_kwargs_in_ops():
+    for path in (PACKAGE / "ops").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.args.kwarg:
+                assert node.name == "explain", f"{path}: {node.name}: frameworks cannot see arguments inside **kwargs"
+
+
+def test_import_needs_torch_only_and_touches_no_driver():
+    code = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "transformers", "numpy", "matplotlib", "rich", "typer", "safetensors"}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Block())
+import torch
+calls = []
+torch.cuda._lazy_init = lambda: calls.append(1)
+torch._C._cuda_getDeviceCount = lambda: calls.append(1) or 0
+import flash_delta, flash_delta.layers, flash_delta.modules, flash_delta.testing
+q = torch.randn(1, 5, 2, 8)
+flash_delta.chunk_delta_rule(q, q, q, torch.rand(1, 5, 2))
+assert not calls
+try:
+    import flash_delta.models
+except ImportError as error:
+    assert "pip install 'flash-delta[transformers]'" in str(error), error
+else:
+    raise AssertionError("models without transformers")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_import_is_quick():
+    """Fewer than 0.3 s on top of torch: the best of three, since other processes run beside."""
+    code = "import time, torch; t = time.perf_counter(); import flash_delta; print(time.perf_counter() - t)"
+    runs = [subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) for _ in range(3)]
+    assert min(map(float, runs)) < 0.3
+
+
+# Names of fla 0.6.0 in their order (users.md, appendix B): a call written for it, by position or by name, must run.
+FLA = {
+    "chunk_gated_delta_rule": "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel"
+    " use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu chunk_indices cp_context"
+    " | use_gate_in_kernel A_log dt_bias chunk_size transpose_state_layout",
+    "fused_recurrent_gated_delta_rule": "q k v g gk gv beta scale initial_state output_final_state"
+    " use_qk_l2norm_in_kernel use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval"
+    " state_v_first cu_seqlens | transpose_state_layout",
+    "chunk_kda": "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel"
+    " use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute return_intermediate_states"
+    " state_v_first cu_seqlens cu_seqlens_cpu cp_context | A_log dt_bias chunk_size transpose_state_layout",
+    "fused_recurrent_kda": "q k v g beta A_log dt_bias scale initial_state output_final_state use_qk_l2norm_in_kernel"
+    " use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval lower_bound state_v_first cu_seqlens"
+    " | transpose_state_layout",
+    "chunk_simple_gla": "q k v g g_gamma scale initial_state output_final_state state_v_first cu_seqlens cu_seqlens_cpu"
+    " | chunk_size",
+    "chunk_comba": "q k v p g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens"
+    " cu_seqlens_cpu |",
+    "chunk_delta_rule": "q k v beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens"
+    " cu_seqlens_cpu | chunk_size",
+    "fused_gdn_gate": "g A_log dt_bias output_dtype |",
+    "fused_kda_gate": "g A_log dt_bias lower_bound output_dtype |",
+    "naive_gdn_gate": "g A_log dt_bias output_dtype |",
+    "naive_kda_gate": "g A_log dt_bias output_dtype |",
+    "naive_kda_lowerbound_gate": "g A_log dt_bias lower_bound output_dtype |",
+}
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_signatures_of_the_ecosystem(name):
+    positional, keywords = (part.split() for part in FLA[name].split("|"))
+    parameters = inspect.signature(getattr(flash_delta, name)).parameters
+    ours = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ours[: len(positional)] == positional
+    assert parameters.keys() >= set(keywords)
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_every_argument_is_documented(name):
+    op = getattr(flash_delta, name)
+    doc = inspect.getdoc(op)
+    shared = inspect.getdoc(flash_delta.chunk_gated_delta_rule) + inspect.getdoc(flash_delta.chunk_kda)
+    refers = ":func:" in doc
+    for argument in inspect.signature(op).parameters:
+        assert argument in doc or (refers and f"\n    {argument}: " in shared), argument
+    assert "Source: " in doc
+
+
+def test_changelog_names_the_version():
+    assert f"## {flash_delta.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_contributing_is_short():
+    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    assert len(lines) <= 45
+    assert not any(a == b == "" for a, b in pairwise(lines))

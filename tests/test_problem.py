@@ -1,0 +1,147 @@
+# ruff: noqa: E501  (one row per mistake)
+"""The door: bad input is a ValueError that names the argument, what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+
+import flash_delta
+from flash_delta.ops._backend import ENVIRONMENT
+from flash_delta.testing import CASES, MEMBERS, make_inputs
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def arguments(member: str, case: str = "ragged") -> dict:
+    x = make_inputs(BY_NAME[case], MEMBERS[member], torch.float32)
+    return {n: t.detach() if torch.is_tensor(t) else t for n, t in x.items()}
+
+
+z = torch.zeros
+RAW = {"use_gate_in_kernel": True}
+BAD = [  # member, case, changed arguments, what the message must contain
+    ("gdn", "ragged", {"q": z(2, 150, 16)}, "q: expected a tensor [B, T, H, K], got shape [2, 150, 16]"),
+    ("gdn", "ragged", {"q": None}, "q: expected a tensor [B, T, H, K], got None"),
+    ("gdn", "ragged", {"k": z(2, 150, 2, 8)}, "k: expected a tensor [2, 150, 2, 16], got shape [2, 150, 2, 8]"),
+    ("gdn", "ragged", {"v": z(2, 149, 4, 24)}, "v: expected a tensor [2, 150, HV, V], got shape [2, 149, 4, 24]"),
+    ("gdn", "ragged", {"v": z(2, 150, 3, 24)}, "v: expected a number of heads (axis 2) that is a multiple of q's 2, got 3"),
+    ("gdn", "ragged", {"v": z(2, 150, 1, 24)}, "v: expected a number of heads (axis 2) that is a multiple of q's 2, got 1"),
+    ("gdn", "ragged", {"g": z(2, 150, 2)}, "g: expected a tensor [2, 150, 4], got shape [2, 150, 2]"),
+    ("gdn", "ragged", {"g": None}, "g: expected a tensor [2, 150, 4], got None"),
+    ("gdn", "ragged", {"beta": z(2, 150)}, "beta: expected a tensor [2, 150, 4], got shape [2, 150]"),
+    ("gdn", "ragged", {"beta": None}, "beta: expected a tensor [2, 150, 4], got None"),
+    ("delta-rule", "ragged", {"beta": None}, "beta: expected a tensor [2, 150, 4], got None"),
+    ("kda", "ragged", {"g": z(2, 150, 4)}, "g: expected a tensor [2, 150, 4, 16], got shape [2, 150, 4]"),
+    ("comba", "ragged", {"p": z(2, 150, 4, 16)}, "p: expected a tensor [2, 150, 2, 16], got shape [2, 150, 4, 16]"),
+    ("simple-gla", "ragged", {"g_gamma": z(2)}, "g_gamma: expected a tensor [4], got shape [2]"),
+    ("gdn-recurrent", "ragged", {"gk": z(2, 150, 4)}, "gk: expected a tensor [B, T, HV, K], got shape [2, 150, 4]"),
+    ("gdn-recurrent", "ragged", {"gv": z(2, 150, 4, 24)}, "gv: expected None"),
+    ("gdn", "ragged", {"q": z(2, 150, 2, 16, dtype=torch.int32)}, "q: expected a dtype among"),
+    ("gdn", "ragged", {"v": z(2, 150, 4, 24, dtype=torch.bfloat16)}, "v: expected torch.float32 like q, got torch.bfloat16"),
+    ("gdn", "ragged", {"beta": z(2, 150, 4, dtype=torch.long)}, "beta: expected a dtype among"),
+    ("gdn", "ragged", {"k": z(2, 150, 2, 16, device="meta")}, "k: expected a tensor on cpu like q, got one on meta"),
+    ("gdn", "ragged", {"initial_state": z(3, 4, 16, 24)}, "initial_state: expected a tensor [2, 4, 16, 24], got shape [3,"),
+    ("gdn", "ragged", {"state_v_first": True}, "initial_state: expected a tensor [2, 4, 24, 16], got shape [2, 4, 16, 24]"),
+    ("gdn", "packed", {"initial_state": z(1, 4, 16, 24)}, "initial_state: expected a tensor [9, 4, 16, 24], got shape [1,"),
+    ("gdn", "ragged", {"chunk_size": 128}, "chunk_size: expected one of 16, 32, 64, got 128"),
+    ("gdn", "ragged", {"allow_neg_eigval": True}, "allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True"),
+    ("gdn", "ragged", RAW, "A_log: expected a tensor of 4 elements with use_gate_in_kernel=True, got None"),
+    ("gdn", "ragged", RAW | {"A_log": z(3)}, "A_log: expected a tensor of 4 elements, got shape [3]"),
+    ("gdn", "ragged", RAW | {"A_log": z(4), "dt_bias": z(64)}, "dt_bias: expected a tensor of 4 elements, got shape [64]"),
+    ("kda", "ragged", RAW | {"A_log": z(4), "dt_bias": z(4)}, "dt_bias: expected a tensor of 64 elements, got shape [4]"),
+    ("kda", "ragged", RAW | {"lower_bound": -5.5}, "lower_bound: expected a number in [-5, 0), got -5.5"),
+    ("kda", "ragged", RAW | {"lower_bound": 0.0}, "lower_bound: expected a number in [-5, 0), got 0.0"),
+    ("kda", "ragged", RAW | {"A_log": z(4), "safe_gate": True}, "lower_bound: expected a number in [-5, 0) with safe_gate"),
+    ("gdn", "ragged", {"cp_context": 1}, "cp_context: expected None"),
+    ("gdn", "ragged", {"state_v_first": True, "transpose_state_layout": True}, "transpose_state_layout: expected None"),
+    ("gdn", "ragged", {"cu_seqlens": torch.tensor([0, 150])}, "q: expected batch size 1 with cu_seqlens"),
+    ("gdn", "ragged", {"cu_seqlens_cpu": torch.tensor([0, 150])}, "cu_seqlens_cpu: expected None (there is no cu_seqlens)"),
+    ("gdn", "packed", {"cu_seqlens": z(10)}, "cu_seqlens: expected dtype torch.int32 or torch.int64, got torch.float32"),
+    ("gdn", "packed", {"cu_seqlens": z(2, 5, dtype=torch.long)}, "cu_seqlens: expected a tensor [N + 1], got shape [2, 5]"),
+    ("gdn", "packed", {"cu_seqlens": z(0, dtype=torch.long)}, "cu_seqlens: expected at least the bound 0, got no bounds"),
+    ("gdn", "packed", {"cu_seqlens": torch.tensor([1, 205])}, "cu_seqlens: expected 0 as the first bound, got 1"),
+    ("gdn", "packed", {"cu_seqlens": torch.tensor([0, 9, 8])}, "cu_seqlens: expected bounds that do not decrease, got [0, 9, 8]"),
+    ("gdn", "packed", {"cu_seqlens": torch.tensor([0, 206])}, "cu_seqlens: expected bounds up to T = 205, got 206"),
+    ("gdn", "packed", {"cu_seqlens_cpu": [0, 5]}, "cu_seqlens_cpu: expected 10 bounds, got 2"),
+    ("gdn", "all-empty", {"cu_seqlens_cpu": [0, 0, 0, 1]}, "cu_seqlens_cpu: expected the values of cu_seqlens, [0, 0, 0, 0]"),
+    ("gdn", "ragged", {"backend": "cuda"}, "backend: expected one of torch, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("member", "case", "changes", "message"), BAD, ids=[f"{r[0]}-{'-'.join(r[2])}" for r in BAD])
+def test_bad_input(member, case, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        MEMBERS[member].op(**(arguments(member, case) | changes))
+    if "backend" not in changes:
+        assert str(error.value).startswith(MEMBERS[member].name + ": ")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_good_bounds(dtype):
+    x = arguments("gdn", "packed")
+    bounds = x["cu_seqlens"]
+    o, _ = flash_delta.chunk_gated_delta_rule(**x)
+    for cu_seqlens_cpu in (bounds, bounds.tolist(), None):
+        x |= {"cu_seqlens": bounds.to(dtype), "cu_seqlens_cpu": cu_seqlens_cpu}
+        assert torch.equal(flash_delta.chunk_gated_delta_rule(**x)[0], o)
+
+
+def test_gates_refuse_wrong_sizes():
+    g = z(2, 5, 4, 8)
+    with pytest.raises(ValueError, match=re.escape("fused_gdn_gate: A_log: expected a tensor of 4 elements")):
+        flash_delta.fused_gdn_gate(z(2, 5, 4), z(3))
+    with pytest.raises(ValueError, match=re.escape("fused_kda_gate: dt_bias: expected a tensor of 32 elements")):
+        flash_delta.fused_kda_gate(g, z(4), z(8))
+    with pytest.raises(ValueError, match=re.escape("fused_kda_gate: A_log: expected a tensor of 4 elements without")):
+        flash_delta.fused_kda_gate(g)
+    with pytest.raises(ValueError, match=re.escape("fused_kda_gate: lower_bound: expected a negative number")):
+        flash_delta.fused_kda_gate(g, lower_bound=1.0)
+
+
+def test_gate_formulas():
+    g, A_log, bias = torch.randn(3, 5, 4, 8), torch.randn(4), torch.randn(32)
+    x = (g + bias.view(4, 8)).double()
+    rate = A_log.double().exp()[:, None]
+    softplus = -rate * torch.log1p(x.exp())
+    assert torch.allclose(flash_delta.naive_kda_gate(g, A_log, bias).double(), softplus)
+    assert torch.allclose(flash_delta.fused_kda_gate(g, A_log, bias).double(), softplus)
+    bounded = -5 / (1 + (-rate * x).exp())
+    assert torch.allclose(flash_delta.fused_kda_gate(g, A_log, bias, lower_bound=-5.0).double(), bounded)
+    bounded = -2 / (1 + (-x).exp())
+    assert torch.allclose(flash_delta.naive_kda_lowerbound_gate(g, None, bias, -2.0).double(), bounded)
+    scalar = -A_log.double().exp() * torch.log1p((g[..., 0].double() + bias[:4]).exp())
+    assert torch.allclose(flash_delta.fused_gdn_gate(g[..., 0], A_log, bias[:4]).double(), scalar)
+    assert flash_delta.fused_gdn_gate(g[..., 0], A_log, output_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_backend_wish_is_obeyed_or_refused(monkeypatch):
+    x = arguments("kda")
+    assert torch.equal(flash_delta.chunk_kda(**x, backend="torch")[0], flash_delta.chunk_kda(**x)[0])
+    monkeypatch.setenv(ENVIRONMENT, "nonsense")
+    with pytest.raises(ValueError, match="backend: expected one of torch, got 'nonsense'"):
+        flash_delta.chunk_kda(**x)
+    flash_delta.chunk_kda(**x, backend="torch")  # the argument goes before the environment
+
+
+def test_explain():
+    x = arguments("kda")
+    explanation = flash_delta.explain(flash_delta.chunk_kda, **x)
+    assert explanation.backend == "torch"
+    assert str(explanation) == "chunk_kda would run on backend 'torch'\n  torch: chosen, the first that can"
+    assert "as asked for" in str(flash_delta.explain(flash_delta.chunk_kda, **x, backend="torch"))
+    with pytest.raises(ValueError, match="chunk_kda: beta: expected"):
+        flash_delta.explain(flash_delta.chunk_kda, **(x | {"beta": None}))
+
+
+def test_bounds_that_only_a_device_knows_are_refused_not_synchronised():
+    x = {n: t.to("meta") if torch.is_tensor(t) else t for n, t in arguments("gdn", "packed").items()}
+    explanation = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x)
+    assert explanation.backend is None
+    assert "give cu_seqlens_cpu" in str(explanation)
+    with pytest.raises(ValueError, match=r"no backend can run this. 'torch': .* give cu_seqlens_cpu"):
+        flash_delta.chunk_gated_delta_rule(**x)
+    with pytest.raises(ValueError, match=r"backend 'torch' cannot run this: .* give cu_seqlens_cpu"):
+        flash_delta.chunk_gated_delta_rule(**x, backend="torch")
+    host = [0, *torch.tensor(BY_NAME["packed"].lengths).cumsum(0).tolist()]
+    assert flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, cu_seqlens_cpu=host).backend == "torch"

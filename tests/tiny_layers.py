@@ -1,0 +1,21 @@
+"""Small layers of every kind, for the tests that any of them must pass."""
+
+import torch
+
+from flash_delta.layers import Attention, GatedDeltaNet, KimiDeltaAttention
+
+D = 12
+HEADS = {"hidden_size": D, "head_dim": 4, "num_heads": 2}
+DELTA_LAYERS = {
+    "gdn": lambda: GatedDeltaNet(**HEADS),
+    "gdn-grouped": lambda: GatedDeltaNet(**HEADS, num_v_heads=4, conv_bias=True, allow_neg_eigval=True),
+    "gdn-bare": lambda: GatedDeltaNet(**HEADS, use_gate=False, use_short_conv=False),
+    "gdn-stepped": lambda: GatedDeltaNet(**HEADS, mode="fused_recurrent"),
+    "kda": lambda: KimiDeltaAttention(**HEADS),
+    "kda-bounded": lambda: KimiDeltaAttention(**HEADS, num_v_heads=4, expand_v=2, lower_bound=-5.0, safe_gate=True),
+}
+LAYERS = {**DELTA_LAYERS, "attention": lambda: Attention(hidden_size=D, num_heads=4, num_kv_heads=2, head_dim=6)}
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
