@@ -1,11 +1,13 @@
 """The one autograd Function: every op of the family goes through it."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Inputs, Outputs, Problem
 
 
 def run(
@@ -15,17 +17,30 @@ def run(
     if isinstance(backend, Explain):
         return backend.of(problem)
     name = choose_backend(problem, backend)
-    o, final_state, states = DeltaRule.apply(problem, name, *inputs)
+    if problem.needs_grad:
+        o, final_state, states = DeltaRule.apply(problem, name, *inputs)
+    else:  # a step of decoding takes a fifth of its time in autograd's bookkeeping
+        o, final_state, _, states = _forward(problem, name, inputs)
     result = (o, final_state if output_final_state else None)
     return (*result, states) if problem.keep_states else result
+
+
+def _forward(problem: Problem, backend: str, inputs: Inputs) -> Outputs:
+    module = load_backend(backend)
+    with _own_precision(problem):
+        return (module.step if problem.recurrent else module.forward)(problem, inputs)
+
+
+def _own_precision(problem: Problem) -> AbstractContextManager:
+    """Backends choose their own precision; autocast must not round their products."""
+    device = problem.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, problem: Problem, backend: str, *tensors: Tensor | None):
-        module, inputs = load_backend(backend), Inputs(*tensors)
-        with torch.autocast(problem.device.type, enabled=False):  # backends choose their own precision
-            out = (module.step if problem.recurrent else module.forward)(problem, inputs)
+        out = _forward(problem, backend, Inputs(*tensors))
         ctx.problem, ctx.backend = problem, backend
         ctx.save_for_backward(*tensors, *out.saved)
         ctx.set_materialize_grads(False)
@@ -40,6 +55,6 @@ class DeltaRule(torch.autograd.Function):
         count = len(Inputs._fields)
         inputs, saved = Inputs(*tensors[:count]), tensors[count:]
         do = torch.zeros_like(inputs.v) if do is None else do
-        with torch.autocast(ctx.problem.device.type, enabled=False):
+        with _own_precision(ctx.problem):
             gradients = load_backend(ctx.backend).backward(ctx.problem, inputs, saved, do, dfinal)
         return None, None, *gradients

@@ -75,14 +75,20 @@ def refuse_unless_none(op: str, name: str, value: Any, why: str) -> None:
         refuse(op, name, f"None ({why})", type(value).__name__)
 
 
-def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> tuple[int, ...]:
+def wanted(shape: tuple[int | str, ...]) -> str:
+    return f"a tensor [{', '.join(map(str, shape))}]"
+
+
+def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> torch.Size:
     """Refuse anything but a tensor of these axes; a letter stands for any size."""
-    wanted = f"a tensor [{', '.join(map(str, expected))}]"
     if not isinstance(x, Tensor):
-        refuse(op, name, wanted, "None" if x is None else type(x).__name__)
-    sizes = tuple(x.shape)
-    if len(expected) != len(sizes) or any(e != s for e, s in zip(expected, sizes, strict=True) if isinstance(e, int)):
-        refuse(op, name, wanted, f"shape {list(sizes)}")
+        refuse(op, name, wanted(expected), "None" if x is None else type(x).__name__)
+    sizes = x.shape
+    if len(expected) != len(sizes):
+        refuse(op, name, wanted(expected), f"shape {list(sizes)}")
+    for e, size in zip(expected, sizes, strict=True):
+        if e != size and isinstance(e, int):
+            refuse(op, name, wanted(expected), f"shape {list(sizes)}")
     return sizes
 
 
@@ -96,15 +102,16 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
 
 
 def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
-    for name, t in x._asdict().items():
+    dtype, device = x.q.dtype, x.q.device
+    for name, t in zip(x._fields, x, strict=True):
         if t is None:
             continue
-        if name != "cu_seqlens" and t.dtype not in DTYPES:
+        if t.dtype not in DTYPES and name != "cu_seqlens":
             refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
-        if name in ("k", "v", "p") and t.dtype != x.q.dtype:
-            refuse(op, name, f"{x.q.dtype} like q", t.dtype)
-        if t.device != x.q.device:
-            refuse(op, name, f"a tensor on {x.q.device} like q", f"one on {t.device}")
+        if t.dtype != dtype and name in ("k", "v", "p"):
+            refuse(op, name, f"{dtype} like q", t.dtype)
+        if t.device != device:
+            refuse(op, name, f"a tensor on {device} like q", f"one on {t.device}")
 
 
 def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, heads: int, biases: int) -> None:

@@ -6,7 +6,7 @@ slice of the chunk axis, and they belong to the first n_j sequences: a step of t
 lengths.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 class Segment(NamedTuple):
     """A run of chunk positions, small enough that its intermediates stay in the cache."""
 
-    start: int  # first chunk
+    position: int  # the first position
+    start: int  # the first chunk
     steps: list[slice]  # per position: its chunks, counted from ``start``
 
     @property
@@ -35,35 +36,35 @@ class Layout:
 
     def __init__(self, lengths: tuple[int, ...], row_length: int | None, chunk_size: int, device: torch.device):
         """``row_length``: T if every sequence has a batch row of its own, None if they share one."""
-        self.tokens = sum(lengths)
         length = torch.tensor(lengths, dtype=torch.long)
-        self.order = length.argsort(descending=True, stable=True)
-        count = (length[self.order] + chunk_size - 1) // chunk_size  # chunks per sequence, longest first
-        widths = [int((count > j).sum()) for j in range(int(count[0]) if lengths else 0)]
-        self.bounds = [0]  # chunks of position j: bounds[j]:bounds[j + 1]
-        for width in widths:
-            self.bounds.append(self.bounds[-1] + width)
-
-        start = torch.arange(len(lengths)) * row_length if row_length is not None else length.cumsum(0) - length
-        sequence = torch.cat([self.order[:width] for width in widths]) if widths else length[:0]  # [M]
+        order = length.argsort(descending=True, stable=True)
+        chunks = (length + chunk_size - 1) // chunk_size  # per sequence
+        widths = [int((chunks > j).sum()) for j in range(max(chunks.tolist(), default=0))]
         position = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths, dtype=torch.long))  # [M]
+        sequence = torch.cat([order[:width] for width in widths]) if widths else order[:0]  # [M]
+        start = torch.arange(len(lengths)) * row_length if row_length is not None else length.cumsum(0) - length
         token = position[:, None] * chunk_size + torch.arange(chunk_size)  # [M, C], in its sequence
         valid = token < length[sequence][:, None]
+
+        self.tokens = sum(lengths)
+        self.chunk_size = chunk_size
+        self.bounds = [0, *accumulate(widths)]  # chunks of position j: bounds[j]:bounds[j + 1]
+        ordered = all(a >= b for a, b in pairwise(lengths))
+        self.order = None if ordered else order.to(device)  # sequences, longest first; None: as they come
         self.rows = torch.where(valid, start[sequence][:, None] + token, 0).to(device)  # [M, C], in [B * T]
         self.valid = None if bool(valid.all()) else valid.to(device)  # [M, C]
-        self.order = self.order.to(device)
-
-        chunks = (length + chunk_size - 1) // chunk_size
-        self.flat = ((chunks.cumsum(0) - chunks)[sequence] + position).to(device)  # chunk number, sequence by sequence
+        self.number = ((chunks.cumsum(0) - chunks)[sequence] + position).to(device)  # [M], sequence by sequence
+        # Rows of whole chunks are loaded and stored through views, in one pass where index tables take two.
+        self.aligned = row_length is not None and self.valid is None
 
     def segments(self, budget: int) -> list[Segment]:
         """Consecutive positions together, up to ``budget`` chunks (a position is never split)."""
         result: list[Segment] = []
-        for start, stop in pairwise(self.bounds):
+        for j, (start, stop) in enumerate(pairwise(self.bounds)):
             if result and stop - result[-1].start <= budget:
                 result[-1].steps.append(slice(start - result[-1].start, stop - result[-1].start))
             else:
-                result.append(Segment(start, [slice(0, stop - start)]))
+                result.append(Segment(j, start, [slice(0, stop - start)]))
         return result
 
     def new_tokens(self, like: Tensor) -> Tensor:
@@ -79,14 +80,27 @@ class Layout:
         return tile.masked_fill_(~valid.reshape(valid.shape[0], *[1] * (tile.dim() - 3), -1, 1), 0)
 
     def load(self, x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
-        """Tokens ``[B, T, H, D]`` to chunks ``[M, H, C, D]``; zeros where a chunk is longer than its sequence."""
-        rows = self.rows[segment.start : segment.start + segment.size]
-        tile = x.reshape(-1, *x.shape[2:]).index_select(0, rows.flatten()).unflatten(0, rows.shape)
-        tile = tile.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
-        return self.mask_(tile, segment)
+        """Tokens ``[B, T, H, D]`` to chunks ``[M, H, C, D]``; zeros where a chunk is longer than its sequence.
+
+        The result may share memory with ``x``.
+        """
+        if self.aligned:
+            tile = self._view(x, segment)
+        else:
+            rows = self.rows[segment.start : segment.start + segment.size]
+            tile = x.reshape(-1, *x.shape[2:]).index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+        if tile.dtype == dtype:
+            tile = tile.contiguous()
+        else:
+            tile = torch.empty(tile.shape, dtype=dtype, device=tile.device).copy_(tile)  # cast and reorder in one pass
+        return self.mask_(tile.flatten(0, -4), segment)
 
     def store(self, tile: Tensor, segment: Segment, x: Tensor) -> None:
         """Chunks ``[M, H, C, D]`` to their tokens in the contiguous ``x [B, T, H, D]``; the inverse of ``load``."""
+        if self.aligned:
+            view = self._view(x, segment)
+            view.copy_(tile.view(view.shape))
+            return
         chunks = slice(segment.start, segment.start + segment.size)
         rows, tile = self.rows[chunks].flatten(), tile.transpose(1, 2).flatten(0, 1)
         if self.valid is not None:
@@ -94,7 +108,13 @@ class Layout:
             rows, tile = rows[valid], tile[valid]
         x.view(-1, *x.shape[2:]).index_copy_(0, rows, tile.to(x.dtype))
 
+    def _view(self, x: Tensor, segment: Segment) -> Tensor:
+        """The tokens of a segment, ``[B, T, H, D]`` to ``[positions, B, H, C, D]``."""
+        first = segment.position * self.chunk_size
+        x = x[:, first : first + len(segment.steps) * self.chunk_size]
+        return x.view(x.shape[0], -1, self.chunk_size, *x.shape[2:]).permute(1, 0, 3, 2, 4)
+
     def unpack_chunks(self, tiles: list[Tensor], B: int) -> Tensor:
         """Per chunk ``[M, H, r, ...]`` of all segments to ``[B, chunks, HV, ...]``, sequence after sequence."""
         tile = torch.cat(tiles).flatten(1, 2)
-        return torch.empty_like(tile).index_copy_(0, self.flat, tile).unflatten(0, (B, -1))
+        return torch.empty_like(tile).index_copy_(0, self.number, tile).unflatten(0, (B, -1))

@@ -82,18 +82,29 @@ def decays(t: Tokens) -> Decays:
     return Decays(eG, eH, (t.G[..., -1:, :] - t.G).to(dtype).exp())
 
 
-def factor(t: Tokens, A: Tensor | None = None) -> Factors:
-    """Stages ``scores`` and ``solve``, and the decayed copies; ``A`` if it was saved."""
+def factor(t: Tokens, A: Tensor | None = None, fold: bool = False) -> Factors:
+    """Stages ``scores`` and ``solve``, and the decayed copies; ``A`` if it was saved.
+
+    ``fold`` puts b into X and Y, where it costs the forward pass least: it is not to be applied to R again.
+    """
     Eg, Qg, Kd, gamma = t.p, t.q, t.k, None
     if t.G is not None:
         e = decays(t)
         Qg, Kd, gamma = t.q * e.G, t.k * e.R, e.G[..., -1:, :].mT
         Eg = None if t.p is None else t.p * e.H
     P, L = scores(t.q, t.k, t.p, t.G, t.H)
-    if L is None:
-        return Factors(P, None, None, Kd.expand(*t.v.shape[:-1], -1), P, None, Qg, Kd, gamma)
-    A = solve(L, t.b) if A is None else A
-    return Factors(P, L, A, A.mT @ Kd, P @ A, Eg, Qg, Kd, gamma)
+    X, Y = Kd, P
+    if L is not None:
+        A = solve(L, t.b) if A is None else A
+        W = A * t.b.mT if fold and t.b is not None else A
+        X, Y = W.mT @ Kd, P @ W
+    P, X, Y, Eg, Qg, Kd = (None if x is None else per_value_head(x, t) for x in (P, X, Y, Eg, Qg, Kd))
+    return Factors(P, L, A, X, Y, Eg, Qg, Kd, gamma)
+
+
+def per_value_head(x: Tensor, t: Tokens) -> Tensor:
+    """``[M, H, 1 or r, ., .]`` to ``[M, H, r, ., .]``, a view: without gate and strength, value heads share more."""
+    return x.expand(*t.v.shape[:3], -1, -1)
 
 
 def solve(L: Tensor, b: Tensor | None) -> Tensor:
@@ -101,6 +112,11 @@ def solve(L: Tensor, b: Tensor | None) -> Tensor:
     N = L if b is None else b * L
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     return torch.linalg.solve_triangular(N, eye.expand_as(N), upper=False, unitriangular=True)
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[M, H, r, ., .]`` to the batch of matrices that torch's fused products take."""
+    return x.flatten(0, 2)
 
 
 def times(b: Tensor | None, x: Tensor) -> Tensor:
@@ -120,15 +136,17 @@ def scan(t: Tokens, f: Factors, segment: Segment, S: Tensor) -> tuple[Tensor, Te
     for step, width, next_width in zip(segment.steps, widths, [*widths[1:], 0], strict=True):
         live, ahead = S0[step], S0[step.stop : step.stop + width]
         if f.Eg is not None:
-            torch.sub(t.v[step], f.Eg[step] @ live, out=R[step])
+            torch.baddbmm(flat(t.v[step]), flat(f.Eg[step]), flat(live), alpha=-1, out=flat(R[step]))
         torch.mul(live, 1.0 if f.gamma is None else f.gamma[step], out=ahead)
-        ahead.flatten(0, 2).baddbmm_(X[step].mT.flatten(0, 2), R[step].flatten(0, 2))
+        flat(ahead).baddbmm_(flat(X[step].mT), flat(R[step]))
         S[next_width:width] = ahead[next_width:]  # sequences, or the segment, that end here
     return S0[: segment.size], R
 
 
 def output(t: Tokens, f: Factors, S0: Tensor, R: Tensor, scale: float) -> Tensor:
-    return ((f.Qg @ S0).add_(f.Y @ times(t.b, R))).mul_(scale).flatten(1, 2)
+    within = f.Y @ times(t.b, R)
+    O = torch.baddbmm(flat(within), flat(f.Qg), flat(S0), beta=scale, alpha=scale)
+    return O.view(R.shape[0], -1, *R.shape[3:])
 
 
 class TokenGradients(NamedTuple):
@@ -159,7 +177,7 @@ def scan_backward(t: Tokens, f: Factors, segment: Segment, dO: Tensor, dS: Tenso
             live *= f.gamma[step]
         live += dS0[step]
         if Eg is not None:
-            live.flatten(0, 2).baddbmm_(Eg[step].mT.flatten(0, 2), dU[step].flatten(0, 2), alpha=-1)
+            flat(live).baddbmm_(flat(Eg[step].mT), flat(dU[step]), alpha=-1)
     return dS1, dU
 
 

@@ -1,0 +1,133 @@
+"""Between the caller's tensors and the stages: packing, dtypes, norm, gate and write strength, and the way back."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem import Inputs, Problem
+from flash_delta.reference.activation import (
+    l2norm,
+    l2norm_backward,
+    log_decay,
+    log_decay_backward,
+    strength,
+    strength_backward,
+)
+from flash_delta.reference.layout import Layout, Segment
+from flash_delta.reference.stages import TokenGradients, Tokens, shift
+
+# e^-1024 is 0 in every dtype, so that the clamp changes no result; it makes a gate of -inf safe to add and subtract.
+LOG_ZERO = -1024.0
+PER_TOKEN = ("q", "k", "v", "g", "beta", "p")
+
+
+class TokenReader:
+    """Loads segments of a call's tokens, activated and chunk-major."""
+
+    def __init__(self, problem: Problem, layout: Layout, x: Inputs):
+        self.problem, self.layout, self.x = problem, layout, x
+        shape, dtype = (problem.H, problem.HV // problem.H, 1, -1), problem.accumulate  # over [M, H, r, C, 1 or K]
+        self.rate = None if x.A_log is None else x.A_log.to(dtype).exp().reshape(shape)
+        self.bias = None if x.dt_bias is None else x.dt_bias.to(dtype).reshape(shape)
+
+    def read(self, segment: Segment) -> Tokens:
+        """A segment's tokens; stage ``cumulate``."""
+        problem, x = self.problem, self.x
+        keys = [self.keys(t, segment) for t in (x.q, x.k, x.p) if t is not None]
+        norms = ()
+        if problem.l2norm:
+            keys, norms = zip(*(l2norm(t) for t in keys), strict=True)
+        b = H = G = None
+        if x.beta is not None:
+            b = self.values(x.beta, segment)
+            b = strength(b, problem.beta_range) if problem.raw_beta else b
+        if x.g is not None:
+            g = self.values(x.g, segment)
+            if problem.raw_gate:
+                g = self.layout.mask_(log_decay(g, self.rate, self.bias, problem.lower_bound), segment)
+            G = H = g.clamp(min=LOG_ZERO).cumsum(-2, dtype=torch.float64)
+            if problem.erase == "undecayed":
+                H = shift(G)
+        p = None if problem.erase is None else keys[-1]  # k, unless there are erase keys
+        return Tokens(keys[0], keys[1], self.values(x.v, segment), p, b, G, H, norms)
+
+    def keys(self, x: Tensor, segment: Segment) -> Tensor:
+        """What key heads own: ``[B, T, H, K]`` to ``[M, H, 1, C, K]``."""
+        return self.layout.load(x, segment, self.problem.accumulate).unsqueeze(2)
+
+    def values(self, x: Tensor, segment: Segment) -> Tensor:
+        """What value heads own: ``[B, T, HV]`` or ``[B, T, HV, V]`` to ``[M, H, r, C, 1 or V]``."""
+        x = x.unsqueeze(-1) if x.dim() == 3 else x
+        tile = self.layout.load(x, segment, self.problem.accumulate)
+        return tile.view(tile.shape[0], self.problem.H, -1, *tile.shape[2:])
+
+
+class GradientWriter:
+    """Stores the gradients of a call's inputs segment by segment, through the activations that ``read`` applied."""
+
+    def __init__(self, reader: TokenReader):
+        self.reader = reader
+        layout, x = reader.layout, reader.x
+        self.tokens = {n: layout.new_tokens(t) for n, t in x._asdict().items() if t is not None and n in PER_TOKEN}
+        self.dA_log = None if reader.rate is None else torch.zeros_like(reader.rate)
+        self.ddt_bias = None if reader.bias is None else torch.zeros_like(reader.bias)
+
+    def write(self, segment: Segment, t: Tokens, d: TokenGradients) -> None:
+        problem, x = self.reader.problem, self.reader.x
+        dk = d.dk if d.dp is None or x.p is not None else d.dk + d.dp  # without erase keys of its own, p is k
+        keys = [("q", t.q, d.dq), ("k", t.k, dk), ("p", t.p, d.dp)]
+        for i, (name, y, dy) in enumerate(keys[: 2 if x.p is None else 3]):
+            dy = l2norm_backward(dy, y.squeeze(2), t.norms[i].squeeze(2)) if problem.l2norm else dy
+            self._store(name, dy, segment)
+        self._store("v", d.dv, segment)
+        if x.beta is not None:
+            self._store("beta", strength_backward(d.db, t.b, problem.beta_range) if problem.raw_beta else d.db, segment)
+        if x.g is not None:
+            self._store("g", self._raw_gate(segment, d.dg) if problem.raw_gate else d.dg, segment)
+
+    def _raw_gate(self, segment: Segment, dg: Tensor) -> Tensor:
+        """Gradient of the raw activation; those of A_log and dt_bias are summed in the accumulation dtype."""
+        reader = self.reader
+        dg = reader.layout.mask_(dg, segment)  # the slots behind a sequence's end decay nothing
+        a = reader.values(reader.x.g, segment)
+        da, dA = log_decay_backward(dg, a, reader.rate, reader.bias, reader.problem.lower_bound)
+        if self.ddt_bias is not None:
+            self.ddt_bias += da.sum((0, 3)).unsqueeze(-2)
+        if self.dA_log is not None:
+            self.dA_log += dA.sum((0, 3, 4))[..., None, None]
+        return da
+
+    def _store(self, name: str, tile: Tensor, segment: Segment) -> None:
+        tile = tile if tile.dim() == 4 else tile.flatten(1, 2)
+        x = self.tokens[name]
+        self.reader.layout.store(tile, segment, x if x.dim() == 4 else x.unsqueeze(-1))
+
+    def finish(self, dstate: Tensor) -> Inputs:
+        """All gradients, in the inputs' shapes and dtypes; ``dstate`` is that of the initial states."""
+        x = self.reader.x
+
+        def cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+            return None if like is None else gradient.reshape(like.shape).to(like.dtype)
+
+        return Inputs(
+            **{name: self.tokens.get(name) for name in PER_TOKEN},
+            initial_state=cast(dstate, x.initial_state),
+            A_log=cast(self.dA_log, x.A_log),
+            dt_bias=cast(self.ddt_bias, x.dt_bias),
+        )
+
+
+def read_states(problem: Problem, order: Tensor | None, state: Tensor | None) -> Tensor:
+    """A copy of the states ``[N, HV, K, V]``, for a scan to advance in place; ``order`` of the sequences, or None."""
+    new = torch.zeros if state is None else torch.empty
+    S = new(problem.N, problem.HV, problem.K, problem.V, dtype=problem.accumulate, device=problem.device)
+    if state is not None:
+        state = state.mT if problem.state_v_first else state
+        S.copy_(state if order is None else state[order])
+    return S
+
+
+def write_states(problem: Problem, order: Tensor | None, S: Tensor) -> Tensor:
+    """The inverse of ``read_states``."""
+    if order is not None:
+        S = torch.empty_like(S).index_copy_(0, order, S)
+    return S.mT.contiguous() if problem.state_v_first else S
