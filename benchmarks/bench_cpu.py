@@ -2,9 +2,9 @@
 
     python benchmarks/bench_cpu.py [--json benchmarks/results/cpu/NAME.json]
 
-B = 1, 4 key and 8 value heads, K = V = 128, norm in the op, final state returned. A round runs every contestant once, so
-that a slow spell of the machine hits all of them; a figure is the median over the rounds, with the fastest beside it. A
-case whose result is wrong prints no time. The decode step reads and writes the state of one token.
+B = 1, 4 key and 8 value heads, K = V = 128, norm in the op, final state returned. A round runs every contestant once,
+so that a slow spell of the machine hits all of them; a figure is the median over the rounds. A case whose result is
+wrong prints no time. The decode step is one token on a given state. Prints tables in Markdown.
 """
 
 import argparse
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import __version__ as transformers_version
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
@@ -110,21 +108,51 @@ def decode_cases(dtype: torch.dtype) -> dict[str, tuple[Contestants, int]]:
     return {"decode step": ({"ours": ours, "transformers": decode(theirs.torch_recurrent_gated_delta_rule, x)}, 500)}
 
 
+def saved_mb(op: Callable, x: list[torch.Tensor], **options: bool) -> float:
+    """Megabytes that autograd keeps from forward to backward, each storage once; the inputs among them."""
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        outputs = op(*x, **OPTIONS, **options)  # alive while counted, so that no address is used twice
+    del outputs
+    return sum(kept.values()) / 1e6
+
+
+def memory_row(T: int, dtype: torch.dtype) -> dict:
+    """What is saved for the backward pass, beside the inputs, A and one float32 state per chunk of 64."""
+    x, ours = make_tensors(T, dtype), flash_delta.chunk_gated_delta_rule
+    chunk_data = T // 64 * HV * (64 * 64 + K * V) * 4
+    return {
+        "T": T,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ours": saved_mb(ours, x),
+        "ours, disable_recompute": saved_mb(ours, x, disable_recompute=True),
+        "transformers": saved_mb(theirs.torch_chunk_gated_delta_rule, x),
+        "inputs": sum(t.nbytes for t in x) / 1e6,
+        "inputs, A, one state per chunk": (sum(t.nbytes for t in x) + chunk_data) / 1e6,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
-    rows = []
+    rows, memory, errors = [], [], {}
     for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        errors[name] = {T: check(T, dtype) for T in LENGTHS}
+        memory += [memory_row(T, dtype) for T in LENGTHS]
         todo = decode_cases(dtype)
         for T in LENGTHS:
-            errors = check(T, dtype)
             todo |= cases(T, dtype)
         for case, (contestants, rounds) in todo.items():
-            times = time_ms(contestants, rounds)
-            rows.append({"case": case, "dtype": str(dtype).removeprefix("torch."), "ms": times})
-            print(case, dtype, {name: round(t["median"], 2) for name, t in times.items()}, flush=True)
-    show(rows)
+            rows.append({"case": case, "dtype": name, "ms": time_ms(contestants, rounds)})
+    print(speed_table(rows), memory_table(memory), sep="\n\n")
     if arguments.json:
         machine = {
             "cpu": platform.machine(),
@@ -134,24 +162,29 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers_version,
         }
+        results = {"machine": machine, "relative_error_of_o": errors, "rows": rows, "saved_mb": memory}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"machine": machine, "o_errors": errors, "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def show(rows: list[dict]) -> None:
-    table = Table("case", "dtype", "ours ms", "disable_recompute ms", "transformers ms", "speed-up")
+def speed_table(rows: list[dict]) -> str:
+    lines = ["| case | dtype | ours, ms | transformers, ms | faster |", "|---|---|---|---|---|"]
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        ms = {name: t["median"] for name, t in row["ms"].items()}
-        ratio = ms["transformers"] / ms["ours"]
-        ratios.setdefault(row["case"].split(" T=")[0], []).append(ratio)
-        saved = ms.get("ours, disable_recompute")
-        cells = (f"{ms['ours']:.2f}", f"{saved:.2f}" if saved else "", f"{ms['transformers']:.2f}", f"{ratio:.2f}x")
-        table.add_row(row["case"], row["dtype"], *cells)
-    console = Console()
-    console.print(table)
+        ours, fallback = (row["ms"][name]["median"] for name in ("ours", "transformers"))
+        ratios.setdefault(row["case"].split(" T=")[0], []).append(fallback / ours)
+        lines.append(f"| {row['case']} | {row['dtype']} | {ours:.2f} | {fallback:.2f} | {fallback / ours:.2f}x |")
     for case, values in ratios.items():
-        console.print(f"{case}: {statistics.geometric_mean(values):.2f}x by geometric mean, {min(values):.2f}x at worst")
+        lines.append(f"| **{case}, geometric mean** | | | | **{statistics.geometric_mean(values):.2f}x** |")
+    return "\n".join(lines)
+
+
+def memory_table(rows: list[dict]) -> str:
+    columns = [name for name in rows[0] if name not in ("T", "dtype")]
+    lines = [f"| saved for backward, MB | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        lines.append(f"| T={row['T']} {row['dtype']} | {' | '.join(f'{row[name]:.1f}' for name in columns)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ it keeps A and the state at every chunk's start as well.
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from flash_delta.problem import Inputs, Outputs, Problem
 from flash_delta.reference.layout import Layout
-from flash_delta.reference.stages import factor, gradients, output, scan, scan_backward
+from flash_delta.reference.stages import chunk_states, factor, flat, gradients, new_residual, scan, scan_backward
 from flash_delta.reference.step import step
 from flash_delta.reference.tokens import GradientWriter, TokenReader, read_states, write_states
 
@@ -42,8 +43,15 @@ def forward(problem: Problem, x: Inputs) -> Outputs:
         tokens = tokens._replace(b=None)
         if problem.needs_grad and not problem.disable_recompute:
             saved.append(S[: segment.width].clone())
-        S0, R = scan(tokens, factors, segment, S)
-        layout.store(output(tokens, factors, S0, R, problem.scale), segment, o)
+        keep = problem.keep_states or (problem.needs_grad and problem.disable_recompute)
+        S0 = S.new_empty(segment.size, *S.shape[1:]) if keep else None
+        R, O = new_residual(tokens), torch.empty_like(tokens.v)
+        for chunks, live in scan(tokens, factors, segment, S, R):
+            torch.bmm(flat(factors.Qg[chunks]), flat(live), out=flat(O[chunks]))
+            if keep:
+                S0[chunks] = live
+        flat(O).baddbmm_(flat(factors.Y), flat(R), beta=problem.scale, alpha=problem.scale)  # O = scale (Qg S0 + Y R)
+        layout.store(O.flatten(1, 2), segment, o)
         if problem.needs_grad and problem.disable_recompute:
             saved += [S0] if factors.A is None else [S0, factors.A]
         if problem.keep_states:
@@ -72,7 +80,7 @@ def backward(problem: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor,
             R = tokens.v if factors.Eg is None else tokens.v - factors.Eg @ S0
         else:
             factors = factor(tokens)
-            S0, R = scan(tokens, factors, segment, saved.pop())
+            S0, R = chunk_states(tokens, factors, segment, saved.pop())
         dS1, dU = scan_backward(tokens, factors, segment, dO, dS)
         writer.write(segment, tokens, gradients(tokens, factors, S0, R, dO, dS1, dU))
     return writer.finish(write_states(problem, layout.order, dS.flatten(1, 2)))

@@ -25,6 +25,7 @@ All tensors are chunk-major with the value heads grouped by key head: ``[M, H, r
 a key head owns has r = 1.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -123,30 +124,34 @@ def times(b: Tensor | None, x: Tensor) -> Tensor:
     return x if b is None else b * x
 
 
-def scan(t: Tokens, f: Factors, segment: Segment, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The state from chunk to chunk: ``S [N, H, r, K, V]`` is advanced in place.
+def scan(t: Tokens, f: Factors, segment: Segment, S: Tensor, R: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The state from chunk to chunk; ``S [N, H, r, K, V]`` is advanced in place.
 
-    Returns S0, the state at every chunk's start ``[M, H, r, K, V]``, and ``R = V - Eg S0  [M, H, r, C, V]``.
+    Yields every position's chunks with the states at their start, a view that holds until the next position is asked
+    for, and fills these chunks of ``R = V - Eg S0  [M, H, r, C, V]`` (which is V itself where nothing is erased).
     """
     X = times(t.b, f.X)
-    R = t.v if f.Eg is None else torch.empty_like(t.v)
-    S0 = S.new_empty(segment.size + segment.width, *S.shape[1:])  # one position more: the states behind the last
-    S0[: segment.width] = S[: segment.width]
-    widths = [step.stop - step.start for step in segment.steps]
-    for step, width, next_width in zip(segment.steps, widths, [*widths[1:], 0], strict=True):
-        live, ahead = S0[step], S0[step.stop : step.stop + width]
+    for step in segment.steps:
+        live = S[: step.stop - step.start]
         if f.Eg is not None:
             torch.baddbmm(flat(t.v[step]), flat(f.Eg[step]), flat(live), alpha=-1, out=flat(R[step]))
-        torch.mul(live, 1.0 if f.gamma is None else f.gamma[step], out=ahead)
-        flat(ahead).baddbmm_(flat(X[step].mT), flat(R[step]))
-        S[next_width:width] = ahead[next_width:]  # sequences, or the segment, that end here
-    return S0[: segment.size], R
+        yield step, live
+        if f.gamma is not None:
+            live *= f.gamma[step]
+        flat(live).baddbmm_(flat(X[step].mT), flat(R[step]))
 
 
-def output(t: Tokens, f: Factors, S0: Tensor, R: Tensor, scale: float) -> Tensor:
-    within = f.Y @ times(t.b, R)
-    O = torch.baddbmm(flat(within), flat(f.Qg), flat(S0), beta=scale, alpha=scale)
-    return O.view(R.shape[0], -1, *R.shape[3:])
+def new_residual(t: Tokens) -> Tensor:
+    """R, for ``scan`` to fill."""
+    return t.v if t.p is None else torch.empty_like(t.v)
+
+
+def chunk_states(t: Tokens, f: Factors, segment: Segment, S: Tensor) -> tuple[Tensor, Tensor]:
+    """``S0``, the state at every chunk's start ``[M, H, r, K, V]``, and ``R``; ``S`` is advanced."""
+    S0, R = S.new_empty(segment.size, *S.shape[1:]), new_residual(t)
+    for step, live in scan(t, f, segment, S, R):
+        S0[step] = live
+    return S0, R
 
 
 class TokenGradients(NamedTuple):
