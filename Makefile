@@ -5,8 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo
 
-# Models this small gain little from a second thread and lose much when it has to wait: on two cores the demo's model
-# trains at 5,500 tokens/s with one thread, 6,100 with two, and 700 with two beside another busy process.
+# A model this small gains little from a second thread, and loses much whenever that thread has to wait for its core.
 export OMP_NUM_THREADS := 1
 
 .PHONY: demo test clean

@@ -35,7 +35,7 @@ class Packing:
         if cu_seqlens is not None:
             tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
             return cls(valid=(tokens < cu_seqlens[-1])[None], cu_seqlens=cu_seqlens)
-        if mask is None:
+        if mask is None or (mask.device.type == "cpu" and bool(mask.all())):  # a GPU would have to be waited for
             return cls()
         # A stable sort is what keeps (batch, time) order among the valid tokens.
         order = torch.argsort(mask.flatten(), descending=True, stable=True)

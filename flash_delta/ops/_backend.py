@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from flash_delta.problem import Problem
+from flash_delta.reference import chunked
 
 BACKENDS = ("torch",)  # the preferred one first
 ENVIRONMENT = "FLASH_DELTA_BACKEND"
@@ -13,8 +14,6 @@ ENVIRONMENT = "FLASH_DELTA_BACKEND"
 def load_backend(name: str) -> ModuleType:
     """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``."""
     if name == "torch":
-        from flash_delta.reference import chunked
-
         return chunked
     raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
 

@@ -6,6 +6,7 @@ slice of the chunk axis, and they belong to the first n_j sequences: a step of t
 lengths.
 """
 
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -50,10 +51,16 @@ class Layout:
         self.chunk_size = chunk_size
         self.bounds = [0, *accumulate(widths)]  # chunks of position j: bounds[j]:bounds[j + 1]
         ordered = all(a >= b for a, b in pairwise(lengths))
-        self.order = None if ordered else order.to(device)  # sequences, longest first; None: as they come
-        self.rows = torch.where(valid, start[sequence][:, None] + token, 0).to(device)  # [M, C], in [B * T]
-        self.valid = None if bool(valid.all()) else valid.to(device)  # [M, C]
-        self.number = ((chunks.cumsum(0) - chunks)[sequence] + position).to(device)  # [M], sequence by sequence
+        # Copies to a GPU do not wait for it; the host's tables are pageable memory, which is read before the call returns.
+        send = partial(torch.Tensor.to, device=device, non_blocking=True)
+        self.order = None if ordered else send(order)  # sequences, longest first; None: as they come
+        rows = torch.where(valid, start[sequence][:, None] + token, 0)
+        self.rows = send(rows)  # [M, C], in [B * T]; 0 behind a sequence's end
+        self.valid = None if bool(valid.all()) else send(valid)  # [M, C]
+        self.slots = send(valid.flatten().nonzero().squeeze(1))  # of the tokens, in [M * C]
+        self.token_rows = send(rows[valid])  # the same tokens', in [B * T]
+        self.filled = [0, *valid.sum(1).cumsum(0).tolist()]  # tokens in the chunks before chunk m
+        self.number = send((chunks.cumsum(0) - chunks)[sequence] + position)  # [M], sequence by sequence
         # Rows of whole chunks are loaded and stored through views, in one pass where index tables take two.
         self.aligned = row_length is not None and self.valid is None
 
@@ -101,12 +108,10 @@ class Layout:
             view = self._view(x, segment)
             view.copy_(tile.view(view.shape))
             return
-        chunks = slice(segment.start, segment.start + segment.size)
-        rows, tile = self.rows[chunks].flatten(), tile.transpose(1, 2).flatten(0, 1)
-        if self.valid is not None:
-            valid = self.valid[chunks].flatten()
-            rows, tile = rows[valid], tile[valid]
-        x.view(-1, *x.shape[2:]).index_copy_(0, rows, tile.to(x.dtype))
+        tokens = slice(self.filled[segment.start], self.filled[segment.start + segment.size])
+        slots = self.slots[tokens] - segment.start * self.chunk_size
+        tile = tile.transpose(1, 2).flatten(0, 1).index_select(0, slots)
+        x.view(-1, *x.shape[2:]).index_copy_(0, self.token_rows[tokens], tile.to(x.dtype))
 
     def _view(self, x: Tensor, segment: Segment) -> Tensor:
         """The tokens of a segment, ``[B, T, H, D]`` to ``[positions, B, H, C, D]``."""

@@ -2,17 +2,17 @@
 
 A chunk of C tokens is linear in the state S0 at its start and in its values V. With the decayed copies
 
-    Eg = p . e^H      Qg = scale q . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
+    Eg = p . e^H      Qg = q . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
 
 the stages are
 
     cumulate   G_i = g_1 + .. + g_i;  H = G, or G_{i-1} where the erase reads the undecayed state (Comba)
-    scores     P_ij = scale q_i . e^{G_i - G_j} k_j  (i >= j)      L_ij = p_i . e^{H_i - G_j} k_j  (i > j)
+    scores     P_ij = q_i . e^{G_i - G_j} k_j  (i >= j)      L_ij = p_i . e^{H_i - G_j} k_j  (i > j)
     solve      A = (I + diag(b) L)^{-1};   X = A^T Kd;   Y = P A
     scan       R = V - Eg S0;              S1 = gamma . S0 + X^T (b . R)              chunk after chunk
-    output     O = Qg S0 + Y (b . R)
+    output     O = scale (Qg S0 + Y (b . R))
 
-Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R):
+Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R) and dO times scale:
 
     scan       dU~ = X dS1 + Y^T dO;   dV = b . dU~;   dS0 = gamma . dS1 + Qg^T dO - Eg^T dV
     scores     dP = tril(dO U^T);      dL = -tril(dV U^T, -1)            the gradient of the inverse needs no inverse

@@ -22,8 +22,9 @@ def step(problem: Problem, x: Inputs) -> Outputs:
     order = starts = None
     if problem.packed:
         by_length = sorted(range(problem.N), key=lambda n: -lengths[n])  # the longest first: the active ones lead
-        order = torch.tensor(by_length, dtype=torch.long, device=problem.device)
-        starts = torch.tensor([0, *accumulate(lengths)], device=problem.device)[order]
+        order = torch.tensor(by_length, dtype=torch.long)
+        starts = torch.tensor([0, *accumulate(lengths)])[order].to(problem.device, non_blocking=True)
+        order = order.to(problem.device, non_blocking=True)
     states = read_states(problem, order, x.initial_state).view(problem.N * HV, problem.K, problem.V)
     new = torch.zeros if problem.packed else torch.empty  # a packed row may be longer than its sequences
     o = new(x.v.shape, dtype=problem.dtype, device=problem.device)
