@@ -249,3 +249,18 @@ def test_a_loss_on_the_state_alone():
     (dq, dk) = torch.autograd.grad(state.sum(), [x["q"], x["k"]])
     assert torch.equal(dq, torch.zeros_like(dq))
     assert dk.norm() > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", ["ragged", "packed", "in-kernel-packed"])
+@MEMBER
+def test_no_op_waits_for_the_gpu(member, case):
+    torch.use_deterministic_algorithms(False)  # a cumulative sum on a GPU is refused under it
+    inputs = make_inputs(BY_NAME[case], member, torch.float32, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        o, final_state = member.op(**inputs)
+        (o.sum() + final_state.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -51,7 +51,7 @@ class Layout:
         self.chunk_size = chunk_size
         self.bounds = [0, *accumulate(widths)]  # chunks of position j: bounds[j]:bounds[j + 1]
         ordered = all(a >= b for a, b in pairwise(lengths))
-        # Copies to a GPU do not wait for it; the host's tables are pageable memory, which is read before the call returns.
+        # Sending to a GPU does not wait for it; the tables are pageable memory, which is read before the call returns.
         send = partial(torch.Tensor.to, device=device, non_blocking=True)
         self.order = None if ordered else send(order)  # sequences, longest first; None: as they come
         rows = torch.where(valid, start[sequence][:, None] + token, 0)

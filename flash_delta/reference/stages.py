@@ -12,7 +12,7 @@ the stages are
     scan       R = V - Eg S0;              S1 = gamma . S0 + X^T (b . R)              chunk after chunk
     output     O = scale (Qg S0 + Y (b . R))
 
-Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R) and dO times scale:
+Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R) and dO scaled:
 
     scan       dU~ = X dS1 + Y^T dO;   dV = b . dU~;   dS0 = gamma . dS1 + Qg^T dO - Eg^T dV
     scores     dP = tril(dO U^T);      dL = -tril(dV U^T, -1)            the gradient of the inverse needs no inverse
