@@ -13,7 +13,7 @@ from torch import Tensor
 class Problem(NamedTuple):
     """One call of the gated delta rule, fully described but for the values of its tensors.
 
-    A named tuple, because one is made in every call: a frozen dataclass of this size takes half as long again.
+    A named tuple, because one is made in every call and a frozen dataclass of this size takes longer to make.
 
     Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
     multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``

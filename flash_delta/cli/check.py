@@ -62,7 +62,7 @@ def check(
 def _cells(name: str, dtype: str, cases: "list[Case]", device: "torch.device", backend: str | None) -> Iterator[Cell]:
     import torch
 
-    from flash_delta.testing import MEMBERS, limit, make_inputs, relative_error, run, truth
+    from flash_delta.testing import ALLOWED, MEMBERS, make_inputs, relative_error, run, truth
 
     member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
     for case in cases:
@@ -72,7 +72,7 @@ def _cells(name: str, dtype: str, cases: "list[Case]", device: "torch.device", b
         want, got = truth(member, inputs), run(member, inputs, backend)
         for tensor, value in want.items():
             error = relative_error(got[tensor], value)
-            yield Cell(name, dtype, case.name, tensor, error, limit(torch_dtype))
+            yield Cell(name, dtype, case.name, tensor, error, ALLOWED[torch_dtype])
 
 
 def _table(rows: list[tuple[str, str]], cells: list[Cell], title: str) -> Table:

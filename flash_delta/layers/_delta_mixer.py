@@ -13,8 +13,8 @@ from flash_delta.layers.packing import Packing
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import ShortConvolution
 
-# Up to this many tokens inference steps through them, because the chunk op pays for a whole chunk of 64: as much as
-# 16 steps (GDN, B = 1, H = 4, K = V = 32) to 64 steps (KDA, B = 8, H = 8, K = V = 128) on 2 CPU cores.
+# Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as
+# much as 16 steps of a small GDN layer at batch 1, and more steps the larger the layer and the batch.
 RECURRENT_TOKENS = 16
 
 

@@ -19,7 +19,7 @@ def run(
     name = choose_backend(problem, backend)
     if problem.needs_grad:
         o, final_state, states = DeltaRule.apply(problem, name, *inputs)
-    else:  # a step of decoding takes a fifth of its time in autograd's bookkeeping
+    else:  # autograd's bookkeeping would be a good part of a decoding step
         o, final_state, _, states = _forward(problem, name, inputs)
     result = (o, final_state if output_final_state else None)
     return (*result, states) if problem.keep_states else result

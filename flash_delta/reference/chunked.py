@@ -20,7 +20,7 @@ from flash_delta.reference.tokens import GradientWriter, TokenReader, read_state
 __all__ = ["backward", "forward", "step", "unsupported"]
 
 # Value heads x chunks of one segment: some 12 MB of float32 intermediates at K = V = 128. Smaller segments pay more for
-# calls, larger ones for fresh memory (10,000 page faults in a forward with 128 tiles at T = 2048, 30 with 32).
+# calls; larger ones outgrow what the allocator keeps, and pay for fresh pages in every one of them.
 SEGMENT_TILES = 32
 
 

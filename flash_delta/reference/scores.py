@@ -11,7 +11,7 @@ mild token behind many strong ones, and in float32 (G = -6400 after 64 tokens of
 
 A pair (i, j) carries the gates of the tokens j + 1 .. i, and the gradient of a gate is summed over just the pairs
 that carry it. The shorter form, q.dq - k.dk summed from the chunk's end, cancels what the other pairs add twice; in
-float32 the rounding of that costs three digits of dA_log where gates are strong.
+float32 the rounding of that costs digits of dA_log where gates are strong.
 """
 
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from flash_delta.testing.cases import Member
 # What the torch backend may differ from float64 arithmetic on the same inputs. float64 is the proof that the
 # mathematics is right; float32 is 2.5 times the worst cell of the case list (8e-7); half dtypes are one rounding of
 # the result.
-FLOOR = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ALLOWED = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TENSORS = ("q", "k", "v", "g", "beta", "p", "initial_state", "A_log", "dt_bias")
 
 Results = dict[str, Tensor]  # "o", "final_state" and "dq", "dk", ... for every input
@@ -32,15 +32,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float("inf") if error.isnan() else float(error)
 
 
-def limit(dtype: torch.dtype, reference_error: float = 0.0) -> float:
-    """The error allowed: a floor, plus twice the torch backend's error in the same dtype when another is judged."""
-    return 2 * reference_error + FLOOR[dtype]
-
-
-def assert_accurate(name: str, got: Tensor, want: Tensor, dtype: torch.dtype, reference_error: float = 0.0) -> None:
+def assert_accurate(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """The only comparison with the truth in tests and benchmarks. NaN never passes."""
-    error, allowed = relative_error(got, want), limit(dtype, reference_error)
-    assert error <= allowed, f"{name}: relative L2 error {error:.2e}, allowed {allowed:.2e}"
+    error = relative_error(got, want)
+    assert error <= ALLOWED[dtype], f"{name}: relative L2 error {error:.2e}, allowed {ALLOWED[dtype]:.2e}"
 
 
 def run(member: Member, inputs: dict[str, Any], backend: str | None = None) -> Results:
