@@ -54,7 +54,7 @@ def advance(problem: Problem, x: Inputs, t: int, rows: Tensor | None, S: Tensor)
     if x.beta is not None:
         u = u * strength_at(problem, x, t, rows)
     S.baddbmm_(k.mT, u)
-    return torch.baddbmm(u, q, S, beta=0, alpha=problem.scale)
+    return torch.baddbmm(u, q, S, beta=0, alpha=problem.scale)  # scale q S; with beta = 0 nothing of u is read
 
 
 def at(x: Tensor, t: int, rows: Tensor | None) -> Tensor:
