@@ -96,10 +96,13 @@ def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
     return x.unflatten(-2, (-1, 2, s)).unbind(-3)
 
 
-def _squares(x: Tensor, s: int) -> Tensor:
-    """View of the squares (right rows, left columns) of every block: ``[..., C, C]`` to ``[..., C / 2s, s, s]``."""
+def corner(x: Tensor, s: int, row: int, column: int) -> Tensor:
+    """View of one quarter of every diagonal block of 2 s tokens: ``[..., C, C]`` to ``[..., C / 2s, s, s]``.
+
+    ``row`` and ``column`` say which: 0 the half that comes first, 1 the other.
+    """
     blocks = x.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))  # [..., row block, 2, s, column block, 2, s]
-    return blocks.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return blocks.select(-5, row).select(-2, column).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _levels(G: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -119,9 +122,9 @@ def _channel_scores(q: Tensor, k: Tensor, p: Tensor | None, G: Tensor) -> tuple[
     P.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     for s, row, column in _levels(G, q.dtype):
         columns = (_halves(k, s)[0] * column).mT
-        _squares(P, s).copy_((_halves(q, s)[1] * row) @ columns)
+        corner(P, s, 1, 0).copy_((_halves(q, s)[1] * row) @ columns)
         if L is not None:
-            _squares(L, s).copy_((_halves(p, s)[1] * row) @ columns)
+            corner(L, s, 1, 0).copy_((_halves(p, s)[1] * row) @ columns)
     return P, L
 
 
@@ -136,7 +139,7 @@ def _channel_scores_backward(
         for pairs, x, dx in ((dP, q, dq), (dL, p, dp)):
             if pairs is None:
                 continue
-            square, right_x = _squares(pairs, s), _halves(x, s)[1]
+            square, right_x = corner(pairs, s, 1, 0), _halves(x, s)[1]
             rows = (square @ columns).mul_(row)
             _halves(dx, s)[1].add_(rows)
             carried.addcmul_(rows, right_x)
