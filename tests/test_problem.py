@@ -2,11 +2,13 @@
 """The door: bad input is a ValueError that names the argument, what was expected and what came."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flash_delta
+from flash_delta.ops import _backend
 from flash_delta.ops._backend import ENVIRONMENT
 from flash_delta.testing import CASES, MEMBERS, make_inputs
 
@@ -132,6 +134,29 @@ def test_explain():
     assert "as asked for" in str(flash_delta.explain(flash_delta.chunk_kda, **x, backend="torch"))
     with pytest.raises(ValueError, match="chunk_kda: beta: expected"):
         flash_delta.explain(flash_delta.chunk_kda, **(x | {"beta": None}))
+
+
+def test_choice_among_backends(monkeypatch):
+    """The first that can; a wish goes before, and every other backend's reason is told."""
+    refusals = {"first": None, "second": None}
+    monkeypatch.setattr(_backend, "BACKENDS", tuple(refusals))
+    monkeypatch.setattr(_backend, "load_backend", lambda name: SimpleNamespace(unsupported=lambda _: refusals[name]))
+    x = arguments("kda")
+
+    def explain(wish=None):
+        return flash_delta.explain(flash_delta.chunk_kda, **x, backend=wish)
+
+    problem = explain().problem
+    assert _backend.choose_backend(problem, None) == explain().backend == "first"
+    assert explain().reasons == {"first": "chosen, the first that can", "second": "can, but 'first' is preferred"}
+    assert _backend.choose_backend(problem, "second") == explain("second").backend == "second"
+    assert explain("second").reasons["first"] == "can, but 'second' was asked for"
+    refusals["first"] = "K is odd"
+    assert _backend.choose_backend(problem, None) == explain().backend == "second"
+    assert explain().reasons["first"] == "cannot: K is odd"
+    with pytest.raises(ValueError, match="backend 'first' cannot run this: K is odd"):
+        _backend.choose_backend(problem, "first")
+    assert explain("first").backend is None
 
 
 def test_bounds_that_only_a_device_knows_are_refused_not_synchronised():

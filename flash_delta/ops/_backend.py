@@ -18,9 +18,14 @@ def load_backend(name: str) -> ModuleType:
     raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
 
 
+def wished(wish: str | None) -> str | None:
+    """The caller's wish, else the environment's, else None."""
+    return wish or os.environ.get(ENVIRONMENT) or None
+
+
 def choose_backend(problem: Problem, wish: str | None) -> str:
-    """The wish (an argument, else the environment's) is obeyed or refused; without one, the first that can."""
-    wish = wish or os.environ.get(ENVIRONMENT) or None
+    """A wish is obeyed or refused; without one, the first that can."""
+    wish = wished(wish)
     if wish is not None:
         reason = load_backend(wish).unsupported(problem)
         if reason is not None:
@@ -57,7 +62,7 @@ class Explain:
     wish: str | None = None
 
     def of(self, problem: Problem) -> Explanation:
-        wish = self.wish or os.environ.get(ENVIRONMENT) or None
+        wish = wished(self.wish)
         refusals = {name: load_backend(name).unsupported(problem) for name in BACKENDS}
         able = [name for name, refusal in refusals.items() if refusal is None]
         if wish is not None:
