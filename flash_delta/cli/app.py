@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from flash_delta.cli.bench import bench
 from flash_delta.cli.check import check
 from flash_delta.cli.generate import generate
 from flash_delta.cli.info import info
@@ -33,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (info, check, train, generate, report):
+for command in (info, check, bench, train, generate, report):
     app.command()(command)
 
 

@@ -1,7 +1,11 @@
 """`flash-delta check`: every op and gradient against the float64 reference, on this machine."""
 
+import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,76 +17,165 @@ from flash_delta.cli.environment import require_device
 if TYPE_CHECKING:
     import torch
 
-    from flash_delta.testing import Case
+    from flash_delta.testing.matrix import Cell
 
 COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
 DTYPES = ("float64", "float32", "bfloat16")
+PEERS_DTYPES = ("float32", "bfloat16")
+TIMEOUT_S = 600.0  # of one case in one process: a peer may tune for minutes
 
 
-class Cell(NamedTuple):
-    """One output or gradient of one op on one case."""
+@dataclass
+class Answer:
+    """What became of one case of one op in one dtype."""
 
     op: str
     dtype: str
     case: str
-    tensor: str
-    error: float
-    allowed: float
+    cells: "list[Cell]" = field(default_factory=list)
+    failure: str | None = None  # nothing came back
+    peers: dict[str, dict[str, float] | str] = field(default_factory=dict)  # errors by tensor, or why there are none
 
     @property
     def right(self) -> bool:
-        return self.error <= self.allowed
+        return self.failure is None and all(cell.right for cell in self.cells)
 
 
 def check(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
-    full: Annotated[bool, typer.Option("--full", help="All named cases, not only the short list.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All named cases; on a GPU also full-size problems.")] = False,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
+    results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.")] = None,
 ) -> None:
-    """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off."""
-    from flash_delta.testing import CASES, MEMBERS
+    """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
 
-    cases = [case for case in CASES if full or case.smoke]
-    rows = [(name, dtype) for name in MEMBERS for dtype in DTYPES]
+    On a GPU the work runs in processes of its own, so that a crash costs one case. --full adds there what only shows at
+    full size: 100 bitwise equal repeats, more than 1,024 blocks, tensors of more than 2^31 elements.
+    """
+    where = require_device(device)
     console = Console()
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
-    shown = track(rows, "checking", console=console, transient=True, disable=not console.is_terminal)
-    where = require_device(device)
-    cells = [cell for name, dtype in shown for cell in _cells(name, dtype, cases, where, backend)]
-    console.print(_table(rows, cells, f"worst relative L2 error over {len(cases)} cases on {where}"))
-    wrong = [cell for cell in cells if not cell.right]
-    for cell in wrong:
-        console.print(f"[red]{cell.op} {cell.dtype}, case {cell.case!r}: {cell.tensor} is off by {cell.error:.1e},"
-                      f" {cell.allowed:.1e} is allowed")  # fmt: skip
-    console.print(f"{len(cells) - len(wrong):,} of {len(cells):,} tensors are right")
-    if wrong:
+    jobs = list(_jobs(full, where))
+    answers = []
+    for answer in track(_answers(jobs, where, backend, peers), "checking", total=len(jobs), console=console,
+                        transient=True, disable=not console.is_terminal):  # fmt: skip
+        answers.append(answer)
+        if results is not None:
+            _write(results, answers, where)
+    console.print(_table(answers, str(where)))
+    for answer in answers:
+        _print_wrong(console, answer)
+    cells = [cell for answer in answers for cell in answer.cells]
+    console.print(f"{sum(cell.right for cell in cells):,} of {len(cells):,} tensors are right")
+    if not all(answer.right for answer in answers):
         raise typer.Exit(1)
 
 
-def _cells(name: str, dtype: str, cases: "list[Case]", device: "torch.device", backend: str | None) -> Iterator[Cell]:
-    import torch
+def _jobs(full: bool, device: "torch.device") -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Method of the judge and its arguments."""
+    from flash_delta.testing import CASES, MEMBERS
+    from flash_delta.testing.matrix import STRESS
 
-    from flash_delta.testing import ALLOWED, MEMBERS, make_inputs, relative_error, run, truth
-
-    member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
-    for case in cases:
-        if not case.applies(member):
-            continue
-        inputs = make_inputs(case, member, torch_dtype, device)
-        want, got = truth(member, inputs), run(member, inputs, backend)
-        for tensor, value in want.items():
-            error = relative_error(got[tensor], value)
-            yield Cell(name, dtype, case.name, tensor, error, ALLOWED[torch_dtype])
+    for name, member in MEMBERS.items():
+        for dtype in DTYPES:
+            yield from (("case", (name, c, dtype)) for c in CASES if (full or c.smoke) and c.applies(member))
+    if full and device.type == "cuda":
+        yield from (("stress", (stress,)) for stress in STRESS)
 
 
-def _table(rows: list[tuple[str, str]], cells: list[Cell], title: str) -> Table:
-    table = Table("op", "dtype", *(c.replace("dinitial_state", "dS0").replace("final_state", "S") for c in COLUMNS))
-    table.title = title
-    for name, dtype in rows:
-        worst = []
-        for tensor in COLUMNS:
-            found = [cell for cell in cells if (cell.op, cell.dtype, cell.tensor) == (name, dtype, tensor)]
-            cell = max(found, key=lambda cell: cell.error, default=None)
-            worst.append("" if cell is None else f"[{'green' if cell.right else 'red'}]{cell.error:.0e}")
-        table.add_row(name, dtype, *worst, end_section=dtype == DTYPES[-1])
+def _answers(
+    jobs: list[tuple[str, tuple[Any, ...]]], device: "torch.device", backend: str | None, peers: str | None
+) -> Iterator[Answer]:
+    from flash_delta.bench import Peer, versions
+    from flash_delta.testing import Isolated, Lost, Refused, first_line
+    from flash_delta.testing.matrix import Judge
+
+    names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
+    others = {name: Isolated(partial(Peer, name, device), TIMEOUT_S) for name in names}
+    judge = Judge(device, backend)
+    isolated = Isolated(partial(Judge, device, backend), TIMEOUT_S) if device.type == "cuda" else None
+    try:
+        for method, arguments in jobs:
+            stress = method == "stress"
+            op, case, dtype = (arguments[0].workload.member, arguments[0], "bfloat16") if stress else arguments
+            answer = Answer(op, dtype, case.name)
+            try:
+                answer.cells = isolated.call(method, *arguments) if isolated else getattr(judge, method)(*arguments)
+            except (Refused, Lost) as error:
+                answer.failure = str(error)
+            except RuntimeError as error:  # here, without a process in between
+                answer.failure = first_line(error)
+            for name, other in others.items() if not stress and dtype in PEERS_DTYPES else ():
+                try:
+                    answer.peers[name] = other.call("case", *arguments)
+                except (Refused, Lost) as error:
+                    answer.peers[name] = str(error)
+            yield answer
+    finally:
+        for process in [*others.values(), *([isolated] if isolated else [])]:
+            process.stop()
+
+
+def _table(answers: list[Answer], where: str) -> Table:
+    """The worst error of each tensor, over all cases; beside ours the torch backend's and the peers'."""
+    cases = len({answer.case for answer in answers})
+    table = Table("op", "dtype", "whose", title=f"worst relative L2 error over {cases} cases on {where}")
+    for column in COLUMNS:
+        table.add_column(column.replace("dinitial_state", "dS0").replace("final_state", "S"), justify="right")
+    for op, dtype in dict.fromkeys((answer.op, answer.dtype) for answer in answers):
+        mine = [a for a in answers if (a.op, a.dtype) == (op, dtype)]
+        cells = [cell for a in mine for cell in a.cells if cell.case != "repeats"]
+        table.add_row(op, dtype, "ours", *(_worst([(c.error, c.right) for c in cells if c.tensor == t])
+                                                  for t in COLUMNS))  # fmt: skip
+        if any(cell.reference is not None for cell in cells):
+            table.add_row("", "", "torch", *(_worst([(c.reference, True) for c in cells if c.tensor == t])
+                                                     for t in COLUMNS))  # fmt: skip
+        for peer in dict.fromkeys(name for a in mine for name in a.peers):
+            errors = [a.peers[peer] for a in mine if isinstance(a.peers.get(peer), dict)]
+            if errors:
+                shown = (_worst([(e[t], True) for e in errors if t in e]) for t in COLUMNS)
+                table.add_row("", "", f"{peer}, {len(errors)} cases", *shown)
+        if dtype == DTYPES[-1]:
+            table.add_section()
     return table
+
+
+def _worst(errors: list[tuple[float, bool]]) -> str:
+    if not errors:
+        return ""
+    error, right = max(errors, key=lambda e: (not e[1], e[0]))
+    return f"[{'default' if right else 'red'}]{error:.0e}"
+
+
+def _print_wrong(console: Console, answer: Answer) -> None:
+    place = f"{answer.op} {answer.dtype}, case {answer.case!r}"
+    if answer.failure is not None:
+        console.print(f"{place}: {answer.failure}", style="red", markup=False)
+    for cell in answer.cells:
+        if cell.case == "repeats" and not cell.right:
+            console.print(f"{place}: {cell.tensor} differed in {cell.error:g} of the repeats", style="red")
+        elif not cell.right:
+            console.print(
+                f"{place}: {cell.tensor} is off by {cell.error:.1e}, {cell.allowed:.1e} is allowed", style="red"
+            )
+
+
+def _write(path: Path, answers: list[Answer], device: "torch.device") -> None:
+    """One line per case: [error, allowed, torch backend's error] by tensor, and the peers' errors."""
+    from flash_delta.bench import machine
+
+    def rounded(x: float | None) -> float | None:
+        return None if x is None else float(f"{x:.3g}")
+
+    lines = []
+    for a in answers:
+        line = {"op": a.op, "dtype": a.dtype, "case": a.case}
+        if a.failure is not None:
+            line["failure"] = a.failure
+        line["errors"] = {c.tensor: [rounded(c.error), rounded(c.allowed), rounded(c.reference)] for c in a.cells}
+        peers = {n: e if isinstance(e, str) else {t: rounded(x) for t, x in e.items()} for n, e in a.peers.items()}
+        lines.append(json.dumps(line | ({"peers": peers} if peers else {})))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n  ".join(lines)
+    path.write_text(f'{{"machine": {json.dumps(machine(device))},\n "cases": [\n  {rows}\n]}}\n')

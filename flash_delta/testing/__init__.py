@@ -1,17 +1,31 @@
-"""What tests, benchmarks and ``flash-delta check`` share: named cases, the truth and the one comparison."""
+"""What tests, benchmarks and ``flash-delta check`` share: named problems, the truth and the one comparison."""
 
-from flash_delta.testing.accuracy import ALLOWED, assert_accurate, relative_error, run, truth
+from flash_delta.testing.accuracy import ALLOWED, allowed, assert_accurate, relative_error, run, truth, with_gradients
 from flash_delta.testing.cases import CASES, MEMBERS, Case, Member, make_inputs
+from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
+from flash_delta.testing.large import judge, output_gradient
+from flash_delta.testing.workload import Workload, make_tensors, options
 
 __all__ = [
     "ALLOWED",
     "CASES",
     "MEMBERS",
     "Case",
+    "Isolated",
+    "Lost",
     "Member",
+    "Refused",
+    "Workload",
+    "allowed",
     "assert_accurate",
+    "first_line",
+    "judge",
     "make_inputs",
+    "make_tensors",
+    "options",
+    "output_gradient",
     "relative_error",
     "run",
     "truth",
+    "with_gradients",
 ]

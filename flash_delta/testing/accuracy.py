@@ -32,6 +32,14 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float("inf") if error.isnan() else float(error)
 
 
+def allowed(reference_error: float, dtype: torch.dtype) -> float:
+    """What a kernel's result may be off by: twice the torch backend's error on the same inputs, and one rounding.
+
+    The torch backend computes in float32 between inputs and results of ``dtype``; kernels multiply in ``dtype``.
+    """
+    return 2 * reference_error + ALLOWED[dtype]
+
+
 def assert_accurate(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """The only comparison with the truth in tests and benchmarks. NaN never passes."""
     error = relative_error(got, want)
@@ -41,14 +49,14 @@ def assert_accurate(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) ->
 def run(member: Member, inputs: dict[str, Any], backend: str | None = None) -> Results:
     """Outputs and all gradients of the public op."""
     o, final_state = member.op(**inputs, backend=backend)
-    return _with_gradients(o, final_state, inputs, o.dtype)
+    return with_gradients(o, final_state, inputs, o.dtype)
 
 
 def truth(member: Member, inputs: dict[str, Any]) -> Results:
     """The same from the recurrence in float64, by autograd, on the same (rounded) inputs."""
     x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in TENSORS if n in inputs}
     o, final_state = recurrence(member, x, inputs)
-    return _with_gradients(o, final_state, x, inputs["v"].dtype)
+    return with_gradients(o, final_state, x, inputs["v"].dtype)
 
 
 def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -84,7 +92,7 @@ def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) ->
     return o, final_state.mT if v_first else final_state
 
 
-def _with_gradients(o: Tensor, final_state: Tensor, x: dict[str, Any], dtype: torch.dtype) -> Results:
+def with_gradients(o: Tensor, final_state: Tensor, x: dict[str, Any], dtype: torch.dtype) -> Results:
     """Add the gradients of <o, do> + <final_state, dS>; do is rounded to ``dtype``, so that all judge the same loss."""
     gen = torch.Generator().manual_seed(1)
     do = torch.randn(o.shape, generator=gen, dtype=torch.float64).to(dtype)

@@ -1,18 +1,14 @@
 """One self-contained HTML page about a run: numbers, curves, what its memory does, and a sample of its text."""
 
-import base64
-import io
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 import torch
-from jinja2 import Environment, FileSystemLoader
-from matplotlib import style
-from matplotlib.figure import Figure
 
 import flash_delta
+from flash_delta.page import Picture, picture, render
 from flash_delta.training.corpus import order0_entropy
 from flash_delta.training.figures import channel_decay_figure, loss_figure, scalar_decay_figure, states_figure
 from flash_delta.training.generate import generate_text
@@ -23,21 +19,13 @@ PROMPT_BYTES, SAMPLE_BYTES, TEMPERATURE = 160, 600, 0.7
 PROBE_BYTES = 2048
 
 
-@dataclass(frozen=True)
-class Picture:
-    title: str
-    reading: str  # how to read it
-    light: str  # data: URLs, one per colour scheme
-    dark: str
-
-
 def write_report(trainer: Trainer, path: str | Path) -> float:
     """Writes the page, nothing of which is fetched from elsewhere; returns the held-out bits per byte it measured."""
     held_out = trainer.corpus.held_out
     bits, entropy = trainer.evaluate(), order0_entropy(held_out)
     prompt = held_out[:PROMPT_BYTES].numpy().tobytes().decode(errors="ignore")
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    page = templates.get_template("report.html.j2").render(
+    page = render(
+        Path(__file__).parent / "report.html.j2",
         title=f"flash_delta run: {trainer.folder.name}",
         numbers=_numbers(trainer, bits, entropy),
         facts=_facts(trainer),
@@ -81,14 +69,14 @@ def _pictures(trainer: Trainer, entropy: float) -> Iterator[Picture]:
     memory = probe(trainer.model, text)
     scalar = [decay for decay in memory.decays if decay.half_life.dim() == 1]
     channel = [decay for decay in memory.decays if decay.half_life.dim() == 2]
-    yield _picture(
+    yield picture(
         "Learning",
         "How many bits the model needs per byte of text: lower is better, 8 is knowing nothing. The dashed line is the "
         "best that byte frequencies alone allow on the held-out text; what lies below it was learnt from context.",
         lambda: loss_figure(records, entropy),
     )
     if scalar:
-        yield _picture(
+        yield picture(
             "How fast the Gated DeltaNet heads forget",
             "A dot is a head: after its half-life, ln 2 / |mean log decay|, half of what its state held is left, if "
             "nothing erased it before. The bar spans the middle 80 % of the tokens of a held-out text: a long one "
@@ -96,28 +84,17 @@ def _pictures(trainer: Trainer, entropy: float) -> Iterator[Picture]:
             lambda: scalar_decay_figure(scalar),
         )
     if channel:
-        yield _picture(
+        yield picture(
             "How fast the channels of the Kimi Delta Attention heads forget",
             "Each row is a head, each cell one of its key channels, sorted. A row of many colours keeps memories of "
             "many lengths side by side; a row of one colour would need only one decay per head.",
             lambda: channel_decay_figure(channel),
         )
     if memory.states:
-        yield _picture(
+        yield picture(
             "What the states hold",
             f"The recurrent state S [K, V] of each head after {len(text):,} bytes of held-out text: this matrix is "
             "all that a head remembers of them. A query reads a weighted sum of its rows. Few strong rows or stripes "
             "alike mean that little of the room is used.",
             lambda: states_figure(memory.states),
         )
-
-
-def _picture(title: str, reading: str, draw: Callable[[], Figure]) -> Picture:
-    return Picture(title, reading, _data_url(draw, "default"), _data_url(draw, "dark_background"))
-
-
-def _data_url(draw: Callable[[], Figure], scheme: str) -> str:
-    image = io.BytesIO()
-    with style.context(scheme):
-        draw().savefig(image, format="svg", transparent=True, dpi=200)
-    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode()

@@ -1,0 +1,47 @@
+"""Who is timed: one small module per library, this one among them.
+
+Each exports
+
+* ``PACKAGE``: the name of the distribution whose version is reported;
+* ``CACHES``: the environment variables that say where it keeps what it compiles;
+* ``unsupported(workload, device) -> str | None``: why it cannot run a row;
+* ``prepare(workload, x) -> Call``: converts the tensors that :func:`~flash_delta.testing.make_tensors` made
+  into the library's own layouts, outside of what is timed.
+
+Nothing is imported before ``prepare``, so that a missing package is an answer, not an error.
+"""
+
+import importlib
+from importlib import metadata
+from types import ModuleType
+
+import flash_delta
+
+NAMES = ("flash_delta", "fla", "flash_qla", "flashinfer", "cudnn", "transformers")
+
+
+def load(name: str) -> ModuleType:
+    if name not in NAMES:
+        raise ValueError(f"contestant: expected one of {', '.join(NAMES)}, got {name!r}")
+    return importlib.import_module(f"flash_delta.bench.contestants.{name}")
+
+
+def versions(names: str | None = None) -> dict[str, str]:
+    """The installed contestants with their versions; of the comma-separated ``names``, each must be installed."""
+    installed = {name: version for name in NAMES if (version := _version(name)) is not None}
+    if names is None:
+        return installed
+    for name in names.split(","):
+        load(name)
+        if name not in installed:
+            raise ValueError(f"contestants: expected installed ones ({', '.join(installed)}), got {name!r}")
+    return {name: installed[name] for name in names.split(",")}
+
+
+def _version(name: str) -> str | None:
+    if name == "flash_delta":  # may run from a checkout, which has no metadata
+        return flash_delta.__version__
+    try:
+        return metadata.version(load(name).PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None

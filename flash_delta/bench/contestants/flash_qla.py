@@ -1,0 +1,42 @@
+"""FlashQLA (TileLang kernels). Looked at: 0.1.3.
+
+Gated DeltaNet in chunks, forward and backward, K = V = 128, bfloat16 and float16; no activations in the op. Hopper and
+Blackwell: on other GPUs it refuses to be imported.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.tensors import leaves
+from flash_delta.testing import Workload
+
+PACKAGE = "flash_qla"
+CACHES = ("TILELANG_CACHE_DIR", "TVM_FFI_CACHE_DIR")
+
+
+def unsupported(workload: Workload, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "its TileLang kernels need a GPU"
+    if workload.member != "gdn":
+        return "it has Gated DeltaNet only"
+    if workload.recurrent:
+        return "it has no op for decoding"
+    if workload.raw:
+        return "it takes log decays and write strengths, not their raw activations"
+    if (workload.K, workload.V) != (128, 128) or workload.dtype not in ("bfloat16", "float16"):
+        return "it takes K = V = 128 in bfloat16 or float16 only"
+    return None
+
+
+def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    from flash_qla import chunk_gated_delta_rule
+
+    inputs = leaves(workload, x)
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        return chunk_gated_delta_rule(
+            **inputs, use_qk_l2norm_in_kernel=workload.l2norm, output_final_state=workload.states
+        )
+
+    return Call(run, inputs)

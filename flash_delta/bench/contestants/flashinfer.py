@@ -1,0 +1,78 @@
+"""FlashInfer (CuTe DSL kernels). Looked at: 0.7.2.post1.
+
+Inference only, K = V = 128, bfloat16 and float16. Gated DeltaNet: prefill of packed sequences, from log decays, and
+decoding, from raw activations. Its kernels for KDA are for Blackwell.
+"""
+
+import torch
+from torch import Tensor
+
+from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.tensors import bounds
+from flash_delta.testing import Workload
+
+PACKAGE = "flashinfer-python"
+CACHES = ("FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_CACHE_DIR", "TVM_FFI_CACHE_DIR")
+
+
+def unsupported(workload: Workload, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "its kernels need a GPU"
+    if workload.kind == "training":
+        return "it has no backward"
+    if workload.member != "gdn":
+        return "its KDA is for Blackwell"
+    if (workload.K, workload.V) != (128, 128) or workload.dtype not in ("bfloat16", "float16"):
+        return "it takes K = V = 128 in bfloat16 or float16 only"
+    if workload.recurrent and not (workload.raw and workload.states):
+        return "its decoding takes raw activations and a state"
+    if workload.raw and not workload.recurrent:
+        return "its prefill takes log decays and write strengths, not their raw activations"
+    return None
+
+
+def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    state = x["initial_state"].mT.contiguous() if workload.states else None  # [N, HV, V, K]
+    return _decode(workload, x, state) if workload.recurrent else _prefill(workload, x, state)
+
+
+def _prefill(workload: Workload, x: dict[str, Tensor], state: Tensor | None) -> Call:
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    inputs = {name: x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}  # [tokens, heads, width]
+    inputs |= {"g": inputs["g"].float().exp(), "beta": inputs["beta"].float(), "cu_seqlens": bounds(workload, x)}
+    longest = int(inputs["cu_seqlens"].diff().max())
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        out = chunk_gated_delta_rule(
+            **inputs,
+            initial_state=state,
+            output_final_state=workload.states,
+            use_qk_l2norm_in_kernel=workload.l2norm,
+            max_seqlen=longest,  # without it, grids of its split sequences are made for all tokens in one
+        )
+        return out if workload.states else (out, None)
+
+    return Call(run, inputs, state_v_first=True)
+
+
+def _decode(workload: Workload, x: dict[str, Tensor], state: Tensor) -> Call:
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+
+    output = torch.empty_like(x["v"])  # a server owns one; without it every call fills a new one with zeros
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        return gated_delta_rule_decode_pretranspose(
+            x["q"],
+            x["k"],
+            x["v"],
+            state=state,  # updated in place
+            A_log=x["A_log"],
+            a=x["g"],
+            dt_bias=x["dt_bias"],
+            b=x["beta"],
+            output=output,
+            use_qk_l2norm=workload.l2norm,
+        )
+
+    return Call(run, {**x, "initial_state": state}, state_v_first=True)

@@ -1,0 +1,19 @@
+"""What several adapters make of the tensors they are given."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.testing import Workload
+
+
+def leaves(workload: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``x`` on the same storage; with kind "training" every float is a leaf of the gradients."""
+    training = workload.kind == "training"
+    return {name: t.detach().requires_grad_(training and t.is_floating_point()) for name, t in x.items()}
+
+
+def bounds(workload: Workload, x: dict[str, Tensor]) -> Tensor:
+    """``cu_seqlens`` for an op without a batch axis."""
+    if workload.packed:
+        return x["cu_seqlens"]
+    return torch.arange(workload.N + 1, device=x["q"].device, dtype=torch.int32) * workload.T

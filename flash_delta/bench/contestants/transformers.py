@@ -1,0 +1,61 @@
+"""The PyTorch fallback of Hugging Face transformers: what its models run without a kernel library.
+
+Looked at: 5.17.0 and 5.23.0 (Qwen3-Next, Kimi Linear). No packed sequences, no gate and no sigmoid in the op.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from flash_delta import naive_gdn_gate, naive_kda_lowerbound_gate
+from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.tensors import leaves
+from flash_delta.testing import Workload
+
+PACKAGE = "transformers"
+CACHES = ()
+
+
+def unsupported(workload: Workload, device: torch.device) -> str | None:
+    return "its fallback cannot keep packed sequences apart" if workload.packed and workload.N != 1 else None
+
+
+def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.member == "gdn":
+        from transformers.models.qwen3_next import modeling_qwen3_next as model
+
+        name = "torch_recurrent_gated_delta_rule" if workload.recurrent else "torch_chunk_gated_delta_rule"
+    else:
+        from transformers.models.kimi_linear import modeling_kimi_linear as model
+
+        name = "recurrent_kimi_delta_attention" if workload.recurrent else "chunk_kimi_delta_attention"
+    op = inspect.unwrap(getattr(model, name))  # the name itself is fla's op wherever fla can be imported
+    inputs = leaves(workload, {name: t for name, t in x.items() if not name.startswith("cu_seqlens")})
+    group = workload.HV // workload.H
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        q, k, g, beta = (inputs[name] for name in ("q", "k", "g", "beta"))
+        if group > 1:  # the model's duty in 5.17; the op's in 5.23, by the same copies
+            q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
+        if workload.raw:  # its models do this in front of the op, in every call
+            g, beta = _log_decay(workload, inputs), beta.sigmoid()
+        return op(
+            q,
+            k,
+            inputs["v"],
+            g=g,
+            beta=beta,
+            initial_state=inputs.get("initial_state"),
+            output_final_state=workload.states,
+            use_qk_l2norm_in_kernel=workload.l2norm,
+        )
+
+    return Call(run, inputs)
+
+
+def _log_decay(workload: Workload, inputs: dict[str, Tensor]) -> Tensor:
+    g, A_log, dt_bias = (inputs[name] for name in ("g", "A_log", "dt_bias"))
+    if workload.lower_bound is None:
+        return naive_gdn_gate(g, A_log, dt_bias)
+    return naive_kda_lowerbound_gate(g, A_log, dt_bias, workload.lower_bound)

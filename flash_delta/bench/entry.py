@@ -1,0 +1,148 @@
+"""A contestant at work, inside a process of its own: first call, accuracy, samples, costs."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.bench import contestants, timing
+from flash_delta.bench.contestants.call import Call
+from flash_delta.testing import Workload, first_line, judge, make_tensors, output_gradient
+
+ROUND_S = 0.5  # that one round of samples may take
+SAMPLES = 12  # of a round, if they fit
+LENGTHS = 50  # random ones
+LENGTHS_S = 60.0  # after which the rest of them are left out
+STALL_MS = 50.0  # a call whose host time is above this was compiling or tuning
+
+
+class Samples(NamedTuple):
+    graph_ms: list[float]  # empty on a CPU, or where the call cannot be captured
+    eager_ms: list[float]
+    no_graph: str | None = None  # why it cannot be
+
+
+class Costs(NamedTuple):
+    host_us: float | None
+    peak_mb: float | None  # on a GPU
+    saved_mb: float | None  # for backward, with kind "training"
+
+
+class Lengths(NamedTuple):
+    """What calls with random lengths (decoding: batch sizes) did after the first call."""
+
+    tried: int
+    stalls: int  # calls that held the host for more than STALL_MS
+    stalled_s: float
+    compilations: int | None  # by Triton, where it is installed
+
+
+class Entry:
+    """One contestant and, from ``prepare`` to ``drop``, its call of one workload."""
+
+    def __init__(self, contestant: str, device: torch.device):
+        self.contestant, self.device = contestant, device
+
+    def prepare(self, workload: Workload) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Seconds of the first call, and every result's error beside the torch backend's."""
+        self.workload, self.x = workload, make_tensors(workload, self.device)
+        self.call = contestants.load(self.contestant).prepare(workload, self.x)
+        self.run = timed(workload, self.call, self.x)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.no_graph: str | None = None
+        return self._first_call()
+
+    def drop(self) -> None:
+        """Free everything: the others need the room."""
+        self.x = self.call = self.run = self.graph = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _first_call(self) -> tuple[float, dict[str, tuple[float, float]]]:
+        kept: list[tuple[Tensor | None, ...]] = []
+        seconds = timing.seconds(lambda: kept.append(self.run()), self.device)
+        o, state, *gradients = kept[0]
+        results = {"o": o.detach().reshape(self.x["v"].shape)}
+        if self.workload.states:
+            results["final_state"] = (state.mT if self.call.state_v_first else state).detach()
+        for name, d in zip(leaves(self.call), gradients, strict=False):  # no gradients unless training
+            results[f"d{name}"] = d.reshape(self.x[name].shape)
+        return seconds, judge(self.workload, self.x, results)
+
+    def sample(self) -> Samples:
+        """A round of samples; the first one captures the graph."""
+        if self.device.type == "cuda" and self.graph is None and self.no_graph is None:
+            try:
+                self.graph = timing.captured(self.run, self.device)
+            except Exception as error:  # a library's refusal is a result
+                self.no_graph = first_line(error)
+        once = timing.seconds(self.run, self.device)
+        repeats = max(1, min(SAMPLES, int(ROUND_S / once)))
+        if self.device.type == "cpu":
+            return Samples([], timing.milliseconds(self.run, self.device, repeats), self.no_graph)
+        graph = timing.milliseconds(self.graph.replay, self.device, repeats) if self.graph else []
+        eager = [timing.eager_ms(self.run, self.device, max(1, repeats // 3)) for _ in range(3)]
+        return Samples(graph, eager, self.no_graph)
+
+    def costs(self) -> Costs:
+        saved = timing.saved_bytes(self.call.run) / 1e6 if self.workload.kind == "training" else None
+        if self.device.type == "cpu":
+            return Costs(None, None, saved)
+        host = min(timing.host_us(self.run, self.device) for _ in range(5))
+        return Costs(host, timing.peak_bytes(self.run, self.device) / 1e6, saved)
+
+    def lengths(self) -> Lengths:
+        """Calls with random lengths up to 8192 tokens (decoding: batch sizes up to 256)."""
+        draw, stalls, tried = random.Random(0), [], 0
+        prepare, end = contestants.load(self.contestant).prepare, time.perf_counter() + LENGTHS_S
+        with triton_compilations() as compiled:
+            while tried < LENGTHS and time.perf_counter() < end:
+                N, T = (draw.randint(1, 256), 1) if self.workload.kind == "decode" else (1, draw.randint(1, 8192))
+                workload = replace(self.workload, N=N, T=T)
+                x = make_tensors(workload, self.device)
+                ms = timing.host_us(timed(workload, prepare(workload, x), x), self.device, calls=1) / 1e3
+                tried += 1
+                stalls += [ms] if ms > STALL_MS else []
+        return Lengths(tried, len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
+
+
+def leaves(call: Call) -> list[str]:
+    return [name for name, t in call.inputs.items() if t.requires_grad]
+
+
+def timed(workload: Workload, call: Call, x: dict[str, Tensor]) -> Callable[[], tuple[Tensor | None, ...]]:
+    """What the clock runs over: the call, in training with its backward; (o, final state, gradients...)."""
+    if workload.kind != "training":
+        return call.run
+    wanted, do = [call.inputs[name] for name in leaves(call)], output_gradient(x)
+
+    def run() -> tuple[Tensor | None, ...]:
+        o, state = call.run()
+        return (o, state, *torch.autograd.grad(o, wanted, do.view(o.shape)))
+
+    return run
+
+
+@contextmanager
+def triton_compilations() -> Iterator[list[int]]:
+    """A list of one number that counts the kernels Triton compiles inside the block; empty without Triton."""
+    try:
+        from triton import knobs
+    except ImportError:
+        yield []
+        return
+    count = [0]
+
+    def listen(*, cache_hit: bool, **_) -> None:
+        count[0] += not cache_hit
+
+    knobs.compilation.listener = listen
+    try:
+        yield count
+    finally:
+        knobs.compilation.listener = None

@@ -1,0 +1,73 @@
+"""The time that nothing can beat: the larger of bytes over bandwidth and operations over the tensor cores' rate.
+
+Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element of the gate and of beta:
+
+* forward bytes: ``e (2 H K + 2 HV V) + a HV (1 + channels)``, channels = K for a gate per channel, else 1; every
+  tensor crosses once;
+* backward bytes: ``e (4 H K + 3 HV V) + 2 a HV (1 + channels)``: q, k, v, do, gate and beta are read, dq, dk, dv and
+  the gates' gradients written;
+* states, per sequence and value head: ``4 K V`` for each that comes in or goes out;
+* forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
+  the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
+* backward multiply-adds: 10/3 of that, 30 products where the forward has 9: recomputed states and factors 8, the chain
+  7, what is parallel over chunks 15.
+
+Rates are those measured on this GPU in the same run, or the highest ever seen on its kind if those were higher: a slow
+moment must not make a result look good.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from flash_delta.bench.timing import milliseconds
+from flash_delta.testing import Workload
+
+C = 64  # tokens per chunk
+BACKWARD_PRODUCTS = 30 / 9
+# The highest rates that `ceilings` measured, by name of the GPU: (bytes/s, bf16 FLOP/s).
+HIGHEST = {"NVIDIA H200": (4.3e12, 790e12)}
+
+
+class Ceilings(NamedTuple):
+    """Rates of this GPU."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    measured_bytes_per_s: float
+    measured_flops_per_s: float
+
+
+class Floor(NamedTuple):
+    bytes: int
+    flops: int
+
+    def ms(self, ceilings: Ceilings) -> float:
+        return 1e3 * max(self.bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+
+
+def floor(workload: Workload) -> Floor:
+    """What has to move and to be computed in one call."""
+    w = workload
+    e = getattr(torch, w.dtype).itemsize
+    a = e if w.raw else 4
+    tokens, gates = w.N * w.T, w.HV * (1 + (w.K if w.gate == "channel" else 1))
+    moved = tokens * (e * (2 * w.H * w.K + 2 * w.HV * w.V) + a * gates)
+    products = tokens * w.HV * (3 * w.K * w.V + (0 if w.kind == "decode" else 2 * C * w.K + C * w.V))
+    if w.kind == "training":
+        moved += tokens * (e * (4 * w.H * w.K + 3 * w.HV * w.V) + 2 * a * gates)
+        products += round(BACKWARD_PRODUCTS * products)
+    if w.states:
+        moved += 2 * w.N * w.HV * 4 * w.K * w.V
+    return Floor(moved, 2 * products)
+
+
+def ceilings(device: torch.device) -> Ceilings:
+    """Copies 2 GB and multiplies two random 8192 x 8192 bfloat16 matrices; the best of ten each."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    x, y = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copied = 2 * source.nbytes / (1e-3 * min(milliseconds(lambda: target.copy_(source), device, repeats=10)))
+    multiplied = 2 * 8192**3 / (1e-3 * min(milliseconds(lambda: x @ y, device, repeats=10)))
+    highest = HIGHEST.get(torch.cuda.get_device_name(device), (0.0, 0.0))
+    return Ceilings(max(copied, highest[0]), max(multiplied, highest[1]), copied, multiplied)

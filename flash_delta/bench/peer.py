@@ -1,0 +1,49 @@
+"""A peer judged on the named cases of the accuracy tests, as far as its op can say what they ask for."""
+
+import torch
+
+from flash_delta.bench import contestants
+from flash_delta.testing import MEMBERS, Case, Workload, make_inputs, relative_error, truth, with_gradients
+from flash_delta.testing.workload import LOWER_BOUND
+
+
+class Peer:
+    """One library on one device; lives in a process of its own."""
+
+    def __init__(self, contestant: str, device: torch.device):
+        self.module, self.device = contestants.load(contestant), device
+
+    def case(self, name: str, case: Case, dtype: str) -> dict[str, float] | str:
+        """The errors of its results against the recurrence in float64; or why there are none."""
+        workload = _workload(name, case, dtype)
+        if workload is None:
+            return "peers' ops have no words for it"
+        refusal = self.module.unsupported(workload, self.device)
+        if refusal is not None:
+            return refusal
+        member = MEMBERS[name]
+        inputs = make_inputs(case, member, getattr(torch, dtype), self.device)
+        call = self.module.prepare(workload, {n: t.detach() for n, t in inputs.items() if isinstance(t, torch.Tensor)})
+        o, state = call.run()
+        o, state = o.reshape(inputs["v"].shape), state.mT if call.state_v_first else state
+        got = with_gradients(o, state, call.inputs, o.dtype)
+        want = truth(member, inputs)
+        return {t: relative_error(got[t].reshape(want[t].shape), want[t]) for t in want if t in got}
+
+
+def _workload(name: str, case: Case, dtype: str) -> Workload | None:
+    """The case as a workload; None if it asks for more than workloads describe."""
+    described = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "lower_bound"}
+    raw = case.options.get("use_gate_in_kernel", False)
+    bound = case.options.get("lower_bound")
+    bounded_as_described = bound == (LOWER_BOUND if raw and name == "kda" else None)
+    if (
+        name not in ("gdn", "kda")
+        or not case.initial_state
+        or not case.options.keys() <= described
+        or not bounded_as_described
+    ):
+        return None
+    packed = case.lengths is not None
+    N = len(case.lengths) if packed else case.B
+    return Workload("check", "training", name, case.H, case.HV, N, case.T, dtype, packed, l2norm=raw, raw=raw, K=case.K, V=case.V)  # fmt: skip

@@ -1,0 +1,139 @@
+"""What a run leaves behind: one JSON file per GPU and group of workloads, and how it compares with an older one."""
+
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from flash_delta.bench.entry import Costs, Lengths
+from flash_delta.bench.floor import Ceilings
+from flash_delta.bench.timing import Spread
+from flash_delta.testing import Workload
+
+NOTABLE = 0.05  # a change of a median beyond this is marked
+
+
+@dataclass
+class Result:
+    """One contestant on one workload. Without ``graph_ms`` and ``eager_ms`` there is a ``reason``."""
+
+    workload: Workload
+    contestant: str
+    reason: str | None = None
+    notes: list[str] = field(default_factory=list)  # what could not be measured beside the time
+    errors: dict[str, float] = field(default_factory=dict)  # relative L2 against float64
+    allowed: dict[str, float] = field(default_factory=dict)
+    graph_ms: Spread | None = None
+    eager_ms: Spread | None = None
+    first_call_s: float | None = None
+    cold: bool = False  # the first call found empty compile caches
+    costs: Costs | None = None
+    lengths: Lengths | None = None
+    floor_ms: float | None = None
+
+    @property
+    def row(self) -> str:
+        return f"{self.workload.kind} {self.workload.name}"
+
+    @property
+    def ms(self) -> Spread | None:
+        """What a comparison looks at: the graph's time, where there is one."""
+        return self.graph_ms or self.eager_ms
+
+
+@dataclass
+class Group:
+    """The rows of one group of workloads from one run."""
+
+    group: str
+    machine: dict[str, str]
+    versions: dict[str, str]  # of the contestants
+    ceilings: Ceilings | None
+    results: list[Result] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Group":
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
+            raise ValueError(f"results: expected a file that `flash-delta bench` wrote, got {path}")
+        tuples = {"graph_ms": Spread, "eager_ms": Spread, "costs": Costs, "lengths": Lengths}
+        for result in data["results"]:
+            result |= {name: kind(**result[name]) for name, kind in tuples.items() if result[name] is not None}
+            result["workload"] = Workload(**result["workload"])
+        data["results"] = [Result(**result) for result in data["results"]]
+        data["ceilings"] = data["ceilings"] and Ceilings(**data["ceilings"])
+        return cls(**data)
+
+    def rows(self) -> dict[str, list[Result]]:
+        """The results by row, in the order they were run."""
+        rows: dict[str, list[Result]] = {}
+        for result in self.results:
+            rows.setdefault(result.row, []).append(result)
+        return rows
+
+
+@dataclass(frozen=True)
+class Change:
+    row: str
+    contestant: str
+    old_ms: float | None  # None: there was no time before
+    new_ms: float | None
+
+    @property
+    def slower(self) -> bool:
+        return self.old_ms is not None and (self.new_ms is None or self.new_ms > self.old_ms * (1 + NOTABLE))
+
+    @property
+    def faster(self) -> bool:
+        return self.new_ms is not None and (self.old_ms is None or self.new_ms < self.old_ms * (1 - NOTABLE))
+
+
+def changes(old: Group, new: Group) -> Iterator[Change]:
+    """Rows of both whose time moved by more than 5 %, came or went."""
+    before = {(r.row, r.contestant): r for r in old.results}
+    for result in new.results:
+        key = (result.row, result.contestant)
+        if key in before:
+            was, now = before[key].ms, result.ms
+            change = Change(*key, was and was.median, now and now.median)
+            if change.slower or change.faster:
+                yield change
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    facts = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        facts["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        facts["triton"] = "not installed"
+    if device.type == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+        facts |= {"cpu": f"{platform.machine()}, {capability}", "threads": str(torch.get_num_threads())}
+    return facts
+
+
+def folder(device: torch.device) -> str:
+    """The name of the device's folder under ``benchmarks/results/``."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name.lower().replace(" ", "-")
+
+
+def _plain(value):
+    """Named tuples as dictionaries and floats of six digits, which JSON has no words for."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,0 +1,116 @@
+"""The contestants take turns on every row of a group."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from flash_delta.bench import contestants
+from flash_delta.bench.entry import Entry, Samples
+from flash_delta.bench.floor import Ceilings, floor
+from flash_delta.bench.results import Result
+from flash_delta.bench.timing import Spread
+from flash_delta.testing import Isolated, Lost, Refused, Workload, allowed
+
+PEERS_ALLOWED = 2e-2  # tells another function from another rounding: what public test suites of these ops pass
+ROUNDS = 3  # of samples, the contestants taking turns: a machine that slows down slows all of them
+
+
+class Worker(Isolated):
+    """A contestant's process, whose compile caches are its own and empty at the start."""
+
+    def __init__(self, contestant: str, device: torch.device, timeout_s: float):
+        super().__init__(partial(Entry, contestant, device), timeout_s, contestants.load(contestant).CACHES)
+        self.contestant = contestant
+
+
+def run_group(
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    device: torch.device,
+    ceilings: Ceilings | None,
+    timeout_s: float,
+) -> Iterator[Result]:
+    """Every contestant on every row, as they finish. A failure is a result with a reason."""
+    workers = {name: Worker(name, device, timeout_s) for name in names}
+    try:
+        for number, workload in enumerate(workloads):
+            floor_ms = ceilings and floor(workload).ms(ceilings)
+            started = {name: _start(worker, workload, device) for name, worker in workers.items()}
+            able = {name: result for name, result in started.items() if result.reason is None}
+            _sample({workers[name]: result for name, result in able.items()})
+            for name, result in started.items():
+                if result.reason is None:
+                    _finish(workers[name], result, with_lengths=number == 0 and device.type == "cuda")
+                _drop(workers[name])
+                result.floor_ms = floor_ms
+                yield result
+    finally:
+        for worker in workers.values():
+            worker.stop()
+
+
+def _start(worker: Worker, workload: Workload, device: torch.device) -> Result:
+    """First call and accuracy; a wrong result is given no time."""
+    name = worker.contestant
+    result = Result(workload, name)
+    result.reason = contestants.load(name).unsupported(workload, device)
+    if result.reason is not None:
+        return result
+    result.cold = worker.process is None
+    try:
+        result.first_call_s, errors = worker.call("prepare", workload)
+    except (Refused, Lost) as error:
+        result.reason = str(error)
+        return result
+    result.errors = {tensor: error for tensor, (error, _) in errors.items()}
+    result.allowed = {tensor: _limit(name, workload, reference) for tensor, (_, reference) in errors.items()}
+    wrong = [tensor for tensor, error in result.errors.items() if not error <= result.allowed[tensor]]
+    if wrong:
+        off = ", ".join(f"{t} is off by {result.errors[t]:.1e} ({result.allowed[t]:.1e} allowed)" for t in wrong)
+        result.reason = f"wrong: {off}"
+    return result
+
+
+def _sample(entries: dict[Worker, Result]) -> None:
+    rounds: dict[str, list[Samples]] = {}
+    for _ in range(ROUNDS):
+        for worker, result in entries.items():
+            if result.reason is None:
+                try:
+                    rounds.setdefault(worker.contestant, []).append(worker.call("sample"))
+                except (Refused, Lost) as error:
+                    result.reason = str(error)
+    for worker, result in entries.items():
+        if result.reason is None:
+            samples = rounds[worker.contestant]
+            graph = [ms for one in samples for ms in one.graph_ms]
+            result.graph_ms = Spread.of(graph) if graph else None
+            result.eager_ms = Spread.of([ms for one in samples for ms in one.eager_ms])
+            if samples[-1].no_graph is not None:
+                result.notes.append(f"no CUDA graph: {samples[-1].no_graph}")
+
+
+def _finish(worker: Worker, result: Result, with_lengths: bool) -> None:
+    """What is measured once per row, or once per group."""
+    for question in ("costs", "lengths") if with_lengths else ("costs",):
+        try:
+            setattr(result, question, worker.call(question))
+        except (Refused, Lost) as error:
+            result.notes.append(f"no {question}: {error}")
+
+
+def _drop(worker: Worker) -> None:
+    """Make room for the others; a process that cannot is not needed either."""
+    if worker.process is not None:
+        try:
+            worker.call("drop")
+        except (Refused, Lost):
+            worker.stop()
+
+
+def _limit(contestant: str, workload: Workload, reference_error: float) -> float:
+    """Ours is held to the rule of the accuracy tests, peers to computing the same function."""
+    if contestant == "flash_delta":
+        return allowed(reference_error, getattr(torch, workload.dtype))
+    return PEERS_ALLOWED

@@ -1,0 +1,114 @@
+"""How long a call takes, what it costs the host, and what memory it needs."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], Any]
+
+FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
+
+
+class Spread(NamedTuple):
+    """Median, 10th and 90th percentile of the samples."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Spread":
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return cls(median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+
+
+def milliseconds(run: Run, device: torch.device, repeats: int) -> list[float]:
+    """Each call by itself; on a GPU between events and with a cold L2 cache, so that the host's time stays hidden."""
+    if device.type == "cpu":
+        return [1e3 * seconds(run, device) for _ in range(repeats)]
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """One call by the host's clock, until the device has finished."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def eager_ms(run: Run, device: torch.device, calls: int = 10) -> float:
+    """Per call, of several behind each other: what a loop in Python sees, launch overhead and all."""
+
+    def several() -> None:
+        for _ in range(calls):
+            run()
+
+    return 1e3 * seconds(several, device) / calls
+
+
+def host_us(run: Run, device: torch.device, calls: int = 10) -> float:
+    """Microseconds until a call returns while the GPU still works; few calls, so that its queue never fills."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    elapsed = time.perf_counter() - start
+    synchronize(device)
+    return 1e6 * elapsed / calls
+
+
+def captured(run: Run, device: torch.device) -> torch.cuda.CUDAGraph:
+    """``run`` as a CUDA graph. Call ``run`` before: what compiles cannot be captured."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def peak_bytes(run: Run, device: torch.device) -> int:
+    """The most that torch allocates during a call beyond what lay there before; the outputs included."""
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def saved_bytes(forward: Run) -> int:
+    """What autograd keeps from forward to backward, each storage once; the inputs among them."""
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        outputs = forward()  # alive while counted, so that no address is used twice
+    del outputs
+    return sum(kept.values())
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

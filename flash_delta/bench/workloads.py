@@ -1,0 +1,58 @@
+"""What is timed: the rows of the tables in ``docs/benchmarks.md``."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from flash_delta.testing import Workload
+
+BATCHES = (1, 8, 32, 128, 256)
+
+
+def _gdn_prefill() -> Iterator[Workload]:
+    for H, HV in ((16, 32), (16, 64), (4, 16), (2, 8)):
+        for N, T in ((1, 32768), (1, 8192), (4, 8192), (8, 1024)):
+            yield Workload("gdn-prefill", "forward", "gdn", H, HV, N, T)
+
+
+def _gdn_training() -> Iterator[Workload]:
+    for H, HV, N, T in ((16, 32, 1, 8192), (16, 32, 1, 32768), (4, 8, 1, 8192), (4, 8, 1, 32768), (16, 32, 8, 1024)):
+        yield Workload("gdn-training", "training", "gdn", H, HV, N, T, packed=N > 1, states=False)
+
+
+def _kda() -> Iterator[Workload]:
+    for H in (32, 64, 96):
+        for N, T in ((1, 8192), (8, 1024)):
+            yield Workload("kda-forward", "forward", "kda", H, H, N, T, l2norm=True, raw=True)
+    for H in (32, 64, 96):
+        yield Workload("kda-training", "training", "kda", H, H, 1, 8192, states=False)
+
+
+def _decode() -> Iterator[Workload]:
+    for batch in BATCHES:
+        yield Workload("decode", "decode", "gdn", 16, 32, batch, 1, packed=False, l2norm=True, raw=True)
+
+
+def _cpu() -> Iterator[Workload]:
+    for dtype in ("float32", "bfloat16"):
+        common = {"dtype": dtype, "packed": False, "l2norm": True}
+        yield Workload("cpu", "decode", "gdn", 4, 8, 1, 1, **common)
+        for T in (512, 2048, 8192):
+            yield Workload("cpu", "forward", "gdn", 4, 8, 1, T, **common)
+            yield Workload("cpu", "training", "gdn", 4, 8, 1, T, **common)
+
+
+WORKLOADS = (*_gdn_prefill(), *_gdn_training(), *_kda(), *_decode(), *_cpu())
+GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
+
+
+def select(groups: Sequence[str] | None, device: torch.device, rows: str | None = None) -> dict[str, list[Workload]]:
+    """The workloads by group: those named, or all meant for the device; only rows with ``rows`` in their name."""
+    for name in groups or ():
+        if name not in GROUPS:
+            raise ValueError(f"groups: expected names among {', '.join(GROUPS)}, got {name!r}")
+    here = [name for name in GROUPS if (name == "cpu") == (device.type == "cpu")]
+    chosen = {name: [w for w in WORKLOADS if w.group == name and (rows or "") in w.name] for name in groups or here}
+    if not any(chosen.values()):
+        raise ValueError(f"rows: expected a part of a row's name, such as {WORKLOADS[0].name!r}, got {rows!r}")
+    return {name: workloads for name, workloads in chosen.items() if workloads}

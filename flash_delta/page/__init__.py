@@ -1,0 +1,37 @@
+"""Self-contained HTML pages: one look for all of them, nothing fetched from elsewhere."""
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from matplotlib import style
+from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    title: str
+    reading: str  # how to read it
+    light: str  # data: URLs, one per colour scheme
+    dark: str
+
+
+def picture(title: str, reading: str, draw: Callable[[], Figure]) -> Picture:
+    return Picture(title, reading, _data_url(draw, "default"), _data_url(draw, "dark_background"))
+
+
+def render(template: Path, **values: Any) -> str:
+    """A template that extends ``base.html.j2`` of this folder."""
+    templates = Environment(loader=FileSystemLoader([template.parent, Path(__file__).parent]), autoescape=True)
+    return templates.get_template(template.name).render(**values)
+
+
+def _data_url(draw: Callable[[], Figure], scheme: str) -> str:
+    image = io.BytesIO()
+    with style.context(scheme):
+        draw().savefig(image, format="svg", transparent=True, dpi=200)
+    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode()

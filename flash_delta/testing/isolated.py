@@ -1,0 +1,106 @@
+"""An object in a process of its own: what crashes there, hangs there or prints there does no harm here."""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Refused(Exception):
+    """The object raised; its process lives on."""
+
+
+class Lost(Exception):
+    """The process died or did not answer in time."""
+
+
+class _Answer(NamedTuple):
+    value: Any = None
+    error: str | None = None
+
+
+class Isolated:
+    """Calls methods of ``make()``, which is made in a new process by the first call, and again after a crash.
+
+    ``caches`` are environment variables that the process gets set to empty folders, which go when it stops.
+    """
+
+    def __init__(self, make: Callable[[], object], timeout_s: float, caches: tuple[str, ...] = ()):
+        self.make, self.timeout_s, self.caches = make, timeout_s, caches
+        self.process: multiprocessing.process.BaseProcess | None = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The method's answer; raises Refused or Lost."""
+        if self.process is None:
+            self._start()
+        try:
+            self.connection.send((method, arguments))
+            if not self.connection.poll(self.timeout_s):
+                self.stop()
+                raise Lost(f"no answer within {self.timeout_s:g} s")
+            answer: _Answer = self.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            last = _last_line(Path(self.folder.name) / "log")
+            self.stop()
+            raise Lost(f"its process died: {last}") from error
+        if answer.error is not None:
+            raise Refused(answer.error)
+        return answer.value
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.connection.close()
+            self.folder.cleanup()
+            self.process = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+        self.connection, theirs = context.Pipe()
+        self.folder = tempfile.TemporaryDirectory(prefix="flash-delta-", ignore_cleanup_errors=True)
+        arguments = (theirs, self.make, self.caches, Path(self.folder.name))
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _serve(connection: Connection, make: Callable[[], object], caches: tuple[str, ...], folder: Path) -> None:
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for variable in caches:
+        os.environ[variable] = str(folder / variable.lower())
+    served = make()
+    while True:
+        method, arguments = connection.recv()
+        try:
+            connection.send(_Answer(getattr(served, method)(*arguments)))
+        except Exception as error:
+            connection.send(_Answer(error=first_line(error)))
+            if torch.cuda.is_initialized() and _context_is_lost():
+                os._exit(1)
+
+
+def _context_is_lost() -> bool:
+    """As after an illegal address: every later call would fail too."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1][:200] if lines else "it printed nothing"

@@ -1,0 +1,75 @@
+"""Large problems are judged on some of their heads, over all tokens and sequences.
+
+Heads are independent, so the first and the last key head with their value heads stand for all of them. The truth is the
+torch backend in float64, which ``flash-delta check`` holds to 1e-10 of the token-by-token recurrence; the recurrence
+itself would keep every token's state for the gradients.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_delta.testing.accuracy import relative_error
+from flash_delta.testing.workload import Workload, options
+
+AXES = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
+
+
+def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The judged heads of tensors named as arguments or results; what has no heads passes."""
+    group = workload.HV // workload.H
+    keys = sorted({0, workload.H - 1})
+    values = [h * group + i for h in keys for i in range(group)]
+    taken = {}
+    for name, t in tensors.items():
+        if name == "dt_bias":
+            taken[name] = t.view(workload.HV, -1)[values].flatten()
+        elif name in AXES:
+            heads = keys if name in ("q", "k") else values
+            taken[name] = t.index_select(AXES[name], torch.tensor(heads, device=t.device))
+        else:
+            taken[name] = t
+    return taken
+
+
+def output_gradient(x: dict[str, Tensor]) -> Tensor:
+    """The do of workloads with a backward."""
+    v = x["v"]
+    return torch.randn(v.shape, generator=torch.Generator(v.device).manual_seed(1), device=v.device).to(v.dtype)
+
+
+def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Per result (o, final_state, dq, ...) its error and that of the torch backend in the same dtype."""
+    heads = some_heads(workload, x)
+    do = some_heads(workload, {"o": output_gradient(x)})["o"]
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in heads.items()}
+    truth = run_workload(workload, wide, do.double(), "torch")
+    reference = run_workload(workload, heads, do, "torch")
+    return {
+        name: (relative_error(_some(workload, name, results[name]), want), relative_error(reference[name], want))
+        for name, want in truth.items()
+    }
+
+
+def run_workload(workload: Workload, x: dict[str, Tensor], do: Tensor, backend: str | None) -> dict[str, Tensor]:
+    """The library's own results: o, the final state if there is one, with a backward the gradients of <o, do>."""
+    training = workload.kind == "training"
+    x = {n: t.detach().requires_grad_(training and t.is_floating_point()) for n, t in x.items()}
+    call: dict[str, Any] = {**x, **options(workload), "backend": backend}
+    if "cu_seqlens" in x and x["q"].device.type != "cpu":
+        call["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
+    o, final_state = workload.op.op(**call)
+    results = {"o": o.detach()}
+    if final_state is not None:
+        results["final_state"] = final_state.detach()
+    if training:
+        leaves = {name: t for name, t in x.items() if t.requires_grad}
+        gradients = torch.autograd.grad(o, list(leaves.values()), do)
+        results |= {f"d{name}": d for name, d in zip(leaves, gradients, strict=True)}
+    return results
+
+
+def _some(workload: Workload, name: str, t: Tensor) -> Tensor:
+    argument = name if name in AXES else name.removeprefix("d")
+    return some_heads(workload, {argument: t})[argument]

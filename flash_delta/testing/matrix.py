@@ -1,0 +1,97 @@
+"""What ``flash-delta check`` runs: every named case of every op, and what only shows at full size on a GPU."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta import explain
+from flash_delta.testing.accuracy import ALLOWED, allowed, relative_error, run, truth
+from flash_delta.testing.cases import MEMBERS, Case, make_inputs
+from flash_delta.testing.large import judge, output_gradient, run_workload
+from flash_delta.testing.workload import Workload, make_tensors
+
+REPEATS = 100
+
+
+class Cell(NamedTuple):
+    """One output or gradient of one op on one case."""
+
+    op: str
+    dtype: str
+    case: str
+    tensor: str
+    error: float  # relative L2 against float64; with a tensor "repeats", how many of them differed
+    allowed: float
+    reference: float | None = None  # the torch backend's error, where another backend is judged
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.allowed
+
+
+@dataclass(frozen=True)
+class Stress:
+    """A problem of the size at which grids, offsets and schedules go wrong."""
+
+    name: str
+    why: str
+    workload: Workload
+    repeats: int = 1
+
+
+def _stress(member: str) -> list[Stress]:
+    heads = (16, 32) if member == "gdn" else (16, 16)
+    return [
+        Stress("repeats", "grids of several waves: equal inputs, bitwise equal results",
+               Workload("stress", "training", member, *heads, 8, 520), REPEATS),
+        Stress("over 1,024 blocks", "more blocks than a grid's dimension may have in some launches",
+               Workload("stress", "training", member, *heads, 8, 1100)),
+        Stress("over 2^31 elements", "offsets of q, k, v, o and their gradients pass 32 bits",
+               Workload("stress", "training", member, 16, 16, 130, 8192, packed=False, states=False)),
+    ]  # fmt: skip
+
+
+STRESS = [row for member in ("gdn", "kda") for row in _stress(member)]
+
+
+class Judge:
+    """Judges one backend (None: the one the library takes) on one device."""
+
+    def __init__(self, device: torch.device, backend: str | None):
+        self.device, self.backend = device, backend
+
+    def case(self, name: str, case: Case, dtype: str) -> list[Cell]:
+        """Every output and gradient of ``MEMBERS[name]`` against the recurrence in float64."""
+        member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
+        inputs = make_inputs(case, member, torch_dtype, self.device)
+        want, got = truth(member, inputs), run(member, inputs, self.backend)
+        reference: dict[str, Tensor] | None = None
+        if explain(member.op, **inputs, backend=self.backend).backend != "torch":
+            reference = run(member, make_inputs(case, member, torch_dtype), "torch")
+        cells = []
+        for tensor, value in want.items():
+            error, limit, other = relative_error(got[tensor], value), ALLOWED[torch_dtype], None
+            if reference is not None:
+                other = relative_error(reference[tensor], value)
+                limit = allowed(other, torch_dtype)
+            cells.append(Cell(name, dtype, case.name, tensor, error, limit, other))
+        return cells
+
+    def stress(self, stress: Stress) -> list[Cell]:
+        w = stress.workload
+        x = make_tensors(w, self.device)
+        do = output_gradient(x)
+        first = run_workload(w, x, do, self.backend)
+        if stress.repeats > 1:
+            differing = dict.fromkeys(first, 0)
+            for _ in range(stress.repeats - 1):
+                for tensor, value in run_workload(w, x, do, self.backend).items():
+                    differing[tensor] += not torch.equal(value, first[tensor])
+            return [Cell(w.member, w.dtype, stress.name, tensor, n, 0) for tensor, n in differing.items()]
+        dtype = getattr(torch, w.dtype)
+        return [
+            Cell(w.member, w.dtype, stress.name, tensor, error, allowed(reference, dtype), reference)
+            for tensor, (error, reference) in judge(w, x, first).items()
+        ]

@@ -1,0 +1,109 @@
+"""Problems of a real size: heads, lengths, dtypes, and tensors as a freshly initialised model would make them.
+
+For what is timed and for what only shows in large problems; the named problems of ``cases.py`` are small and hard.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flash_delta.testing.cases import MEMBERS, Member
+
+LOWER_BOUND = -5.0  # of KDA's gate
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row: ``kind`` is one call without gradients, one call with its backward, or one token per sequence."""
+
+    group: str
+    kind: Literal["forward", "training", "decode"]
+    member: Literal["gdn", "kda"]
+    H: int
+    HV: int
+    N: int  # sequences
+    T: int  # tokens of each; 1 with kind "decode"
+    dtype: str = "bfloat16"  # of q, k, v; gates, beta and states are float32
+    packed: bool = True  # the sequences lie in one row behind cu_seqlens; else they are batch rows
+    states: bool = True  # an initial state comes in, a final one goes out
+    l2norm: bool = False  # q and k are normalised inside the op; else they come normalised
+    raw: bool = False  # the gate's and beta's activations run inside the op; else it gets log decays and strengths
+    K: int = 128
+    V: int = 128
+
+    @property
+    def name(self) -> str:
+        shape = f"batch {self.N}" if self.kind == "decode" else f"{self.N}x{self.T}"
+        return f"{self.H}/{self.HV} {shape}" + ("" if self.dtype == "bfloat16" else f" {self.dtype}")
+
+    @property
+    def gate(self) -> str:
+        return "channel" if self.member == "kda" else "scalar"
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the op is the token-by-token one."""
+        return self.kind == "decode"
+
+    @property
+    def lower_bound(self) -> float | None:
+        return LOWER_BOUND if self.member == "kda" else None
+
+    @property
+    def op(self) -> Member:
+        """The library's own op for this row."""
+        return MEMBERS[self.member + ("-recurrent" if self.recurrent else "")]
+
+
+def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+    """Arguments of the library's own op by name, drawn as a freshly initialised model would see them.
+
+    Gates: g = -A softplus(a + dt_bias) with A uniform in [0, 16] ([1, 16] for KDA), a standard normal, and
+    softplus(dt_bias) log-uniform in [0.001, 0.1]; KDA: g = lower_bound * sigmoid(A (a + dt_bias)). beta = sigmoid of a
+    standard normal.
+    """
+    gen = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen, device=device)
+
+    def uniform(low: float, high: float, count: int) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=gen, device=device)
+
+    w, dtype = workload, getattr(torch, workload.dtype)
+    B, T = (1, w.N * w.T) if w.packed else (w.N, w.T)
+    channels = (w.HV, w.K) if w.gate == "channel" else (w.HV,)
+    x = {"q": randn(B, T, w.H, w.K), "k": randn(B, T, w.H, w.K), "v": randn(B, T, w.HV, w.V)}
+    if not w.l2norm:
+        x |= {name: torch.nn.functional.normalize(x[name], dim=-1) for name in ("q", "k")}
+    x = {name: t.to(dtype) for name, t in x.items()}
+    dt = uniform(math.log(0.001), math.log(0.1), math.prod(channels)).exp()
+    dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus(dt_bias) = dt
+    A = uniform(0.0 if w.member == "gdn" else 1.0, 16.0, w.HV)
+    a, beta = randn(B, T, *channels), randn(B, T, w.HV)
+    if w.raw:
+        x |= {"g": a.to(dtype), "beta": beta.to(dtype), "A_log": A.log(), "dt_bias": dt_bias}
+    elif w.member == "gdn":
+        x |= {"g": -A * torch.nn.functional.softplus(a + dt_bias), "beta": beta.sigmoid()}
+    else:
+        g = LOWER_BOUND * torch.sigmoid(A[:, None] * (a + dt_bias.view(channels)))
+        x |= {"g": g, "beta": beta.sigmoid()}
+    if w.states:
+        x["initial_state"] = randn(w.N, w.HV, w.K, w.V)
+    if w.packed:
+        x["cu_seqlens"] = torch.arange(w.N + 1, device=device, dtype=torch.int32) * w.T
+    return x
+
+
+def options(workload: Workload) -> dict[str, bool | float]:
+    """The other arguments of the library's own op."""
+    w = workload
+    chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm, "output_final_state": w.states}
+    if w.raw:
+        chosen |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        if w.lower_bound is not None:
+            chosen["lower_bound"] = w.lower_bound
+    return chosen

@@ -1,0 +1,227 @@
+"""The benchmark keeps itself honest: floors, isolation, no time for wrong results, comparisons, the generated page."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from flash_delta.bench import Group, Result, changes, runner, select
+from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
+from flash_delta.bench.floor import Ceilings, floor
+from flash_delta.bench.page import write_benchmarks
+from flash_delta.bench.tables import number, refusals, times
+from flash_delta.bench.timing import Spread
+from flash_delta.bench.workloads import WORKLOADS
+from flash_delta.testing import Isolated, Lost, Refused, Workload, judge, make_tensors, output_gradient
+from flash_delta.testing.large import run_workload
+
+H200 = Ceilings(4.3e12, 790e12, 4.2e12, 700e12)
+CPU = torch.device("cpu")
+SMALL = [
+    Workload("small", "forward", "gdn", 2, 4, 2, 70, "float32", K=16, V=24),
+    Workload("small", "training", "gdn", 2, 4, 1, 70, "float32", packed=False, states=False, l2norm=True, K=16, V=24),
+    Workload("small", "training", "kda", 2, 2, 2, 70, "float32", l2norm=True, raw=True, K=16, V=24),
+    Workload("small", "decode", "gdn", 2, 4, 3, 1, "float32", packed=False, l2norm=True, raw=True, K=16, V=24),
+]
+
+
+def rows(group):
+    return {w.name: w for w in WORKLOADS if w.group == group}
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "ms"),
+    [  # the hardware's floors as they were derived by hand, see docs/notes
+        ("gdn-prefill", "16/32 1x32768", 0.196),
+        ("gdn-prefill", "2/8 8x1024", 0.0122),
+        ("kda-forward", "96/96 1x8192", 0.237),
+        ("gdn-training", "16/32 1x8192", 0.212),
+        ("decode", "16/32 batch 128", 0.125),
+    ],
+)
+def test_floors(group, name, ms):
+    assert floor(rows(group)[name]).ms(H200) == pytest.approx(ms, rel=0.02)
+
+
+def test_rows_have_names_of_their_own():
+    assert len({(w.group, w.kind, w.name) for w in WORKLOADS}) == len(WORKLOADS)
+    assert len(rows("gdn-prefill")) == 16
+
+
+def test_select_refuses_unknown_names():
+    assert list(select(None, CPU)) == ["cpu"]
+    with pytest.raises(ValueError, match=r"groups: expected names among gdn-prefill, .*, got 'gdn'"):
+        select(["gdn"], CPU)
+    with pytest.raises(ValueError, match="rows: expected a part of a row's name"):
+        select(["cpu"], CPU, "no such row")
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.member}-{w.kind}")
+def test_the_judge_passes_right_results_and_sees_wrong_ones(workload):
+    x = make_tensors(workload, CPU)
+    results = run_workload(workload, x, output_gradient(x), "torch")
+    errors = judge(workload, x, results)
+    assert errors.keys() == results.keys()
+    assert all(error < 2e-6 for error, _ in errors.values())
+    for name, value in results.items():
+        broken = results | {name: value.roll(1, dims=0 if value.dim() < 3 else 2) * (1 + 1e-3)}
+        assert judge(workload, x, broken)[name][0] > 1e-4, name
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda w: f"{w.member}-{w.kind}")
+def test_an_entry_measures_a_row(workload):
+    entry = Entry("flash_delta", CPU)
+    first_call_s, errors = entry.prepare(workload)
+    assert first_call_s > 0
+    assert max(error for error, _ in errors.values()) < 2e-6
+    samples = entry.sample()
+    assert samples.eager_ms
+    assert not samples.graph_ms
+    saved = entry.costs().saved_mb
+    assert (saved is not None) == (workload.kind == "training")
+    entry.drop()
+
+
+class Rough:
+    """Does what contestants do."""
+
+    def answer(self, x):
+        print("noise that nobody asked for")
+        return x + 1
+
+    def refuse(self):
+        raise RuntimeError("no kernel for this\nsecond line")
+
+    def crash(self):
+        os.write(2, b"illegal instruction, perhaps\n")
+        os._exit(1)
+
+    def hang(self):
+        time.sleep(60)
+
+    def cache(self):
+        return os.environ["SOME_CACHE_DIR"]
+
+
+def test_isolation(capfd):
+    isolated = Isolated(Rough, timeout_s=20, caches=("SOME_CACHE_DIR",))
+    try:
+        assert isolated.call("answer", 1) == 2
+        first = isolated.process.pid
+        with pytest.raises(Refused, match=r"^RuntimeError: no kernel for this$"):
+            isolated.call("refuse")
+        assert isolated.process.pid == first
+        folder = isolated.call("cache")
+        with pytest.raises(Lost, match="illegal instruction, perhaps"):
+            isolated.call("crash")
+        assert isolated.call("answer", 2) == 3
+        assert isolated.call("cache") != folder
+        isolated.timeout_s = 0.2
+        with pytest.raises(Lost, match=r"no answer within 0\.2 s"):
+            isolated.call("hang")
+    finally:
+        isolated.stop()
+    assert capfd.readouterr().out == ""
+
+
+class Stub:
+    """Answers like a worker, in this process."""
+
+    process = None
+
+    def __init__(self, contestant, device, timeout_s):
+        self.contestant = contestant
+
+    def call(self, question, *arguments):
+        off = {"flash_delta": 1e-7, "fla": 1e-3, "flash_qla": 0.5}.get(self.contestant)
+        if off is None:
+            raise Lost("its process died: illegal address")
+        slow = 2.0 if self.contestant == "fla" else 1.0
+        return {
+            "prepare": (3.0, {"o": (off, 1e-7)}),
+            "sample": Samples([slow], [slow + 0.5]),
+            "costs": Costs(20.0, 1.0, None),
+            "lengths": Lengths(50, 0, 0.0, 0),
+        }[question]
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def group(monkeypatch):
+    monkeypatch.setattr(runner, "Worker", Stub)
+    monkeypatch.setattr(
+        runner.contestants, "load", lambda name: type("", (), {"unsupported": staticmethod(lambda w, d: None)})
+    )
+    names = ("flash_delta", "fla", "flash_qla", "flashinfer")
+    group = Group("gdn-prefill", {"gpu": "Some GPU"}, dict.fromkeys(names, "1.0"), H200)
+    group.results += runner.run_group(list(rows("gdn-prefill").values())[:2], names, CPU, H200, 1.0)
+    return group
+
+
+def test_a_wrong_result_and_a_crash_get_a_reason_and_no_time(group):
+    first = {r.contestant: r for r in group.results[:4]}
+    assert first["flash_delta"].graph_ms == Spread(1.0, 1.0, 1.0)
+    assert first["fla"].graph_ms.median == 2.0
+    assert first["flash_qla"].reason == "wrong: o is off by 5.0e-01 (2.0e-02 allowed)"
+    assert first["flashinfer"].reason == "its process died: illegal address"
+    assert first["flash_qla"].ms is None
+    assert first["flashinfer"].ms is None
+    assert len(group.results) == 8
+
+
+def test_results_survive_their_file(group, tmp_path):
+    group.write(tmp_path / "gdn-prefill.json")
+    read = Group.read(tmp_path / "gdn-prefill.json")
+    assert [(r.contestant, r.graph_ms, r.reason) for r in read.results] == [
+        (r.contestant, r.graph_ms, r.reason) for r in group.results
+    ]
+    read.write(tmp_path / "gdn-prefill.json")
+    assert Group.read(tmp_path / "gdn-prefill.json") == read
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match="results: expected a file that `flash-delta bench` wrote"):
+        Group.read(tmp_path / "other.json")
+
+
+def test_changes_above_five_percent_are_marked(group, tmp_path):
+    group.write(tmp_path / "old.json")
+    old = Group.read(tmp_path / "old.json")
+    assert not list(changes(old, group))
+    ours, fla = group.results[0], group.results[1]
+    ours.graph_ms, fla.graph_ms = Spread(1.06, 1.0, 1.1), Spread(1.96, 1.9, 2.0)
+    (change,) = changes(old, group)
+    assert (change.contestant, change.slower, change.faster) == ("flash_delta", True, False)
+    ours.graph_ms = ours.eager_ms = None
+    assert next(changes(old, group)).slower
+
+
+def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
+    group.write(tmp_path / "results" / "some-gpu" / "gdn-prefill.json")
+    (tmp_path / "docs").mkdir()
+    markdown, page = write_benchmarks(tmp_path / "results", tmp_path / "docs")
+    for text in (markdown.read_text(), page.read_text()):
+        for words in ("forward 16/32 1x32768", "flash_qla", "illegal address", "Some GPU", "2.00x"):
+            assert words in text
+    assert "**1.000**" in markdown.read_text()
+    assert "http" not in page.read_text().replace("http://www.w3.org", "")
+    assert page.read_text().count("<img") == 4
+
+
+def test_no_results_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="results: expected a folder that `flash-delta bench` wrote"):
+        write_benchmarks(tmp_path / "nothing", tmp_path)
+
+
+def test_tables(group):
+    table = times(group)
+    assert table.head == ["row, ms", "flash_delta", "fla", "floor", "best / floor", "ours against the best peer"]
+    assert table.rows[0] == ["forward 16/32 1x32768", "**1.000**", "2.000", "0.196", "5.1", "2.00x"]
+    assert table.rows[-1][-1] == "2.00x"
+    assert "flashinfer, all rows: its process died: illegal address" in list(refusals(group))
+    assert [number(x) for x in (None, 0.1234, 12.34, 12345.6)] == ["", "0.123", "12.3", "12,346"]
+
+
+def test_result_needs_no_time():
+    assert Result(SMALL[0], "fla", "it cannot").ms is None

@@ -1,0 +1,106 @@
+"""The adapters of the benchmark: those that run on a CPU compute the same function, the others say why they cannot."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_delta.bench.contestants import NAMES, load
+from flash_delta.bench.workloads import WORKLOADS
+from flash_delta.testing import Workload, assert_accurate, make_tensors
+
+ROOT = Path(__file__).parent.parent
+TINY = {"dtype": "float32", "K": 16, "V": 24}
+ROWS = {
+    "gdn forward": Workload("t", "forward", "gdn", 2, 4, 2, 100, packed=False, l2norm=True, **TINY),
+    "gdn forward, one packed sequence": Workload("t", "forward", "gdn", 2, 4, 1, 100, **TINY),
+    "gdn training": Workload("t", "training", "gdn", 2, 4, 1, 100, packed=False, states=False, **TINY),
+    "gdn decode": Workload("t", "decode", "gdn", 2, 4, 3, 1, packed=False, l2norm=True, raw=True, **TINY),
+    "kda forward": Workload("t", "forward", "kda", 2, 2, 1, 100, l2norm=True, raw=True, **TINY),
+    "kda training": Workload("t", "training", "kda", 2, 2, 1, 100, states=False, **TINY),
+    "kda decode": Workload("t", "decode", "kda", 2, 2, 3, 1, packed=False, l2norm=True, raw=True, **TINY),
+}
+
+
+def results(name: str, workload: Workload) -> dict[str, torch.Tensor]:
+    x = make_tensors(workload, "cpu")
+    call = load(name).prepare(workload, x)
+    o, state = call.run()
+    found = {"o": o}
+    if workload.states:
+        found["final_state"] = state.mT if call.state_v_first else state
+    if workload.kind == "training":
+        wanted = {n: t for n, t in call.inputs.items() if t.requires_grad}
+        assert wanted.keys() == {"q", "k", "v", "g", "beta"}
+        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(o, list(wanted.values()), do)
+        found |= {f"d{n}": d for n, d in zip(wanted, gradients, strict=True)}
+    assert not any(t.requires_grad for t in x.values())
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ours_and_the_fallback_of_transformers_agree(row):
+    ours, theirs = (results(name, ROWS[row]) for name in ("flash_delta", "transformers"))
+    assert ours.keys() == theirs.keys()
+    for name, t in ours.items():
+        assert_accurate(name, t, theirs[name].double(), torch.float32)
+
+
+def test_ours_takes_packed_sequences():
+    packed = replace(ROWS["gdn forward"], packed=True)
+    for name, t in results("flash_delta", packed).items():
+        assert_accurate(name, t.flatten(), results("flash_delta", ROWS["gdn forward"])[name].flatten(), torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_runs_on_a_cpu(name):
+    module = load(name)
+    assert isinstance(module.PACKAGE, str)
+    assert all(variable.isupper() for variable in module.CACHES)
+    for workload in WORKLOADS:
+        reason = module.unsupported(workload, torch.device("cpu"))
+        if name == "flash_delta" or (name == "transformers" and (not workload.packed or workload.N == 1)):
+            assert reason is None
+        else:
+            assert ("packed" if name == "transformers" else "GPU") in reason
+
+
+HOPPER = {  # the groups of rows that each runs on such a GPU
+    "flash_delta": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode"},
+    "fla": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode"},
+    "flash_qla": {"gdn-prefill", "gdn-training"},
+    "flashinfer": {"gdn-prefill", "decode"},
+    "cudnn": {"kda-forward", "kda-training"},
+}
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_what_runs_on_hopper(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    unsupported, device = load(name).unsupported, torch.device("cuda")
+    for workload in WORKLOADS:
+        reason = unsupported(workload, device)
+        if workload.group in HOPPER[name]:
+            assert reason is None
+            small = unsupported(replace(workload, K=64), device)
+            assert small is None if name in ("flash_delta", "fla") else "K = V = 128" in small
+        elif workload.group != "cpu":
+            assert isinstance(reason, str)
+
+
+def test_adapters_import_no_library():
+    code = f"""
+import sys
+from flash_delta.bench.contestants import load
+before = set(sys.modules)
+for name in {NAMES!r}:
+    load(name)
+heavy = {{"fla", "flash_qla", "flashinfer", "cudnn", "transformers", "tilelang", "cutlass"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert not {{"triton"}} & (set(sys.modules) - before)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
