@@ -220,7 +220,7 @@ def test_tables(group):
     assert table.rows[0] == ["forward 16/32 1x32768", "**1.000**", "2.000", "0.196", "5.1", "2.00x"]
     assert table.rows[-1][-1] == "2.00x"
     assert "flashinfer, all rows: its process died: illegal address" in list(refusals(group))
-    assert [number(x) for x in (None, 0.1234, 12.34, 12345.6)] == ["", "0.123", "12.3", "12,346"]
+    assert [number(x) for x in (None, 0.01234, 0.1234, 12.34, 12345.6)] == ["", "0.0123", "0.123", "12.3", "12,346"]
 
 
 def test_result_needs_no_time():

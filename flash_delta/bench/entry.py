@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ ROUND_S = 0.5  # that one round of samples may take
 SAMPLES = 12  # of a round, if they fit
 LENGTHS = 50  # random ones
 LENGTHS_S = 60.0  # after which the rest of them are left out
-STALL_MS = 50.0  # a call whose host time is above this was compiling or tuning
+STALL_MS = 50.0  # a call that holds the host so much longer than the median one was compiling or tuning
 
 
 class Samples(NamedTuple):
@@ -37,7 +38,7 @@ class Lengths(NamedTuple):
     """What calls with random lengths (decoding: batch sizes) did after the first call."""
 
     tried: int
-    stalls: int  # calls that held the host for more than STALL_MS
+    stalls: int  # calls that held the host for STALL_MS longer than the median one
     stalled_s: float
     compilations: int | None  # by Triton, where it is installed
 
@@ -98,17 +99,17 @@ class Entry:
 
     def lengths(self) -> Lengths:
         """Calls with random lengths up to 8192 tokens (decoding: batch sizes up to 256)."""
-        draw, stalls, tried = random.Random(0), [], 0
+        draw, host_ms = random.Random(0), []
         prepare, end = contestants.load(self.contestant).prepare, time.perf_counter() + LENGTHS_S
         with triton_compilations() as compiled:
-            while tried < LENGTHS and time.perf_counter() < end:
+            while len(host_ms) < LENGTHS and time.perf_counter() < end:
                 N, T = (draw.randint(1, 256), 1) if self.workload.kind == "decode" else (1, draw.randint(1, 8192))
                 workload = replace(self.workload, N=N, T=T)
                 x = make_tensors(workload, self.device)
-                ms = timing.host_us(timed(workload, prepare(workload, x), x), self.device, calls=1) / 1e3
-                tried += 1
-                stalls += [ms] if ms > STALL_MS else []
-        return Lengths(tried, len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
+                run = timed(workload, prepare(workload, x), x)
+                host_ms.append(timing.host_us(run, self.device, calls=1) / 1e3)
+        stalls = [ms for ms in host_ms if ms > median(host_ms) + STALL_MS]
+        return Lengths(len(host_ms), len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
 
 
 def leaves(call: Call) -> list[str]:

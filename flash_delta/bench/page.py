@@ -51,6 +51,7 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     if not results.is_dir():
         raise FileNotFoundError(f"results: expected a folder that `flash-delta bench` wrote, got {results}")
     groups = read_groups(results)
+    docs.mkdir(parents=True, exist_ok=True)
     markdown, page = docs / "benchmarks.md", docs / "benchmarks.html"
     markdown.write_text(_markdown(groups), encoding="utf-8")
     sections = [_section(folder, group) for folder, group in groups]

@@ -6,6 +6,8 @@ from flash_delta.bench import contestants
 from flash_delta.testing import MEMBERS, Case, Workload, make_inputs, relative_error, truth, with_gradients
 from flash_delta.testing.workload import LOWER_BOUND
 
+DESCRIBED = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "lower_bound"}
+
 
 class Peer:
     """One library on one device; lives in a process of its own."""
@@ -33,17 +35,11 @@ class Peer:
 
 def _workload(name: str, case: Case, dtype: str) -> Workload | None:
     """The case as a workload; None if it asks for more than workloads describe."""
-    described = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "lower_bound"}
-    raw = case.options.get("use_gate_in_kernel", False)
-    bound = case.options.get("lower_bound")
-    bounded_as_described = bound == (LOWER_BOUND if raw and name == "kda" else None)
-    if (
-        name not in ("gdn", "kda")
-        or not case.initial_state
-        or not case.options.keys() <= described
-        or not bounded_as_described
-    ):
+    raw, bound = case.options.get("use_gate_in_kernel", False), case.options.get("lower_bound")
+    as_described = case.initial_state and case.options.keys() <= DESCRIBED
+    if name not in ("gdn", "kda") or not as_described or bound != (LOWER_BOUND if raw and name == "kda" else None):
         return None
     packed = case.lengths is not None
-    N = len(case.lengths) if packed else case.B
-    return Workload("check", "training", name, case.H, case.HV, N, case.T, dtype, packed, l2norm=raw, raw=raw, K=case.K, V=case.V)  # fmt: skip
+    N, activations = len(case.lengths) if packed else case.B, {"l2norm": raw, "raw": raw}
+    sizes = {"H": case.H, "HV": case.HV, "N": N, "T": case.T, "K": case.K, "V": case.V}
+    return Workload("check", "training", name, **sizes, dtype=dtype, packed=packed, **activations)

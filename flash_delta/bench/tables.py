@@ -21,23 +21,24 @@ def contestants(group: Group) -> list[str]:
 
 def times(group: Group) -> Table:
     """Median milliseconds per row, the best one bold; a dagger marks what no CUDA graph could hold."""
-    names, rows, ratios = contestants(group), [], []
+    names, rows = contestants(group), []
+    ratios: dict[str, list[float]] = {}  # by kind of row
     for row, results in group.rows().items():
         found = {r.contestant: r for r in results if r.ms}
         best = min((r.ms.median for r in found.values()), default=None)
         peers = [r.ms.median for name, r in found.items() if name != OURS]
         ours = found[OURS].ms.median if OURS in found else None
         if ours and peers:
-            ratios.append(min(peers) / ours)
+            ratios.setdefault(results[0].workload.kind, []).append(min(peers) / ours)
         rows.append([
             row,
             *(_time(found.get(name), best, group) for name in names),
             number(results[0].floor_ms),
             f"{best / results[0].floor_ms:.1f}" if best and results[0].floor_ms else "",
-            f"{ratios[-1]:.2f}x" if ours and peers else "",
+            f"{min(peers) / ours:.2f}x" if ours and peers else "",
         ])  # fmt: skip
-    if len(ratios) > 1:
-        rows.append(["geometric mean", *[""] * (len(names) + 2), f"{geometric_mean(ratios):.2f}x"])
+    for kind, values in ratios.items():
+        rows.append([f"{kind}, geometric mean", *[""] * (len(names) + 2), f"{geometric_mean(values):.2f}x"])
     head = ["row, ms", *names, "floor", "best / floor", "ours against the best peer"]
     return _without_empty_columns(Table(head, rows))
 
@@ -107,7 +108,8 @@ def number(value: float | None) -> str:
     """Three digits or more."""
     if value is None:
         return ""
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+    digits = 4 if value < 0.1 else 3 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:,.{digits}f}"
 
 
 def _without_empty_columns(table: Table) -> Table:

@@ -41,7 +41,7 @@ class Isolated:
         try:
             self.connection.send((method, arguments))
             if not self.connection.poll(self.timeout_s):
-                self.stop()
+                self.stop(wait_s=0)
                 raise Lost(f"no answer within {self.timeout_s:g} s")
             answer: _Answer = self.connection.recv()
         except (EOFError, ConnectionError) as error:
@@ -52,11 +52,13 @@ class Isolated:
             raise Refused(answer.error)
         return answer.value
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = 10.0) -> None:
+        """End the process: by its own will, if it has one within ``wait_s``."""
         if self.process is not None:
+            self.connection.close()  # which it reads as the end of its work
+            self.process.join(wait_s)
             self.process.kill()
             self.process.join()
-            self.connection.close()
             self.folder.cleanup()
             self.process = None
 
@@ -83,7 +85,10 @@ def _serve(connection: Connection, make: Callable[[], object], caches: tuple[str
         os.environ[variable] = str(folder / variable.lower())
     served = make()
     while True:
-        method, arguments = connection.recv()
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
         try:
             connection.send(_Answer(getattr(served, method)(*arguments)))
         except Exception as error:
