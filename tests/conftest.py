@@ -1,5 +1,19 @@
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # prototypes/
+
+# Without a GPU kernels run in Triton's interpreter, on CPU tensors. Triton reads this when a kernel is defined.
+if not torch.cuda.is_available() and find_spec("triton") is not None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from flash_delta.testing.interpreter import repair_interpreter
+
+    repair_interpreter()
 
 # The workers of pytest-xdist share the cores: more threads than cores make small operators several times slower.
 torch.set_num_threads(1)

@@ -185,6 +185,13 @@ def test_results_survive_their_file(group, tmp_path):
         Group.read(tmp_path / "other.json")
 
 
+def test_a_broken_run_goes_on_with_the_rows_it_lacks(group):
+    workloads = list(rows("gdn-prefill").values())[:3]
+    group.results.pop()  # of the second row
+    assert group.missing(workloads) == workloads[1:]
+    assert [r.workload for r in group.results] == [workloads[0]] * 4
+
+
 def test_changes_above_five_percent_are_marked(group, tmp_path):
     group.write(tmp_path / "old.json")
     old = Group.read(tmp_path / "old.json")

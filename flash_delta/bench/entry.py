@@ -75,6 +75,10 @@ class Entry:
             results[f"d{name}"] = d.reshape(self.x[name].shape)
         return seconds, judge(self.workload, self.x, results)
 
+    def _repeats(self) -> int:
+        """Calls that fit a round."""
+        return max(1, min(SAMPLES, int(ROUND_S / timing.seconds(self.run, self.device))))
+
     def sample(self) -> Samples:
         """A round of samples; the first one captures the graph."""
         if self.device.type == "cuda" and self.graph is None and self.no_graph is None:
@@ -82,19 +86,19 @@ class Entry:
                 self.graph = timing.captured(self.run, self.device)
             except Exception as error:  # a library's refusal is a result
                 self.no_graph = first_line(error)
-        once = timing.seconds(self.run, self.device)
-        repeats = max(1, min(SAMPLES, int(ROUND_S / once)))
+        repeats = self._repeats()
         if self.device.type == "cpu":
             return Samples([], timing.milliseconds(self.run, self.device, repeats), self.no_graph)
         graph = timing.milliseconds(self.graph.replay, self.device, repeats) if self.graph else []
-        eager = [timing.eager_ms(self.run, self.device, max(1, repeats // 3)) for _ in range(3)]
+        eager = [timing.eager_ms(self.run, self.device, max(1, repeats // 3)) for _ in range(2)]
         return Samples(graph, eager, self.no_graph)
 
     def costs(self) -> Costs:
         saved = timing.saved_bytes(self.call.run) / 1e6 if self.workload.kind == "training" else None
         if self.device.type == "cpu":
             return Costs(None, None, saved)
-        host = min(timing.host_us(self.run, self.device) for _ in range(5))
+        calls = self._repeats()
+        host = min(timing.host_us(self.run, self.device, calls) for _ in range(3))
         return Costs(host, timing.peak_bytes(self.run, self.device) / 1e6, saved)
 
     def lengths(self) -> Lengths:

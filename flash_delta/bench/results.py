@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +37,7 @@ class Result:
 
     @property
     def row(self) -> str:
-        return f"{self.workload.kind} {self.workload.name}"
+        return row_label(self.workload)
 
     @property
     def ms(self) -> Spread | None:
@@ -72,12 +72,22 @@ class Group:
         data["ceilings"] = data["ceilings"] and Ceilings(**data["ceilings"])
         return cls(**data)
 
+    def missing(self, workloads: Sequence[Workload]) -> list[Workload]:
+        """Those on which not every contestant has run; what a broken run left of such a row is dropped."""
+        done = {row for row, results in self.rows().items() if len(results) == len(self.versions)}
+        self.results = [result for result in self.results if result.row in done]
+        return [workload for workload in workloads if row_label(workload) not in done]
+
     def rows(self) -> dict[str, list[Result]]:
         """The results by row, in the order they were run."""
         rows: dict[str, list[Result]] = {}
         for result in self.results:
             rows.setdefault(result.row, []).append(result)
         return rows
+
+
+def row_label(workload: Workload) -> str:
+    return f"{workload.kind} {workload.name}"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def seconds(run: Run, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def eager_ms(run: Run, device: torch.device, calls: int = 10) -> float:
+def eager_ms(run: Run, device: torch.device, calls: int) -> float:
     """Per call, of several behind each other: what a loop in Python sees, launch overhead and all."""
 
     def several() -> None:
@@ -61,7 +61,7 @@ def eager_ms(run: Run, device: torch.device, calls: int = 10) -> float:
     return 1e3 * seconds(several, device) / calls
 
 
-def host_us(run: Run, device: torch.device, calls: int = 10) -> float:
+def host_us(run: Run, device: torch.device, calls: int) -> float:
     """Microseconds until a call returns while the GPU still works; few calls, so that its queue never fills."""
     synchronize(device)
     start = time.perf_counter()

@@ -8,10 +8,12 @@ from rich.text import Text
 
 from flash_delta.cli.bench import bench
 from flash_delta.cli.check import check
+from flash_delta.cli.compile import compile_kernels
 from flash_delta.cli.generate import generate
 from flash_delta.cli.info import info
 from flash_delta.cli.report import report
 from flash_delta.cli.train import train
+from flash_delta.cli.tune import tune
 
 
 class Commands(typer.core.TyperGroup):
@@ -34,8 +36,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (info, check, bench, train, generate, report):
+for command in (info, check, bench, tune, train, generate, report):
     app.command()(command)
+app.command("compile")(compile_kernels)
 
 
 @app.callback()

@@ -28,6 +28,7 @@ def bench(
         Path | None,
         typer.Option(help="Where the JSON goes; none: benchmarks/results, and nowhere for a part of a group."),
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Only the rows that the results file still lacks.")] = False,
     compare: Annotated[
         Path | None, typer.Option(help="An older folder of results; exit code 1 if ours got slower.")
     ] = None,
@@ -50,6 +51,9 @@ def bench(
     for name, workloads in select(groups, where, rows).items():
         group = Group(name, machine(where), installed, rates)
         path = target and target / folder(where) / f"{name}.json"
+        if resume and path is not None and path.exists():
+            group = _resumed(Group.read(path), group)
+            workloads = group.missing(workloads)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(name, total=len(workloads) * len(installed))
             for result in run_group(workloads, tuple(installed), where, rates, timeout):
@@ -64,6 +68,16 @@ def bench(
             slower |= _compare(console, Group.read(compare / f"{name}.json"), group)
     if slower:
         raise typer.Exit(1)
+
+
+def _resumed(old: "Group", new: "Group") -> "Group":
+    """The broken run's results, if they are of the same machine and the same versions."""
+    for what in ("machine", "versions"):
+        if getattr(old, what) != getattr(new, what):
+            raise ValueError(
+                f"resume: expected the {what} of the results, {getattr(old, what)}, got {getattr(new, what)}"
+            )
+    return old
 
 
 def _show(console: Console, group: "Group") -> None:

@@ -1,5 +1,8 @@
 """What the commands that run a model do first."""
 
+import os
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +17,21 @@ def require_device(name: str) -> "torch.device":
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device: expected one that torch can use here, got {name!r} ({reason})") from error
+
+
+def require_modules(names: list[str]) -> None:
+    """Modules of kernels: Triton is installed and they can be imported from here, as with ``python -m``."""
+    if find_spec("triton") is None:
+        raise ValueError("triton: expected it to be installed, it is not (pip install triton)")
+    if os.getcwd() not in sys.path:  # a console script looks in its own folder instead
+        sys.path.append(os.getcwd())
+    for name in names:
+        try:
+            found = find_spec(name)
+        except ModuleNotFoundError:  # of the package that it lies in
+            found = None
+        if found is None:
+            raise ValueError(f"modules: expected what can be imported from {os.getcwd()}, got {name!r}")
 
 
 def quiet_transformers() -> None:

@@ -1,0 +1,80 @@
+"""`flash-delta tune`: the fastest tile of a stage on this GPU, as a line for its table of tiles."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from flash_delta.cli.environment import require_device, require_modules
+
+if TYPE_CHECKING:
+    from flash_delta.bench.tune import Trial
+
+TIMEOUT_S = 300.0  # of one tile, compilation included
+
+
+def tune(
+    stage: Annotated[str, typer.Argument(help="Name of a stage, e.g. scan.")],
+    module: Annotated[str | None, typer.Option(help="Its module; none: the first that has the stage.")] = None,
+    device: Annotated[str, typer.Option(help="A GPU.")] = "cuda",
+    results: Annotated[Path | None, typer.Option("--json", help="Also write every tile's time here.")] = None,
+) -> None:
+    """Time every tile that may fit, best first, and print the line to paste. A tile with a wrong result gets no time.
+
+    Tiles run in a process of their own: one that does not compile, or crashes, costs its own row.
+    """
+    from flash_delta.bench.tune import ranked, row, target_and_name, trials
+    from flash_delta.compiler.gate import MODULES
+
+    where = require_device(device)
+    if where.type != "cuda":
+        raise ValueError(f"device: expected a GPU, got {device!r}")
+    names = [module] if module else list(MODULES)
+    require_modules(names)
+    stages = {name: vars(importlib.import_module(name)).get("STAGES", {}) for name in names}
+    home = next((name for name in names if stage in stages[name]), None)
+    if home is None:
+        known = ", ".join(s for found in stages.values() for s in found)
+        raise ValueError(f"stage: expected one of {known or 'none in this module'}, got {stage!r}")
+    target, gpu = target_and_name(where)
+    tiles = stages[home][stage].tiles(target)
+    console = Console()
+    found = list(track(trials(home, stage, tiles, where, TIMEOUT_S), stage, total=len(tiles), console=console,
+                       transient=True, disable=not console.is_terminal))  # fmt: skip
+    best_first = ranked(found)
+    console.print(_table(best_first, f"{stage} on {gpu}, {target}"))
+    line = row(stages[home][stage].sizes, best_first, target, gpu)
+    console.print(line or "no tile is right", soft_wrap=True, markup=False, highlight=False)
+    if results is not None:
+        _write(results, stage, target, gpu, best_first)
+    if line is None:
+        raise typer.Exit(1)
+
+
+def _table(trials: "list[Trial]", title: str) -> Table:
+    table = Table("tile", title=title)
+    for column in ("ms", "p10-p90", "error"):
+        table.add_column(column, justify="right")
+    table.add_column("remarks")
+    for trial in trials:
+        ms, error = trial.ms, "" if trial.error is None else f"{trial.error:.0e}"
+        times = (f"{ms.median:.4f}", f"{ms.low:.4f}-{ms.high:.4f}") if ms else ("", "")
+        table.add_row(str(trial.tile), *times, error, trial.failure or "")
+    return table
+
+
+def _write(path: Path, stage: str, target: str, gpu: str, trials: "list[Trial]") -> None:
+    """One line per tile."""
+    lines = (
+        json.dumps({"tile": t.tile._asdict(), "ms": t.ms and t.ms._asdict(), "error": t.error, "failure": t.failure})
+        for t in trials
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({"stage": stage, "target": target, "gpu": gpu})[1:-1]
+    rows = ",\n  ".join(lines)
+    path.write_text(f'{{{head},\n "tiles": [\n  {rows}\n]}}\n')

@@ -1,0 +1,81 @@
+"""What the compiler made of a kernel, as numbers that depend on nothing but the kernel and the compiler."""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+
+from flash_delta.compiler.lint import transposed_accumulators
+from flash_delta.compiler.offline import Compiled
+from flash_delta.compiler.targets import TARGETS
+
+Facts = dict[str, int | list[str]]
+
+OPCODES = (
+    "HGMMA",  # wgmma
+    "WARPGROUP.DEPBAR",  # and its waits
+    "UTCHMMA",  # tcgen05
+    "HMMA",
+    "UTMALDG",  # TMA
+    "UTMASTG",
+    "LDGSTS",  # cp.async
+    "LDSM",
+    "STSM",
+    "SHFL",
+    "MUFU.EX2",
+)
+
+
+def facts(compiled: Compiled, target: str) -> Facts:
+    """Registers and bytes spilled of one thread (AMD: registers of both kinds), bytes of shared memory of a program,
+    and how often a telling instruction occurs, if it does."""
+    metadata = compiled.kernel.metadata
+    numbers = _amd if TARGETS[target].backend == "hip" else _nvidia
+    launch = {"shared": metadata.shared, "warps": metadata.num_warps, "stages": metadata.num_stages}
+    return launch | numbers(compiled.kernel.asm, compiled.log)
+
+
+def _nvidia(asm: Any, log: str) -> Facts:
+    opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", _sass(asm["cubin"]), re.M))
+    counts = {name: sum(n for op, n in opcodes.items() if op.startswith(name)) for name in OPCODES}
+    waits, products = counts["WARPGROUP.DEPBAR"], counts["HGMMA"]
+    # Either sign will do: ptxas says so (C7510 to C7512), or there is a wait for every wgmma.
+    serialised = "wgmma.mma_async instructions are serialized" in log or 0 < products <= waits
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
+        "stack": max(map(int, re.findall(r"(\d+) bytes stack frame", log))),
+        "instructions": opcodes.total(),
+        **{name: n for name, n in counts.items() if n},
+        "warnings": sorted(set(re.findall(r"\((C\d+)\)", log))),
+        "serialised": int(serialised),
+        "lint": len(transposed_accumulators(asm["ttgir"])),
+    }
+
+
+def _amd(asm: Any, log: str) -> Facts:
+    text = asm["amdgcn"]
+
+    def number(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+
+    return {
+        "registers": number("vgpr_count"),
+        "agpr": number("agpr_count"),
+        "spilled": 4 * number("vgpr_spill_count"),
+        "stack": number("private_segment_fixed_size"),
+        "instructions": len(re.findall(r"^\t[a-z]\w+", text, re.M)),
+        "mfma": text.count("v_mfma"),
+    }
+
+
+def _sass(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

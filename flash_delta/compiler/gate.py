@@ -1,0 +1,93 @@
+"""The rules: no spill, no serialised wgmma, no transposed accumulator, no more shared memory than there is."""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from flash_delta.compiler.pool import Result
+from flash_delta.compiler.targets import TARGETS
+
+# The prototypes, until the library's own kernels take their place.
+MODULES = (
+    "prototypes.forward_loop",
+    "prototypes.forward_loop_gluon",
+    "prototypes.backward_loop",
+    "prototypes.inverse",
+)
+
+
+class Allowed(NamedTuple):
+    """A fault that we know of. It has to occur on each of ``targets``; when it does not, the entry is stale."""
+
+    kernel: str  # a pattern: module/launch/function
+    targets: tuple[str, ...]
+    fault: str  # "compile", "spill", "serialised", "lint", "shared"
+    reason: str
+    at_most: int | None = None  # of what the fault counts
+    triton: str = ""  # only with versions that start so
+
+
+NVIDIA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
+HOPPER = ("sm_90a",)
+ALLOWED = (
+    Allowed("prototypes.inverse/*/triton_inverse", NVIDIA, "spill", "one warp is twice as fast as two on an H200", 52),
+    Allowed("prototypes.inverse/*/gluon_inverse", HOPPER, "lint", "layouts chosen by hand; right on an H200", 1),
+    Allowed("prototypes.forward_loop_gluon/*", HOPPER, "spill", "see the next entry", 16, "3.9"),
+    Allowed(
+        "prototypes.forward_loop_gluon/*", HOPPER, "serialised",
+        "ptxas 13.4, which Triton 3.9 brings, lacks a register in the factor role however they are split", triton="3.9",
+    ),
+)  # fmt: skip
+
+
+class Fault(NamedTuple):
+    kind: str
+    count: int
+    text: str
+
+
+def faults(result: Result) -> Iterator[Fault]:
+    facts, limit = result.facts, TARGETS[result.target].shared_bytes
+    if facts is None:
+        yield Fault("compile", 1, f"does not compile: {result.error}")
+        return
+    if facts["spilled"]:
+        yield Fault("spill", facts["spilled"], f"spills {facts['spilled']} bytes")
+    if facts.get("serialised"):
+        waits = f"{facts.get('HGMMA', 0)} HGMMA, {facts.get('WARPGROUP.DEPBAR', 0)} waits"
+        yield Fault("serialised", 1, f"every wgmma waits for itself ({', '.join([waits, *facts['warnings']])})")
+    if facts.get("lint"):
+        yield Fault("lint", facts["lint"], f"a product is transposed and multiplied again ({facts['lint']} lines)")
+    if facts["shared"] > limit:
+        yield Fault("shared", facts["shared"], f"needs {facts['shared']:,} bytes of shared memory of {limit:,}")
+
+
+def judge(
+    results: Iterable[Result],
+    modules: list[str],
+    targets: list[str],
+    triton: str,
+    allowed: tuple[Allowed, ...] = ALLOWED,
+) -> list[str]:
+    """What is wrong: faults that no entry allows, and entries that allow what no longer happens."""
+    open_entries = {
+        (entry, target)
+        for entry in allowed
+        for target in entry.targets
+        if triton.startswith(entry.triton) and target in targets and entry.kernel.split("/")[0] in modules
+    }
+    occurred, wrong = set(), []
+    for result in results:
+        for fault in faults(result):
+            fitting = [
+                (entry, target)
+                for entry, target in open_entries
+                if (target, entry.fault) == (result.target, fault.kind) and fnmatchcase(result.kernel, entry.kernel)
+            ]
+            occurred.update(fitting)
+            limits = [entry.at_most for entry, _ in fitting]
+            if not any(limit is None or fault.count <= limit for limit in limits):
+                known = f"; {max(limits)} are allowed" if limits else ""
+                wrong.append(f"{result.kernel}, {result.target}: {fault.text}{known}")
+    stale = sorted(open_entries - occurred, key=str)
+    return wrong + [f"{e.kernel}, {t}: allowed {e.fault!r} does not occur any more: remove it" for e, t in stale]

@@ -1,0 +1,29 @@
+"""What a module of kernels offers to the compile gate and to the tuner."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+class Launch(NamedTuple):
+    """One launch that a table of tiles can select on a target; a module yields them from ``launches(target)``.
+
+    ``call`` is the launcher itself with tensors of device "meta": what it would run is what gets compiled.
+    """
+
+    name: str
+    call: Callable[[], Any]
+
+
+class Stage(NamedTuple):
+    """A kernel whose tile is a choice; a module has them in ``STAGES``, by name."""
+
+    sizes: tuple[int, ...]  # what stands beside the target in a row of the table, e.g. (K, V)
+    tiles: Callable[[str], list[Any]]  # target -> tiles worth trying: those that may fit
+    make: Callable[[torch.device], Tensors]  # random inputs that fill the chip
+    launch: Callable[[Tensors, Any], Tensors]  # inputs and tile -> outputs
+    truth: Callable[[Tensors], Tensors]  # the same outputs in float64

@@ -1,0 +1,79 @@
+"""Inside ``offline(target)`` every launch of a kernel compiles for the target instead of running; no GPU is needed.
+
+There is no second table of signatures: a launcher is called with tensors of device "meta", and what it would launch,
+with its types, its specialisation and its tile, is what gets compiled.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from itertools import count
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from flash_delta.compiler.targets import TARGETS
+
+
+class Compiled(NamedTuple):
+    name: str  # of the function
+    kernel: Any  # triton.compiler.CompiledKernel
+    log: str  # what ptxas -v said
+
+
+_devices = count()  # kernels keep what they compiled per device: a new number, an empty cache
+
+
+class _Driver:
+    """Answers what Triton asks before it compiles."""
+
+    def __init__(self, target: str):
+        backend, arch, warp_size, _ = TARGETS[target]
+        self.target = GPUTarget(backend, arch, warp_size)
+        self.device = next(_devices)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextmanager
+def offline(target: str) -> Iterator[list[Compiled]]:
+    """Yields a list that grows with every compilation; a launch that finds its kernel compiled adds nothing."""
+    if knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET: expected unset where kernels are compiled, got '1'")
+    compiled: list[Compiled] = []
+    run, do_compile = JITFunction.run, JITFunction._do_compile
+
+    def warm_up(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, warmup=True, **kwargs)
+
+    def record(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = do_compile(self, *args, **kwargs)
+        compiled.append(Compiled(self.fn.__name__, kernel, log.getvalue()))
+        return kernel
+
+    with (
+        knobs.compilation.scope(),
+        knobs.nvidia.scope(),
+        patch.object(driver, "_active", _Driver(target)),
+        patch.object(JITFunction, "run", warm_up),
+        patch.object(JITFunction, "_do_compile", record),
+    ):
+        knobs.compilation.always_compile = True  # what lies on disk has no log of ptxas
+        knobs.nvidia.dump_ptxas_log = True
+        yield compiled

@@ -1,0 +1,112 @@
+"""Compiles launches in processes: a launch that crashes the compiler costs its own result only."""
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Job(NamedTuple):
+    module: str
+    launch: str
+    target: str
+
+
+class Result(NamedTuple):
+    """Of one kernel of a launch, ``module/launch/function``; or of a launch that came to nothing."""
+
+    kernel: str
+    target: str
+    facts: dict[str, Any] | None  # see facts.py
+    error: str | None = None
+
+
+@contextmanager
+def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
+    """Processes in which Triton compiles, nothing interprets and no cache is old; and the file with what they print."""
+    with tempfile.TemporaryDirectory(prefix="flash-delta-") as folder:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(count, spawn, initializer=_prepare, initargs=(folder,)) as pool:
+            yield pool, Path(folder) / "log"
+
+
+def _prepare(folder: str) -> None:
+    """Before Triton is imported. What the compiler prints, to the last word before it crashes, goes to a file."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = folder
+    log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+def find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
+    """Triton's version, and every launch of the modules."""
+    with clean_processes(1) as (pool, _):
+        return pool.submit(_find_jobs, modules, targets).result()
+
+
+def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
+    import triton
+
+    jobs = []
+    for name in modules:
+        module = importlib.import_module(name)
+        for target in targets:
+            launches = [launch.name for launch in module.launches(target)]
+            if len(set(launches)) < len(launches):
+                raise ValueError(f"{name}.launches({target!r}): expected a name for each, got {', '.join(launches)}")
+            jobs += [Job(name, launch, target) for launch in launches]
+    return triton.__version__, jobs
+
+
+def compile_all(jobs: list[Job]) -> Iterator[list[Result]]:
+    """One list per job. A crash takes down all that still wait; one process, going on in order, shows whose it was."""
+    waiting, workers = jobs, os.cpu_count() or 1
+    while waiting:
+        lost = []
+        with clean_processes(workers) as (pool, log):
+            for job, future in [(job, pool.submit(compile_launch, job)) for job in waiting]:
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    lost.append(job)
+            if lost and workers == 1:
+                said = log.read_text(errors="replace").strip().splitlines()
+                yield [_failed(lost.pop(0), f"the compiler crashed: {said[-1] if said else 'it printed nothing'}")]
+        waiting, workers = lost, 1
+
+
+def compile_launch(job: Job) -> list[Result]:
+    from flash_delta.compiler.facts import facts
+    from flash_delta.compiler.offline import offline
+
+    launch = next(x for x in importlib.import_module(job.module).launches(job.target) if x.name == job.launch)
+    try:
+        with offline(job.target) as compiled, warnings.catch_warnings():
+            warnings.simplefilter("error")  # what a launch warns of, its user would see
+            launch.call()
+        found = {kernel.name: facts(kernel, job.target) for kernel in compiled}
+    except Exception as error:
+        return [_failed(job, _reason(error))]
+    if len(found) < max(len(compiled), 1):
+        return [_failed(job, f"expected kernels of different names, got {[kernel.name for kernel in compiled]}")]
+    return [Result(f"{job.module}/{job.launch}/{name}", job.target, numbers) for name, numbers in found.items()]
+
+
+def _failed(job: Job, error: str) -> Result:
+    return Result(f"{job.module}/{job.launch}", job.target, None, error)
+
+
+def _reason(error: BaseException) -> str:
+    """Triton shows the source first and the reason last, and raises one error per function on the way."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if type(error).__name__ == 'CompilationError' else 0].strip()}"

@@ -1,0 +1,77 @@
+"""Triton's interpreter (``TRITON_INTERPRET=1``), which runs kernels on CPU tensors, made right for bfloat16.
+
+It keeps a bfloat16 as the 16 bits of an unsigned integer, and Triton 3.6 to 3.9 multiply, add and compare these
+integers: every ``tl.dot`` and all arithmetic is silently wrong. It also cuts off where a GPU rounds to the nearest.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton import knobs
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def repair_interpreter() -> None:
+    """Let bfloat16 be computed in float32 and rounded, as often as it is called.
+
+    With numpy 2.4 it also makes loops up to a kernel's argument work in Triton 3.6, which takes ``int()`` of an array
+    of one element there.
+    """
+    if not knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET: expected '1', set before Triton is imported, got nothing")
+    InterpreterBuilder.create_dot = _dot
+    InterpreterBuilder.cast_impl = _cast
+    InterpreterBuilder.unary_op = _unary_op
+    InterpreterBuilder.binary_op = _binary_op
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+_original_dot, _original_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+_original_unary_op, _original_binary_op = InterpreterBuilder.unary_op, InterpreterBuilder.binary_op
+_original_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _is_bf16(x: TensorHandle) -> bool:
+    return x.dtype.scalar == tl.bfloat16
+
+
+def _wide(x: TensorHandle) -> TensorHandle:
+    """The float32 values of bfloat16 bits; any other type as it is."""
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if _is_bf16(x) else x
+
+
+def _narrow(x: TensorHandle) -> TensorHandle:
+    """The bfloat16 bits of float32 values, rounded to nearest as on a GPU; what a comparison gave as it is."""
+    if x.data.dtype != np.float32:
+        return x
+    bits = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.uint16)
+    return TensorHandle(bits.numpy(), tl.bfloat16)
+
+
+def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+    return _original_dot(self, _wide(a), _wide(b), *rest)
+
+
+def _cast(self: InterpreterBuilder, x: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+    if dst_type.scalar == tl.bfloat16:
+        return x if _is_bf16(x) else _narrow(_original_cast(self, x, tl.float32))
+    return _original_cast(self, _wide(x), dst_type)
+
+
+def _unary_op(self: InterpreterBuilder, x: TensorHandle, op: Callable) -> TensorHandle:
+    result = _original_unary_op(self, _wide(x), op)
+    return _narrow(result) if _is_bf16(x) else result
+
+
+def _binary_op(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
+    result = _original_binary_op(self, _wide(lhs), _wide(rhs), op)
+    return _narrow(result) if _is_bf16(lhs) else result
+
+
+def _patch_lang_tensor(tensor: type, scope: Any) -> None:
+    _original_patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())

@@ -1,0 +1,160 @@
+"""The compile gate finds every planted fault, and nothing else."""
+
+import json
+import random
+from importlib.util import find_spec
+
+import pytest
+from typer.testing import CliRunner
+
+from flash_delta.cli.app import app
+from flash_delta.compiler.gate import Allowed, judge
+from flash_delta.compiler.pool import Job, Result, clean_processes, compile_all, find_jobs
+from flash_delta.compiler.record import changes, read, rows, within, write
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+FAULTY = ["faulty_kernels"]
+TARGETS = ["sm_80", "sm_89", "sm_90a", "gfx942"]
+CLEAN = {"registers": 100, "spilled": 0, "shared": 1024}
+SPILLS = Result("m/large/f", "sm_80", CLEAN | {"spilled": 12})
+SPILL_ALLOWED = Allowed("m/large/*", ("sm_80",), "spill", "a reason", at_most=12)
+
+
+@needs_triton
+def test_every_planted_fault_is_found():
+    """The launch that aborts its process costs no other result."""
+    triton, jobs = find_jobs(FAULTY, TARGETS)
+    results = sorted(result for found in compile_all(jobs) for result in found)
+    wrong = dict(
+        line.removeprefix("faulty_kernels/").split(": ", 1) for line in judge(results, FAULTY, TARGETS, triton)
+    )
+    assert {(r.kernel, r.target) for r in results} >= {("faulty_kernels/good/product", target) for target in TARGETS}
+    assert wrong.keys() == {
+        "crash, sm_80",
+        "shared/product, sm_89",
+        "large/product, sm_90a",
+        "lint/transposed_accumulator, sm_90a",
+        "compile, gfx942",
+        "warning, gfx942",
+    }
+    assert wrong["warning, gfx942"] == "does not compile: UserWarning: this option will go"
+    assert wrong["crash, sm_80"].startswith("does not compile: the compiler crashed")
+    assert wrong["shared/product, sm_89"].endswith("bytes of shared memory of 101,376")
+    assert wrong["lint/transposed_accumulator, sm_90a"].startswith("a product is transposed and multiplied again")
+    assert wrong["compile, gfx942"].startswith("does not compile: AssertionError: input_precision must be one of")
+    (large,) = (r.facts for r in results if r.kernel == "faulty_kernels/large/product")
+    assert large["spilled"] > 0
+    assert large["serialised"]
+    assert large["WARPGROUP.DEPBAR"] >= large["HGMMA"] > 0
+    assert any(warning in large["warnings"] for warning in ("C7510", "C7511", "C7512"))
+
+
+def test_a_fault_fails_unless_allowed():
+    assert judge([SPILLS], ["m"], ["sm_80"], "3.6.0", ()) == ["m/large/f, sm_80: spills 12 bytes"]
+    assert judge([SPILLS], ["m"], ["sm_80"], "3.6.0", (SPILL_ALLOWED,)) == []
+    for entry in (
+        SPILL_ALLOWED._replace(at_most=8),
+        SPILL_ALLOWED._replace(fault="shared"),
+        SPILL_ALLOWED._replace(kernel="m/small/*"),
+        SPILL_ALLOWED._replace(targets=("sm_90a",)),
+        SPILL_ALLOWED._replace(triton="3.9"),
+    ):
+        assert "m/large/f, sm_80: spills 12 bytes" in judge([SPILLS], ["m"], ["sm_80"], "3.6.0", (entry,))[0]
+
+
+def test_what_is_allowed_has_to_happen():
+    healed = [SPILLS._replace(facts=CLEAN)]
+    stale = ["m/large/*, sm_80: allowed 'spill' does not occur any more: remove it"]
+    assert judge(healed, ["m"], ["sm_80"], "3.6.0", (SPILL_ALLOWED,)) == stale
+    for modules, targets, triton in ((["n"], ["sm_80"], ""), (["m"], ["sm_90a"], ""), (["m"], ["sm_80"], "3.9")):
+        assert judge([], modules, targets, "3.6.0", (SPILL_ALLOWED._replace(triton=triton),)) == [], "nobody looked"
+
+
+def test_record(tmp_path):
+    path = tmp_path / "folder" / "triton-3.6.0.json"
+    found = rows([SPILLS, SPILLS._replace(target="gfx942"), Result("m/broken", "sm_80", None, "no")])
+    write(path, found)
+    assert path.read_text().count("\n") == 4
+    assert read(path) == found
+    assert within(found, ["m"], ["sm_80"]).keys() == {"m/large/f @ sm_80"}
+    assert within(found, ["n"], ["sm_80"]) == {}
+    assert changes(found, found) == []
+    moved = found | {"m/large/f @ sm_80": CLEAN, "m/new/f @ sm_80": CLEAN}
+    del moved["m/large/f @ gfx942"]
+    assert changes(found, moved) == [
+        "m/large/f @ gfx942: recorded, but not there any more",
+        "m/new/f @ sm_80: not recorded yet",
+        "m/large/f @ sm_80: spilled 12 -> 0",
+    ]
+
+
+@needs_triton
+def test_the_command_compares_with_what_is_recorded(tmp_path):
+    triton, _ = find_jobs([], [])
+    path, key = tmp_path / f"triton-{triton}.json", "prototypes.backward_loop/BV=64/backward_loop @ gfx942"
+    write(path, {key: {"registers": 1}, "other/f/f @ gfx942": {}})
+    command = ["compile", "prototypes.backward_loop", "--target", "gfx942", "--record", str(tmp_path)]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 1
+    assert f"changed (--update records it): {key}: registers 1 -> 2" in ran.output
+    ran = CliRunner().invoke(app, [*command, "--update"])
+    assert ran.exit_code == 0, ran.output
+    recorded = json.loads(path.read_text())
+    assert recorded.keys() == {key, "other/f/f @ gfx942"}
+    assert recorded[key]["registers"] > 200
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "sm_75"], "target: expected one of sm_80, "),
+        (["nothing.here"], "modules: expected what can be imported from "),
+    ],
+)
+def test_the_command_refuses(arguments, message):
+    ran = CliRunner().invoke(app, ["compile", *arguments])
+    assert ran.exit_code == 2
+    assert message in ran.output
+
+
+def compilations(module, launch):
+    """How many kernels one launch compiles, and how many after 50 more of random lengths."""
+    from importlib import import_module
+
+    from flash_delta.compiler.offline import offline
+
+    with offline("sm_90a") as compiled:
+        call = getattr(import_module(module), launch)
+        call(64)
+        first = len(compiled)
+        for steps in random.Random(0).sample(range(1, 10_000), 50):
+            call(steps)
+        return first, len(compiled)
+
+
+def scan(chunks):
+    from prototypes import forward_loop
+
+    forward_loop.launch(forward_loop.make("meta", chunks=chunks), forward_loop.Tile(64, 4, 2))
+
+
+def specialised_product(steps):
+    from faulty_kernels import multiply
+
+    multiply(64, 64, 64, steps=steps)
+
+
+@needs_triton
+@pytest.mark.parametrize(("launch", "total"), [("scan", 1), ("specialised_product", 2)])
+def test_random_lengths_compile_nothing_new(launch, total):
+    """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""
+    with clean_processes(1) as (pool, _):
+        assert pool.submit(compilations, __name__, launch).result() == (1, total)
+
+
+@needs_triton
+def test_facts_do_not_change_from_run_to_run():
+    job = Job("prototypes.backward_loop", "BV=32", "sm_120")
+    assert list(compile_all([job])) == list(compile_all([job]))

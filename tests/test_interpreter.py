@@ -1,0 +1,87 @@
+"""Triton kernels on CPU tensors, in Triton's interpreter: right for bfloat16 only because it is repaired."""
+# ruff: noqa: E402 (what is imported below needs Triton)
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is a GPU: kernels are compiled", allow_module_level=True)
+
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+
+from flash_delta.testing import interpreter, relative_error
+from prototypes import backward_loop, forward_loop, inverse
+
+# A product's operands are rounded to the inputs' type once more on the way: a few roundings of the result.
+LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)
+
+
+@triton.jit
+def product(a, b, o, steps, N: tl.constexpr):
+    r = tl.arange(0, N)
+    at = r[:, None] * N + r[None, :]
+    acc = tl.zeros([N, N], tl.float32)
+    for _ in range(steps):
+        acc = tl.dot(tl.load(a + at), tl.load(b + at), acc)
+    tl.store(o + at, acc)
+
+
+@triton.jit
+def arithmetic(a, b, o, N: tl.constexpr):
+    r = tl.arange(0, N)
+    x, y = tl.load(a + r), tl.load(b + r)
+    tl.store(o + r, tl.where(x > y, x * y, tl.abs(x) - y).to(tl.float32).to(o.dtype.element_ty))
+
+
+def error_of_product(dtype):
+    a, b, o = torch.randn(16, 16).to(dtype), torch.randn(16, 16).to(dtype), torch.empty(16, 16)
+    product[(1,)](a, b, o, 2, N=16)
+    return relative_error(o, 2 * a.double() @ b.double())
+
+
+@DTYPES
+def test_product(dtype):
+    assert error_of_product(dtype) < 1e-6
+
+
+def test_the_repair_is_still_needed(monkeypatch):
+    """When this fails, Triton multiplies bfloat16 by itself: interpreter.py can go."""
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", interpreter._original_dot)
+    assert error_of_product(torch.bfloat16) > 1
+
+
+def test_repairing_twice_changes_nothing():
+    interpreter.repair_interpreter()
+    interpreter.repair_interpreter()
+    assert error_of_product(torch.bfloat16) < 1e-6
+
+
+@DTYPES
+def test_arithmetic_is_rounded_as_in_torch(dtype):
+    a, b = torch.randn(1024).to(dtype), torch.randn(1024).to(dtype)
+    o = torch.empty_like(a)
+    arithmetic[(1,)](a, b, o, N=1024)
+    assert torch.equal(o, torch.where(a > b, a * b, a.abs() - b))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("kernels", "tile", "sizes"),
+    [
+        (forward_loop, forward_loop.Tile(16, 4, 1), {"N": 2, "chunks": 3, "K": 32, "V": 32, "C": 16}),
+        (backward_loop, forward_loop.Tile(16, 4, 1), {"N": 2, "chunks": 3, "K": 32, "V": 32, "C": 16}),
+        (inverse, inverse.Tile(1, "ieee"), {"chunks": 2, "K": 32}),
+    ],
+    ids=["scan", "scan_backward", "solve"],
+)
+def test_prototypes(kernels, tile, sizes, dtype):
+    inputs = kernels.make("cpu", **sizes, dtype=dtype)
+    got, want = kernels.launch(inputs, tile), kernels.truth(inputs)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert relative_error(got[name], want[name]) < LIMIT[dtype], name
