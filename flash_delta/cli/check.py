@@ -44,6 +44,7 @@ class Answer:
 def check(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="All named cases; on a GPU also full-size problems.")] = False,
+    case: Annotated[str | None, typer.Option(help="Only this case.")] = None,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
     results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.")] = None,
@@ -56,7 +57,7 @@ def check(
     where = require_device(device)
     console = Console()
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
-    jobs = list(_jobs(full, where))
+    jobs = list(_jobs(full, case, where))
     answers = []
     for answer in track(_answers(jobs, where, backend, peers), "checking", total=len(jobs), console=console,
                         transient=True, disable=not console.is_terminal):  # fmt: skip
@@ -72,15 +73,18 @@ def check(
         raise typer.Exit(1)
 
 
-def _jobs(full: bool, device: "torch.device") -> Iterator[tuple[str, tuple[Any, ...]]]:
+def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Method of the judge and its arguments."""
     from flash_delta.testing import CASES, MEMBERS
     from flash_delta.testing.matrix import STRESS
 
+    cases = [case for case in CASES if (case.name == only if only else full or case.smoke)]
+    if not cases:
+        raise ValueError(f"case: expected one of {', '.join(case.name for case in CASES)}, got {only!r}")
     for name, member in MEMBERS.items():
         for dtype in DTYPES:
-            yield from (("case", (name, c, dtype)) for c in CASES if (full or c.smoke) and c.applies(member))
-    if full and device.type == "cuda":
+            yield from (("case", (name, case, dtype)) for case in cases if case.applies(member))
+    if full and not only and device.type == "cuda":
         yield from (("stress", (stress,)) for stress in STRESS)
 
 

@@ -86,6 +86,8 @@ CASES = [
     Case("no-initial-state", "states start from zero", initial_state=False),
     Case("one-head", "no grouping", H=1, HV=1),
     Case("grouped-by-3", "a group that is no power of two", H=2, HV=6),
+    Case("heads-of-64", "the narrower of the usual widths", B=1, T=200, K=64, V=64),
+    Case("heads-of-128", "the usual width, and the only one of some peers", B=1, T=200, K=128, V=128, smoke=True),
     Case("wide-keys", "K > V", K=40, V=8),
     Case("wide-values", "V > K", K=8, V=40),
     Case("zero-decay", "g = 0 everywhere", decay="zero"),

@@ -32,7 +32,7 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     from flash_qla import chunk_gated_delta_rule
 
-    inputs = leaves(workload, x)
+    inputs = leaves(workload, x | {name: x[name].float() for name in ("g", "beta")})  # its backward takes no other g
 
     def run() -> tuple[Tensor, Tensor | None]:
         return chunk_gated_delta_rule(
