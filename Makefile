@@ -1,5 +1,6 @@
 # make demo   trains a small hybrid model on the CPU, lets it write and reports on it: under five minutes on two cores
 # make test   style and tests
+# make triton every kernel by the oldest and the newest Triton that are supported: compiled for all targets, interpreted
 # make clean  removes what these made
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,11 @@ RUN := runs/demo
 # A model this small gains little from a second thread, and loses much whenever that thread has to wait for its core.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test clean
+# Kernels have to be right under both of these, whichever Triton torch itself asks for. It has wheels for Linux only.
+TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
+OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
+
+.PHONY: demo test triton clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -17,15 +22,22 @@ demo: .venv/installed
 	$(BIN)/flash-delta generate $(RUN) --prompt 'def '
 	$(BIN)/flash-delta report $(RUN)
 
-test: .venv/installed
+test: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pytest
+	PYTHONPATH=$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest
+
+triton: .venv/installed $(OLDEST_AND_NEWEST)
+	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile || exit; done
+	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
+
+.venv/triton-%: | .venv/installed
+	$(BIN)/pip install -q --no-deps --target $@ triton==$*
 
 clean:
 	rm -rf .venv $(RUN)

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from flash_delta.bench import contestants, timing
 from flash_delta.bench.contestants.call import Call
-from flash_delta.testing import Workload, first_line, judge, make_tensors, output_gradient
+from flash_delta.testing import Workload, first_line, judge, make_tensors, output_gradient, relative_error
 
 ROUND_S = 0.5  # that one round of samples may take
 SAMPLES = 12  # of a round, if they fit
 LENGTHS = 50  # random ones
 LENGTHS_S = 60.0  # after which the rest of them are left out
+REPLAY_DIFFERS = (
+    1e-3  # relative L2; a library need not repeat itself bitwise, but a graph must not replay stale numbers
+)
 STALL_MS = 50.0  # a call that holds the host so much longer than the median one was compiling or tuning
 
 
@@ -60,7 +63,7 @@ class Entry:
 
     def drop(self) -> None:
         """Free everything: the others need the room."""
-        self.x = self.call = self.run = self.graph = None
+        self.x = self.call = self.run = self.graph = self.first_o = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -68,7 +71,8 @@ class Entry:
         kept: list[tuple[Tensor | None, ...]] = []
         seconds = timing.seconds(lambda: kept.append(self.run()), self.device)
         o, state, *gradients = kept[0]
-        results = {"o": o.detach().reshape(self.x["v"].shape)}
+        self.first_o = o.detach().clone()
+        results = {"o": self.first_o.view(self.x["v"].shape)}
         if self.workload.states:
             results["final_state"] = (state.mT if self.call.state_v_first else state).detach()
         for name, d in zip(leaves(self.call), gradients, strict=False):  # no gradients unless training
@@ -79,11 +83,19 @@ class Entry:
         """Calls that fit a round."""
         return max(1, min(SAMPLES, int(ROUND_S / timing.seconds(self.run, self.device))))
 
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph, (o, *_) = timing.captured(self.run, self.device)
+        graph.replay()
+        error = relative_error(o, self.first_o.view(o.shape))
+        if self.workload.kind != "decode" and error > REPLAY_DIFFERS:  # decoding may have moved the state on
+            raise RuntimeError(f"a replay's o is {error:.1e} away from the first call's")
+        return graph
+
     def sample(self) -> Samples:
         """A round of samples; the first one captures the graph."""
         if self.device.type == "cuda" and self.graph is None and self.no_graph is None:
             try:
-                self.graph = timing.captured(self.run, self.device)
+                self.graph = self._captured()
             except Exception as error:  # a library's refusal is a result
                 self.no_graph = first_line(error)
         repeats = self._repeats()

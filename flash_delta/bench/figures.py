@@ -25,9 +25,7 @@ def times_figure(group: Group) -> Figure:
 
 def floor_figure(group: Group) -> Figure:
     """The same over the floor: how much of the hardware each one leaves unused."""
-    figure, axes = _dots(
-        group, lambda r: r.ms and r.floor_ms and r.ms.median / r.floor_ms, "times the floor, log scale"
-    )
+    figure, axes = _dots(group, lambda r: r.ms and r.floor_ms and r.ms.median / r.floor_ms, "times the floor")
     axes.axvline(1, color="gray", lw=1)
     _legend(figure, axes)
     return figure
@@ -60,7 +58,10 @@ def scaling_figure(group: Group) -> Figure | None:
             axes.plot(*zip(*points, strict=True), "o-", ms=4, **_style(group, contestant)) if points else None
         axes.set(xscale="log", yscale="log", ylabel="ms", xlabel="sequences" if group.group == "decode" else "tokens")
         axes.set_title(name, fontsize="small")
+        sizes = sorted({r.workload.N * r.workload.T for r in results})
+        axes.minorticks_off()
         _plain(axes)
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     for axes in grid[len(panels) :]:
         axes.axis("off")
     _legend(figure, grid[0])

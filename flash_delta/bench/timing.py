@@ -72,16 +72,16 @@ def host_us(run: Run, device: torch.device, calls: int) -> float:
     return 1e6 * elapsed / calls
 
 
-def captured(run: Run, device: torch.device) -> torch.cuda.CUDAGraph:
-    """``run`` as a CUDA graph. Call ``run`` before: what compiles cannot be captured."""
+def captured(run: Run, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """``run`` as a CUDA graph, and what a replay writes into. Call ``run`` before: what compiles cannot be captured."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream(device).wait_stream(stream)
     with torch.cuda.graph(graph):
-        run()
-    return graph
+        outputs = run()
+    return graph, outputs
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:

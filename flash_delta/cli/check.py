@@ -130,11 +130,12 @@ def _table(answers: list[Answer], where: str) -> Table:
     for op, dtype in dict.fromkeys((answer.op, answer.dtype) for answer in answers):
         mine = [a for a in answers if (a.op, a.dtype) == (op, dtype)]
         cells = [cell for a in mine for cell in a.cells if cell.case != "repeats"]
-        table.add_row(op, dtype, "ours", *(_worst([(c.error, c.right) for c in cells if c.tensor == t])
-                                                  for t in COLUMNS))  # fmt: skip
-        if any(cell.reference is not None for cell in cells):
-            table.add_row("", "", "torch", *(_worst([(c.reference, True) for c in cells if c.tensor == t])
-                                                     for t in COLUMNS))  # fmt: skip
+        shown = (_worst([(c.error, c.right) for c in cells if c.tensor == t]) for t in COLUMNS)
+        table.add_row(op, dtype, "ours", *shown)
+        references = [cell for cell in cells if cell.reference is not None]
+        if references:
+            shown = (_worst([(c.reference, True) for c in references if c.tensor == t]) for t in COLUMNS)
+            table.add_row("", "", "torch", *shown)
         for peer in dict.fromkeys(name for a in mine for name in a.peers):
             errors = [a.peers[peer] for a in mine if isinstance(a.peers.get(peer), dict)]
             if errors:

@@ -25,7 +25,8 @@ Results = dict[str, Tensor]  # "o", "final_state" and "dq", "dk", ... for every 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """``|got - want| / |want|`` in float64; against zeros the error must be below 1e-30, which float32 cannot hold."""
-    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    want = want.detach().double()
+    got = got.detach().to(want)
     if got.shape != want.shape:
         return float("inf")
     error = (got - want).norm() / (want.norm() + 1e-30) if want.numel() else torch.zeros(())

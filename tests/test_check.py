@@ -1,0 +1,98 @@
+"""`flash-delta check` says what is wrong, loses nothing else, and shows whose error is whose."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flash_delta.cli import check
+from flash_delta.cli.app import app
+from flash_delta.testing import CASES, MEMBERS
+from flash_delta.testing.matrix import STRESS, Cell, Judge, Stress
+from flash_delta.testing.workload import Workload
+
+TINY = Workload("stress", "training", "gdn", 1, 2, 2, 70, K=16, V=16)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """Every answer is right, but those that a test plants in this dictionary, by (op, dtype)."""
+    planted = {}
+
+    def case(self, name, case, dtype):
+        cell = planted.get((name, dtype), Cell(name, dtype, case.name, "o", 1e-9, 1e-8))
+        if isinstance(cell, Exception):
+            raise cell
+        return [cell]
+
+    monkeypatch.setattr(Judge, "case", case)
+    return planted
+
+
+def test_all_right(judge, tmp_path):
+    result = run("--case", "ragged", "--json", tmp_path / "check.json")
+    assert result.exit_code == 0, result.output
+    assert "21 of 21 tensors are right" in result.output
+    assert len(json.loads((tmp_path / "check.json").read_text())["cases"]) == len(MEMBERS) * 3
+
+
+def test_a_wrong_tensor_and_a_crash_are_named_and_cost_nothing_else(judge, tmp_path):
+    judge["kda", "float32"] = Cell("kda", "float32", "ragged", "dg", float("inf"), 1e-8)
+    judge["gdn", "bfloat16"] = RuntimeError("no kernel\nbecause")
+    result = run("--case", "ragged", "--json", tmp_path / "check.json")
+    assert result.exit_code == 1
+    assert "kda float32, case 'ragged': dg is off by inf, 1.0e-08 is allowed" in result.output
+    assert "gdn bfloat16, case 'ragged': RuntimeError: no kernel" in result.output
+    assert "19 of 20 tensors are right" in result.output
+    lines = {(line["op"], line["dtype"]): line for line in json.loads((tmp_path / "check.json").read_text())["cases"]}
+    assert lines["gdn", "bfloat16"]["failure"] == "RuntimeError: no kernel"
+    assert lines["gdn", "float32"]["errors"] == {"o": [1e-9, 1e-8, None]}
+
+
+def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
+    cells = [
+        Cell("gdn", "bfloat16", "ragged", "o", 3e-3, 7e-3, 1.5e-3),
+        Cell("gdn", "bfloat16", "repeats", "o", 0, 0),
+        Cell("gdn", "bfloat16", "other", "dq", 9e-3, 7e-3),
+    ]
+    answer = check.Answer("gdn", "bfloat16", "ragged", cells, peers={"fla": {"o": 4e-3}, "cudnn": "it cannot"})
+    columns = [list(column.cells) for column in check._table([answer], "here").columns]
+    assert columns[2] == ["ours", "torch", "fla, 1 cases"]
+    assert columns[3] == ["[default]3e-03", "[default]2e-03", "[default]4e-03"]
+    assert columns[5] == ["[red]9e-03", "", ""]
+    assert not answer.right
+
+
+def test_an_unknown_case_is_refused():
+    result = run("--case", "raged")
+    assert result.exit_code == 2
+    assert f"case: expected one of {CASES[0].name}, " in result.output
+
+
+def test_stress_rows_are_as_large_as_they_say():
+    by_name = {(row.name, row.workload.member): row for row in STRESS}
+    for member in ("gdn", "kda"):
+        w = by_name["over 1,024 blocks", member].workload
+        assert -(-w.T // 64) * w.N * w.HV > 1024
+        w = by_name["over 2^31 elements", member].workload
+        assert w.N * w.T * min(w.H * w.K, w.HV * w.V) > 2**31
+        assert by_name["repeats", member].repeats == 100
+
+
+def test_stress_judges_values_and_counts_differing_repeats(monkeypatch):
+    here = Judge(torch.device("cpu"), None)
+    cells = {cell.tensor: cell for cell in here.stress(Stress("values", "", TINY))}
+    assert all(cell.right and cell.reference is not None for cell in cells.values())
+    assert {"o", "final_state", "dq", "dg", "dinitial_state"} <= cells.keys()
+    assert all(cell == cell._replace(error=0) for cell in here.stress(Stress("repeats", "", TINY, repeats=3)))
+    calls = iter(range(3))
+    monkeypatch.setattr(
+        "flash_delta.testing.matrix.run_workload", lambda *_: {"o": torch.tensor([float(next(calls) == 2)])}
+    )
+    (cell,) = here.stress(Stress("repeats", "", TINY, repeats=3))
+    assert (cell.error, cell.right) == (1, False)
