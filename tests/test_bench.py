@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from flash_delta.bench import Group, Result, changes, runner, select
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
@@ -13,6 +14,7 @@ from flash_delta.bench.page import write_benchmarks
 from flash_delta.bench.tables import number, refusals, times
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import WORKLOADS
+from flash_delta.cli.app import app
 from flash_delta.testing import Isolated, Lost, Refused, Workload, judge, make_tensors, output_gradient
 from flash_delta.testing.large import run_workload
 
@@ -219,6 +221,39 @@ def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
 def test_no_results_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="results: expected a folder that `flash-delta bench` wrote"):
         write_benchmarks(tmp_path / "nothing", tmp_path)
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", "cpu", "--device", "cpu", *map(str, arguments)])
+
+
+def test_the_command_measures_resumes_and_compares(tmp_path):
+    rows = ("--rows", "batch 1 float32", "--contestants", "flash_delta")
+    ran = bench(*rows, "--results", tmp_path)
+    assert ran.exit_code == 0, ran.output
+    file = tmp_path / "cpu" / "cpu.json"
+    (result,) = Group.read(file).results
+    assert result.eager_ms.low > 0
+    assert result.errors["o"] < 2e-6
+    before = file.read_text()
+    assert bench(*rows, "--results", tmp_path, "--resume").exit_code == 0
+    assert file.read_text() == before, "there was nothing left to measure"
+    old = Group.read(file)
+    old.results[0].eager_ms = Spread(1e-6, 1e-6, 1e-6)
+    old.write(tmp_path / "old" / "cpu.json")
+    ran = bench(*rows, "--results", tmp_path, "--compare", tmp_path / "old")
+    assert ran.exit_code == 1
+    assert "slower: flash_delta, decode 4/8 batch 1 float32: 0.000 ms -> " in ran.output
+    machine = old.machine | {"torch": "another"}
+    Group(old.group, machine, old.versions, None, old.results).write(file)
+    ran = bench(*rows, "--results", tmp_path, "--resume")
+    assert ran.exit_code == 2
+    assert "resume: expected the machine of the results" in ran.output
+
+
+def test_the_command_refuses():
+    assert "contestants: expected installed ones" in bench("--contestants", "fla").output
+    assert "contestant: expected one of flash_delta, " in bench("--contestants", "flash_attention").output
 
 
 def test_tables(group):

@@ -15,7 +15,7 @@ import importlib
 from importlib import metadata
 from types import ModuleType
 
-import flash_delta
+from flash_delta import __version__  # the name flash_delta is that of a module in here
 
 NAMES = ("flash_delta", "fla", "flash_qla", "flashinfer", "cudnn", "transformers")
 
@@ -40,7 +40,7 @@ def versions(names: str | None = None) -> dict[str, str]:
 
 def _version(name: str) -> str | None:
     if name == "flash_delta":  # may run from a checkout, which has no metadata
-        return flash_delta.__version__
+        return __version__
     try:
         return metadata.version(load(name).PACKAGE)
     except metadata.PackageNotFoundError:
