@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,6 +219,12 @@ def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
     assert page.read_text().count("<img") == 4
 
 
+def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
+    root = Path(__file__).parent.parent
+    markdown, _ = write_benchmarks(root / "benchmarks" / "results", tmp_path)
+    assert markdown.read_text() == (root / "docs" / "benchmarks.md").read_text(), "run flash-delta report"
+
+
 def test_no_results_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="results: expected a folder that `flash-delta bench` wrote"):
         write_benchmarks(tmp_path / "nothing", tmp_path)
@@ -241,7 +248,7 @@ def test_the_command_measures_resumes_and_compares(tmp_path):
     old = Group.read(file)
     old.results[0].eager_ms = Spread(1e-6, 1e-6, 1e-6)
     old.write(tmp_path / "old" / "cpu.json")
-    ran = bench(*rows, "--results", tmp_path, "--compare", tmp_path / "old")
+    ran = bench(*rows, "--results", tmp_path, "--compare", tmp_path / "old" / "cpu.json")
     assert ran.exit_code == 1
     assert "slower: flash_delta, decode 4/8 batch 1 float32: 0.000 ms -> " in ran.output
     machine = old.machine | {"torch": "another"}

@@ -16,7 +16,8 @@ replays of a CUDA graph, or eager calls where a dagger stands and on a CPU. The 
 Outputs, states and gradients are compared with float64 first; a wrong result gets no time. The floor is the larger of
 the bytes that must move over the copy rate and of the operations over the bfloat16 rate of this GPU
 (`flash_delta/bench/floor.py`). A row is key heads / value heads, sequences x tokens; K = V = 128. Compare within a
-row: an absolute time holds for its machine only."""
+row: an absolute time holds for its machine only. Contestants are those that are installed, of fla-core, flash_qla,
+flashinfer-python, nvidia-cudnn-frontend and transformers."""
 
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",

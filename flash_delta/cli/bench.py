@@ -30,7 +30,8 @@ def bench(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Only the rows that the results file still lacks.")] = False,
     compare: Annotated[
-        Path | None, typer.Option(help="An older folder of results; exit code 1 if ours got slower.")
+        Path | None,
+        typer.Option(help="Older results, a file or a folder like --results; exit code 1 if ours got slower."),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one contestant may take for one step of a row.")] = 300,
 ) -> None:
@@ -65,7 +66,8 @@ def bench(
         if path is not None:
             console.print(f"wrote {path}", soft_wrap=True, highlight=False)
         if compare is not None:
-            slower |= _compare(console, Group.read(compare / f"{name}.json"), group)
+            old = compare if compare.is_file() else compare / folder(where) / f"{name}.json"
+            slower |= _compare(console, Group.read(old), group)
     if slower:
         raise typer.Exit(1)
 
