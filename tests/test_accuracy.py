@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from flash_delta.testing import CASES, MEMBERS, assert_accurate, make_inputs, relative_error, run, truth
+from flash_delta.testing import (
+    CASES,
+    MEMBERS,
+    allowed,
+    assert_accurate,
+    make_inputs,
+    products_in,
+    relative_error,
+    run,
+    truth,
+)
 
 ROWS = [
     pytest.param(case, member, id=f"{name}-{case.name}")
@@ -58,6 +68,35 @@ def test_realistic_heads_and_gates(name, dtype):
     want, got = truth(member, x), run(member, x)
     for n in want:
         assert_accurate(n, got[n], want[n], dtype)
+
+
+def test_products_in_a_dtype_round_operands_and_nothing_else():
+    gen = torch.Generator().manual_seed(0)
+    x, y, z = (torch.randn(2, 8, 8, generator=gen) for _ in range(3))
+    rounded = x.bfloat16().float() @ y.bfloat16().float()
+    with products_in(torch.bfloat16):
+        assert torch.equal(x @ y, rounded)
+        assert torch.equal(x[0] @ y[0], rounded[0])
+        added, out = torch.baddbmm(z, x, y), torch.empty_like(z)
+        torch.bmm(x, y, out=out)
+        in_place = z.clone().baddbmm_(x, y)
+    assert relative_error(added, z + rounded) < 1e-7
+    assert torch.equal(out, rounded)
+    assert torch.equal(in_place, added)
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_what_a_kernel_may_be_off_by(name):
+    """The roundings of products show in outputs, states and gradients, also in those that are float32."""
+    member = MEMBERS[name]
+    inputs = make_inputs(next(case for case in CASES if case.name == "in-kernel"), member, torch.bfloat16)
+    want = truth(member, inputs)
+    with products_in(torch.bfloat16):
+        reference = run(member, inputs, "torch")
+    errors = {n: relative_error(reference[n], want[n]) for n in want}
+    assert all(1.5e-3 < error < 1e-2 for error in errors.values()), errors
+    assert all(error < allowed(error, torch.bfloat16) < 2.5e-2 for error in errors.values())
+    assert allowed(0.0, torch.float32) == 5e-7
 
 
 def test_the_comparison_can_fail():

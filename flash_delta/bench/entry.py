@@ -53,7 +53,7 @@ class Entry:
         self.contestant, self.device = contestant, device
 
     def prepare(self, workload: Workload) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Seconds of the first call, and every result's error beside the torch backend's."""
+        """Seconds of the first call, and every result's error beside the torch backend's with products in its dtype."""
         self.workload, self.x = workload, make_tensors(workload, self.device)
         self.call = contestants.load(self.contestant).prepare(workload, self.x)
         self.run = timed(workload, self.call, self.x)

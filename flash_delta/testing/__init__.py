@@ -1,6 +1,15 @@
 """What tests, benchmarks and ``flash-delta check`` share: named problems, the truth and the one comparison."""
 
-from flash_delta.testing.accuracy import ALLOWED, allowed, assert_accurate, relative_error, run, truth, with_gradients
+from flash_delta.testing.accuracy import (
+    ALLOWED,
+    allowed,
+    assert_accurate,
+    products_in,
+    relative_error,
+    run,
+    truth,
+    with_gradients,
+)
 from flash_delta.testing.cases import CASES, MEMBERS, Case, Member, make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient
@@ -24,6 +33,7 @@ __all__ = [
     "make_tensors",
     "options",
     "output_gradient",
+    "products_in",
     "relative_error",
     "run",
     "truth",

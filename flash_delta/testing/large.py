@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.testing.accuracy import relative_error
+from flash_delta.testing.accuracy import products_in, relative_error
 from flash_delta.testing.workload import Workload, options
 
 AXES = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
@@ -40,12 +40,13 @@ def output_gradient(x: dict[str, Tensor]) -> Tensor:
 
 
 def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Per result (o, final_state, dq, ...) its error and that of the torch backend in the same dtype."""
+    """Per result (o, final_state, dq, ...) its error, and the torch backend's with products in the same dtype."""
     heads = some_heads(workload, x)
     do = some_heads(workload, {"o": output_gradient(x)})["o"]
     wide = {name: t.double() if t.is_floating_point() else t for name, t in heads.items()}
     truth = run_workload(workload, wide, do.double(), "torch")
-    reference = run_workload(workload, heads, do, "torch")
+    with products_in(getattr(torch, workload.dtype)):
+        reference = run_workload(workload, heads, do, "torch")
     return {
         name: (relative_error(_some(workload, name, results[name]), want), relative_error(reference[name], want))
         for name, want in truth.items()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import explain
-from flash_delta.testing.accuracy import ALLOWED, allowed, relative_error, run, truth
+from flash_delta.testing.accuracy import ALLOWED, allowed, products_in, relative_error, run, truth
 from flash_delta.testing.cases import MEMBERS, Case, make_inputs
 from flash_delta.testing.large import judge, output_gradient, run_workload
 from flash_delta.testing.workload import Workload, make_tensors
@@ -24,7 +24,7 @@ class Cell(NamedTuple):
     tensor: str
     error: float  # relative L2 against float64; with a tensor "repeats", how many of them differed
     allowed: float
-    reference: float | None = None  # the torch backend's error, where another backend is judged
+    reference: float | None = None  # the torch backend's error with products in the dtype, if another one is judged
 
     @property
     def right(self) -> bool:
@@ -69,7 +69,8 @@ class Judge:
         want, got = truth(member, inputs), run(member, inputs, self.backend)
         reference: dict[str, Tensor] | None = None
         if explain(member.op, **inputs, backend=self.backend).backend != "torch":
-            reference = run(member, make_inputs(case, member, torch_dtype), "torch")
+            with products_in(torch_dtype):
+                reference = run(member, make_inputs(case, member, torch_dtype), "torch")
         cells = []
         for tensor, value in want.items():
             error, limit, other = relative_error(got[tensor], value), ALLOWED[torch_dtype], None
