@@ -86,6 +86,19 @@ def test_an_entry_measures_a_row(workload):
     entry.drop()
 
 
+def test_a_graph_that_replays_stale_numbers_is_refused(monkeypatch):
+    entry = Entry("flash_delta", CPU)
+    entry.prepare(SMALL[0])
+    graph = type("Graph", (), {"replay": lambda self: None})()
+    for o, right in ((entry.first_o.clone(), True), (entry.first_o.roll(1, dims=1), False)):
+        monkeypatch.setattr("flash_delta.bench.timing.captured", lambda run, device, o=o: (graph, (o, None)))
+        if right:
+            assert entry._captured() is graph
+        else:
+            with pytest.raises(RuntimeError, match=r"a replay's o is .* away from the first call's"):
+                entry._captured()
+
+
 class Rough:
     """Does what contestants do."""
 

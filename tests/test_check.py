@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from flash_delta.bench import Peer, PeerAnswer
 from flash_delta.cli import check
 from flash_delta.cli.app import app
 from flash_delta.testing import CASES, MEMBERS
@@ -60,7 +61,8 @@ def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
         Cell("gdn", "bfloat16", "repeats", "o", 0, 0),
         Cell("gdn", "bfloat16", "other", "dq", 9e-3, 7e-3),
     ]
-    answer = check.Answer("gdn", "bfloat16", "ragged", cells, peers={"fla": {"o": 4e-3}, "cudnn": "it cannot"})
+    peers = {"fla": PeerAnswer({"o": 4e-3}, "no backward"), "cudnn": PeerAnswer({}, "it cannot")}
+    answer = check.Answer("gdn", "bfloat16", "ragged", cells, peers=peers)
     columns = [list(column.cells) for column in check._table([answer], "here").columns]
     assert columns[2] == ["ours", "torch", "fla, 1 cases"]
     assert columns[3] == ["[default]3e-03", "[default]2e-03", "[default]4e-03"]
@@ -96,3 +98,14 @@ def test_stress_judges_values_and_counts_differing_repeats(monkeypatch):
     )
     (cell,) = here.stress(Stress("repeats", "", TINY, repeats=3))
     assert (cell.error, cell.right) == (1, False)
+
+
+def test_a_peer_is_judged_on_the_same_inputs():
+    """The fallback of transformers runs here; it has no words for own scales and keeps no packed sequences apart."""
+    peer, by_name = Peer("transformers", torch.device("cpu")), {case.name: case for case in CASES}
+    right = peer.case("gdn", by_name["ragged"], "float32")
+    assert right.reason is None
+    assert {"o", "final_state", "dq", "dg", "dinitial_state"} <= right.errors.keys()
+    assert max(right.errors.values()) < 1e-5
+    assert peer.case("gdn", by_name["scale"], "float32") == PeerAnswer({}, "peers' ops have no words for it")
+    assert "packed" in peer.case("gdn", by_name["packed"], "float32").reason

@@ -2,7 +2,7 @@
 
 from flash_delta.bench.contestants import versions
 from flash_delta.bench.floor import ceilings
-from flash_delta.bench.peer import Peer
+from flash_delta.bench.peer import Peer, PeerAnswer
 from flash_delta.bench.results import Change, Group, Result, changes, folder, machine
 from flash_delta.bench.runner import run_group
 from flash_delta.bench.workloads import select
@@ -11,6 +11,7 @@ __all__ = [
     "Change",
     "Group",
     "Peer",
+    "PeerAnswer",
     "Result",
     "ceilings",
     "changes",

@@ -1,15 +1,22 @@
 """A peer judged on the named cases of the accuracy tests, as far as its op can say what they ask for."""
 
-from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from flash_delta.bench import contestants
-from flash_delta.testing import MEMBERS, Case, Workload, make_inputs, relative_error, truth, with_gradients
+from flash_delta.testing import MEMBERS, Case, Workload, first_line, make_inputs, relative_error, truth, with_gradients
 from flash_delta.testing.workload import LOWER_BOUND
 
 DESCRIBED = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "lower_bound"}
+
+
+class PeerAnswer(NamedTuple):
+    """A peer's errors by tensor, and why there are none, or none of the gradients."""
+
+    errors: dict[str, float]
+    reason: str | None = None
 
 
 class Peer:
@@ -18,19 +25,17 @@ class Peer:
     def __init__(self, contestant: str, device: torch.device):
         self.module, self.device = contestants.load(contestant), device
 
-    def case(self, name: str, case: Case, dtype: str) -> dict[str, float] | str:
-        """The errors of its results against the recurrence in float64; or why there are none.
-
-        Without a backward that runs, those of the outputs alone.
-        """
+    def case(self, name: str, case: Case, dtype: str) -> PeerAnswer:
+        """Its results against the recurrence in float64; without a backward that runs, the outputs alone."""
         workload = _workload(name, case, dtype)
         if workload is None:
-            return "peers' ops have no words for it"
-        if self.module.unsupported(workload, self.device) is not None:
+            return PeerAnswer({}, "peers' ops have no words for it")
+        reason = self.module.unsupported(workload, self.device)
+        if reason is not None:
             workload = replace(workload, kind="forward")
-        refusal = self.module.unsupported(workload, self.device)
-        if refusal is not None:
-            return refusal
+            refusal = self.module.unsupported(workload, self.device)
+            if refusal is not None:
+                return PeerAnswer({}, refusal)
         member = MEMBERS[name]
         inputs = make_inputs(case, member, getattr(torch, dtype), self.device)
         call = self.module.prepare(workload, {n: t.detach() for n, t in inputs.items() if isinstance(t, torch.Tensor)})
@@ -38,10 +43,13 @@ class Peer:
         o, state = o.reshape(inputs["v"].shape), state.mT if call.state_v_first else state
         got = {"o": o.detach(), "final_state": state.detach()}
         if workload.kind == "training":
-            with suppress(RuntimeError):
+            try:
                 got = with_gradients(o, state, call.inputs, o.dtype)
+            except RuntimeError as error:  # fla's backward on Hopper
+                reason = first_line(error)
         want = truth(member, inputs)
-        return {t: relative_error(got[t].reshape(want[t].shape), want[t]) for t in want if t in got}
+        errors = {t: relative_error(got[t].reshape(want[t].shape), want[t]) for t in want if t in got}
+        return PeerAnswer(errors, reason)
 
 
 def _workload(name: str, case: Case, dtype: str) -> Workload | None:

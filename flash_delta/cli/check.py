@@ -17,6 +17,7 @@ from flash_delta.cli.environment import require_device
 if TYPE_CHECKING:
     import torch
 
+    from flash_delta.bench import PeerAnswer
     from flash_delta.testing.matrix import Cell
 
 COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
@@ -34,7 +35,7 @@ class Answer:
     case: str
     cells: "list[Cell]" = field(default_factory=list)
     failure: str | None = None  # nothing came back
-    peers: dict[str, dict[str, float] | str] = field(default_factory=dict)  # errors by tensor, or why there are none
+    peers: "dict[str, PeerAnswer]" = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
@@ -91,7 +92,7 @@ def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[tupl
 def _answers(
     jobs: list[tuple[str, tuple[Any, ...]]], device: "torch.device", backend: str | None, peers: str | None
 ) -> Iterator[Answer]:
-    from flash_delta.bench import Peer, versions
+    from flash_delta.bench import Peer, PeerAnswer, versions
     from flash_delta.testing import Isolated, Lost, Refused, first_line
     from flash_delta.testing.matrix import Judge
 
@@ -114,7 +115,7 @@ def _answers(
                 try:
                     answer.peers[name] = other.call("case", *arguments)
                 except (Refused, Lost) as error:
-                    answer.peers[name] = str(error)
+                    answer.peers[name] = PeerAnswer({}, str(error))
             yield answer
     finally:
         for process in [*others.values(), *([isolated] if isolated else [])]:
@@ -137,7 +138,7 @@ def _table(answers: list[Answer], where: str) -> Table:
             shown = (_worst([(c.reference, True) for c in references if c.tensor == t]) for t in COLUMNS)
             table.add_row("", "", "torch", *shown)
         for peer in dict.fromkeys(name for a in mine for name in a.peers):
-            errors = [a.peers[peer] for a in mine if isinstance(a.peers.get(peer), dict)]
+            errors = [a.peers[peer].errors for a in mine if peer in a.peers and a.peers[peer].errors]
             if errors:
                 shown = (_worst([(e[t], True) for e in errors if t in e]) for t in COLUMNS)
                 table.add_row("", "", f"{peer}, {len(errors)} cases", *shown)
@@ -179,7 +180,10 @@ def _write(path: Path, answers: list[Answer], device: "torch.device") -> None:
         if a.failure is not None:
             line["failure"] = a.failure
         line["errors"] = {c.tensor: [rounded(c.error), rounded(c.allowed), rounded(c.reference)] for c in a.cells}
-        peers = {n: e if isinstance(e, str) else {t: rounded(x) for t, x in e.items()} for n, e in a.peers.items()}
+        peers = {
+            name: {"errors": {t: rounded(e) for t, e in peer.errors.items()}, "reason": peer.reason}
+            for name, peer in a.peers.items()
+        }
         lines.append(json.dumps(line | ({"peers": peers} if peers else {})))
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n  ".join(lines)

@@ -22,7 +22,7 @@ class Cell(NamedTuple):
     dtype: str
     case: str
     tensor: str
-    error: float  # relative L2 against float64; with a tensor "repeats", how many of them differed
+    error: float  # relative L2 against float64; in the case "repeats", how many of them differed
     allowed: float
     reference: float | None = None  # the torch backend's error with products in the dtype, if another one is judged
 
