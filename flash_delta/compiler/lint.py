@@ -2,18 +2,28 @@
 
 import re
 
+_VALUE = re.compile(r"%[\w#-]+")
+_TRANSPOSED = re.compile(r"(%[\w-]+) = tt\.trans .*: tensor<[^>]*, #mma\d*> ->")
+
 
 def transposed_accumulators(ttgir: str) -> list[str]:
-    """Lines in which a tile of a ``#linear`` layout is transposed, converted or staged for a product.
+    """Lines in which a transposed accumulator, or what was computed from one, becomes the operand of a product.
 
-    The pattern is ``dot(trans(dot(a, b)), x)``: the result of a product, layout #mma, is transposed in registers, which
-    gives it a #linear layout, and becomes an operand of the next one (flash-linear-attention issues 640, 826, 984).
-    Compute the transposed product from its operands instead. Means something only where wgmma is (``warp_group_dot``).
+    The pattern is ``dot(trans(dot(a, b)), x)``: the result of a product, layout #mma, is transposed in registers and staged
+    for the next one (flash-linear-attention issues 640, 826, 984). Compute the transposed product from its operands
+    instead. Storing a transposed result is fine. Means something only where wgmma is (``warp_group_dot``).
     """
     if "warp_group_dot" not in ttgir:
         return []
-    linear = "|".join(map(re.escape, re.findall(r"^(#linear\d*) = #ttg\.linear", ttgir, re.M)))
-    tile = re.compile(rf"tensor<\d+x\d+x(bf16|f16|f32), ({linear})>")
-    moves = ("tt.trans", "local_alloc", "convert_layout")
-    lines = (line for line in ttgir.splitlines() if not line.startswith("#") and any(move in line for move in moves))
-    return [re.sub(r" loc\(.*", "", line.strip()) for line in lines if linear and tile.search(line)]
+    tainted: set[str] = set()
+    found = []
+    for line in (re.sub(r" loc\(.*", "", line.strip()) for line in ttgir.splitlines()):
+        result, _, operation = line.partition(" = ")
+        if _TRANSPOSED.match(line):
+            tainted.add(result)
+        elif tainted.intersection(_VALUE.findall(operation)):
+            if "local_alloc" in operation or "warp_group_dot" in operation:
+                found.append(line)
+            elif "-> tensor" in operation or ": tensor" in operation:
+                tainted.add(result)
+    return found

@@ -1,21 +1,38 @@
 """Which backend runs a problem: one page of ifs."""
 
+import importlib
 import os
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
 from flash_delta.problem import Problem
-from flash_delta.reference import chunked
 
-BACKENDS = ("torch",)  # the preferred one first
+# The preferred one first. Loaded when asked for: the kernels need Triton, which a CPU can do without.
+BACKENDS = {"triton": "flash_delta.kernels.triton.backend", "torch": "flash_delta.reference.chunked"}
 ENVIRONMENT = "FLASH_DELTA_BACKEND"
 
 
 def load_backend(name: str) -> ModuleType:
     """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``."""
-    if name == "torch":
-        return chunked
-    raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    return sys.modules.get(BACKENDS[name]) or importlib.import_module(BACKENDS[name])
+
+
+def refusal(name: str, problem: Problem) -> str | None:
+    """Why a backend cannot run ``problem``; None if it can."""
+    if name == "triton" and problem.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
+    try:
+        return load_backend(name).unsupported(problem)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+
+
+def preferred(problem: Problem) -> list[str]:
+    """All backends, the first choice first; the interpreter of kernels is never the choice of a CPU."""
+    return sorted(BACKENDS, key="torch".__ne__) if problem.device.type == "cpu" else list(BACKENDS)
 
 
 def wished(wish: str | None) -> str | None:
@@ -27,13 +44,13 @@ def choose_backend(problem: Problem, wish: str | None) -> str:
     """A wish is obeyed or refused; without one, the first that can."""
     wish = wished(wish)
     if wish is not None:
-        reason = load_backend(wish).unsupported(problem)
+        reason = refusal(wish, problem)
         if reason is not None:
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
     refusals = []
-    for name in BACKENDS:
-        reason = load_backend(name).unsupported(problem)
+    for name in preferred(problem):
+        reason = refusal(name, problem)
         if reason is None:
             return name
         refusals.append(f"{name!r}: {reason}")
@@ -63,16 +80,15 @@ class Explain:
 
     def of(self, problem: Problem) -> Explanation:
         wish = wished(self.wish)
-        refusals = {name: load_backend(name).unsupported(problem) for name in BACKENDS}
-        able = [name for name, refusal in refusals.items() if refusal is None]
         if wish is not None:
             load_backend(wish)
-            able = [name for name in able if name == wish]
+        refusals = {name: refusal(name, problem) for name in preferred(problem)}
+        able = [name for name, why in refusals.items() if why is None and name == (wish or name)]
         chosen = able[0] if able else None
         reasons = {}
-        for name, refusal in refusals.items():
-            if refusal is not None:
-                reasons[name] = f"cannot: {refusal}"
+        for name, why in refusals.items():
+            if why is not None:
+                reasons[name] = f"cannot: {why}"
             elif name == chosen:
                 reasons[name] = "chosen, as asked for" if wish else "chosen, the first that can"
             else:

@@ -52,7 +52,11 @@ def make_problem(
     _check_gate(op, x, raw_gate, lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
     if neg_eigval and not raw_beta:
         refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
-    lengths = _lengths(op, x, B, T, cu_seqlens_cpu)
+    _check_packing(op, x, B, cu_seqlens_cpu)
+    if torch.compiler.is_compiling():  # values are not there yet, and B may be a symbol: the operator reads them
+        lengths = None if cu_seqlens_cpu is None else torch.as_tensor(cu_seqlens_cpu)
+    else:
+        lengths = read_lengths(op, x, cu_seqlens_cpu)
     N = B if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
     if x.initial_state is not None:
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if state_v_first else (K, V)))
@@ -76,7 +80,8 @@ def refuse_unless_none(op: str, name: str, value: Any, why: str) -> None:
 
 
 def wanted(shape: tuple[int | str, ...]) -> str:
-    return f"a tensor [{', '.join(map(str, shape))}]"
+    sizes = [f"{size}" for size in shape]  # torch.compile does not trace str() of a size
+    return f"a tensor [{', '.join(sizes)}]"
 
 
 def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> torch.Size:
@@ -87,7 +92,7 @@ def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> t
     if len(expected) != len(sizes):
         refuse(op, name, wanted(expected), f"shape {list(sizes)}")
     for e, size in zip(expected, sizes, strict=True):
-        if e != size and isinstance(e, int):
+        if e != size and not isinstance(e, str):
             refuse(op, name, wanted(expected), f"shape {list(sizes)}")
     return sizes
 
@@ -124,13 +129,10 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
             refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
 
 
-def _lengths(
-    op: str, x: Inputs, B: int, T: int, cu_seqlens_cpu: Tensor | Sequence[int] | None
-) -> tuple[int, ...] | None:
-    """The sequences' lengths; None if only the device knows them, where reading them would synchronise."""
+def _check_packing(op: str, x: Inputs, B: int, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> None:
     if x.cu_seqlens is None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
-        return (T,) * B
+        return
     (count,) = check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
     if x.cu_seqlens.dtype not in (torch.int32, torch.int64):
         refuse(op, "cu_seqlens", "dtype torch.int32 or torch.int64", x.cu_seqlens.dtype)
@@ -138,7 +140,14 @@ def _lengths(
         refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
     if B != 1:
         refuse(op, "q", "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {B}")
-    bounds = None
+
+
+def read_lengths(op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The sequences' lengths; None if only the device knows them, where reading them would synchronise."""
+    B, T = x.q.shape[:2]
+    if x.cu_seqlens is None:
+        return (T,) * B
+    count, bounds = x.cu_seqlens.numel(), None
     if cu_seqlens_cpu is not None:
         bounds = _bounds(op, "cu_seqlens_cpu", cu_seqlens_cpu, count, T)
     if x.cu_seqlens.device.type == "cpu":

@@ -1,0 +1,1 @@
+"""Kernel backends: a folder each, with ``unsupported``, ``forward``, ``backward`` and ``step``."""

@@ -1,0 +1,101 @@
+"""Where the tokens of a chunk lie, without a plan in memory.
+
+Chunks restart with every sequence, so a packed batch of T tokens in N sequences has at most T // C + N of them. Sequence n
+keeps its chunks in the slots from ``cu_seqlens[n] // C + n`` on: never fewer than it needs, never one that is another
+sequence's. Any slot finds its chunk by itself, grids are launched from the bound, and a slot without a chunk finds no
+tokens. What lies behind the last sequence is one more "sequence", N, whose rows are written as zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from flash_delta.problem import Problem
+
+C = 64  # tokens of a chunk, in every kernel
+
+
+def count_slots(problem: Problem) -> int:
+    """Upper bound of the chunks, with those behind the last sequence."""
+    T = problem.T
+    return T // C + problem.N + 1 if problem.packed else problem.N * triton.cdiv(T, C)
+
+
+@triton.jit
+def bounds(n, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
+    start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int32)
+        stop = tl.where(n < N, tl.load(cu_seqlens + n + 1, mask=n < N, other=0).to(tl.int32), T)
+        stop = tl.minimum(stop, T)  # bounds on the device cannot be checked: wrong ones must not leave the row
+        slot = start // C + n
+    return start, stop, slot
+
+
+@triton.jit
+def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """The chunk of a slot: its sequence, batch row, first token, and the end of its sequence (``token >= stop``: none)."""
+    n = slot // ((T + C - 1) // C)
+    row = n
+    if PACKED:
+        row, n = slot * 0, slot * 0 - 1
+        for i in range(0, N + 1, 128):
+            at = i + tl.arange(0, 128)
+            first = tl.load(cu_seqlens + at, mask=at <= N, other=0).to(tl.int32) // C + at
+            n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
+    start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    return n, row, start + (slot - first_slot) * C, stop
+
+
+@triton.jit
+def rows_of(x, strides, row, head):
+    """Pointer to the tokens of one head in one batch row; strides, in elements: (batch, token, head, channel)."""
+    return x + row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """What ``load_tile`` and ``store_tile`` take: the rows before ``stop`` of one head, by a pointer or by a descriptor.
+
+    A descriptor lets Hopper's copy engine fetch whole tiles, clipped at the end of the sequence. It wants 16-bit elements, rows
+    of consecutive channels, and pointer and strides in multiples of 16 bytes (launch.fits_tma).
+    """
+    if TMA:
+        return tl.make_tensor_descriptor(x, shape=[stop, width], strides=[strides[1], 1], block_shape=[C, W])
+    else:
+        return x
+
+
+@triton.jit
+def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
+    """``[C, W]`` from a token and a column on; 0 from ``stop`` and ``width`` on."""
+    if TMA:
+        return x.load([token, column])
+    else:
+        i, c = token + tl.arange(0, C), column + tl.arange(0, W)
+        at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+        return tl.load(x + at, mask=(i < stop)[:, None] & (c < width)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
+    """The way back of ``load_tile``; nothing is written from ``stop`` and ``width`` on."""
+    if TMA:
+        x.store([token, column], tile)
+    else:
+        i, c = token + tl.arange(0, C), column + tl.arange(0, W)
+        at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+        tl.store(x + at, tile, mask=(i < stop)[:, None] & (c < width)[None, :])
+
+
+@triton.jit
+def load_row(x, strides, token, stop, C: tl.constexpr):
+    """``[C]`` float32, one number per token: gates, strengths."""
+    i = token + tl.arange(0, C)
+    return tl.load(x + i.to(tl.int64) * strides[1], mask=i < stop, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(x, strides, row, token, stop, C: tl.constexpr):
+    i = token + tl.arange(0, C)
+    tl.store(x + i.to(tl.int64) * strides[1], row.to(x.dtype.element_ty), mask=i < stop)

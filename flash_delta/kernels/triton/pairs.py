@@ -1,0 +1,140 @@
+"""What the pairs of tokens of a chunk say, all chunks at once: gradients of their scores, of strengths and of values.
+
+    dP = tril(dO U^T)        dL = -tril(dV U^T, -1)        dV = b . dU~
+    db = <dU~, R - L U>      dv = dV
+    pairs_t = sum over j < t <= i of (dP . P + dL . L)_ij         its part of dg
+
+L U is not formed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL is made of the same product. Where the erase reads
+the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t.
+
+Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
+products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
+that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``dg_parts [slots, HV, 4, C]``. Grid
+(slots, HV).
+"""
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.triton.chunk import find_chunk, load_tile, rows_of, store_row, store_tile
+from flash_delta.kernels.triton.factor import decay
+
+
+@triton.jit
+def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
+    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. No masks and short offsets where it can be."""
+    r, c = tl.arange(0, BH), tl.arange(0, BW)
+    at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
+    if HEIGHT % BH == 0 and WIDTH % BW == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(row + r < HEIGHT)[:, None] & (column + c < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def times_ones(x, ones, PARTS: tl.constexpr):
+    """The float32 product of x and a bfloat16 matrix of zeros and ones: x in parts of 8 bits, whose products are exact.
+
+    A difference of products (hence the turned sign): where one continues another, both warp groups get the same rows.
+    """
+    part = x.to(tl.bfloat16)
+    out = tl.dot(part, ones)
+    rest = part - x
+    for _ in tl.static_range(PARTS - 1):
+        part = rest.to(tl.bfloat16)
+        out -= tl.dot(part, ones)
+        rest -= part
+    return out
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def pairs(
+    q, k, p, do, R, U, dU, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, dg_parts, N, T, scale, beta_top,
+    q_strides, k_strides, p_strides, do_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot, hv = tl.program_id(0), tl.program_id(1)
+    h = hv // (HV // H)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    i = tl.arange(0, C)
+    ty: tl.constexpr = k.dtype.element_ty
+    PARTS: tl.constexpr = 3 if ty == tl.float32 else 2
+    v_strides, b_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1), (T.to(tl.int64) * HV, HV, 1)
+    dv_rows = rows_of(dv, v_strides, row, hv)
+    if HAS_BETA:
+        dbeta_rows = rows_of(dbeta, b_strides, row, hv)
+    if PACKED:
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, nothing is stored
+            for w in range(0, V, BV):
+                store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+            if HAS_BETA:
+                store_row(dbeta_rows, b_strides, tl.zeros([C], tl.float32), token, stop, C)
+            return
+    head = slot.to(tl.int64) * HV + hv
+    first = vectors + head * 4 * C
+    b = tl.load(first + 2 * C + i)
+    qk, pk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    if GATE or HAS_BETA:
+        q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
+        p_rows = rows_of(p, p_strides, row, h)
+        for w in range(0, K, BK):
+            kk = load_tile(k_rows, k_strides, token, stop, w, K, C, BK)  # [C, BK]
+            if GATE:
+                qq = load_tile(q_rows, q_strides, token, stop, w, K, C, BK)
+                qk = tl.dot(qq, tl.trans(kk), qk, input_precision=PRECISION)
+            if ERASE:
+                pp = kk
+                if OWN_P:
+                    pp = load_tile(p_rows, p_strides, token, stop, w, K, C, BK)
+                pk = tl.dot(pp, tl.trans(kk), pk, input_precision=PRECISION)
+    do_rows = rows_of(do, do_strides, row, hv)
+    dP, M, db = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    for w in range(0, V, BV):
+        dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)  # [C, BV]
+        u = load_block(U + head * C * V, 0, w, C, V, C, BV)
+        lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
+        dP = tl.dot(dO, tl.trans(u), dP, input_precision=PRECISION)
+        if ERASE:
+            M = tl.dot(lam, tl.trans(u), M, input_precision=PRECISION)  # dU~ U^T
+        if HAS_BETA:
+            z = load_block(R + head * C * V, 0, w, C, V, C, BV)
+            db += tl.sum(lam.to(tl.float32) * z.to(tl.float32), 1)
+        store_tile(dv_rows, v_strides, (lam * b[:, None]).to(ty), token, stop, w, V, C, BV)
+    lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if NORM:
+        norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
+        rq, rk, rp = tl.load(norm), tl.load(norm + C), tl.load(norm + 2 * C)
+    if GATE:
+        high, low = tl.load(first + i), tl.load(first + C + i)
+        high_p, low_p = high, low
+        if UNDECAYED:
+            high_p = tl.load(first + i - 1, mask=i > 0, other=0.0)
+            low_p = tl.load(first + C + i - 1, mask=i > 0, other=0.0)
+        dP *= decay(high, low, high, low)
+    dP = tl.where(lower, dP * (rq * scale)[:, None] * rk[None, :], 0.0)
+    at = head * C * C + i[:, None] * C + i[None, :]
+    tl.store(dPD + at, dP.to(ty))
+    if ERASE:
+        if GATE:
+            M *= decay(high_p, low_p, high, low)
+        M = tl.where(strict, M * rp[:, None] * rk[None, :], 0.0)
+        tl.store(taken + at, (M * b[:, None]).to(ty))
+        M *= pk  # L . (dU~ U^T)
+        db -= tl.sum(M, 1)
+        M *= b[:, None]  # -dL . L
+    if HAS_BETA:
+        if RAW_BETA:
+            db *= b * (1.0 - b / beta_top)
+        store_row(dbeta_rows, b_strides, db, token, stop, C)
+    if GATE:
+        dP *= qk  # dP . P
+        before = (i[:, None] < i[None, :]).to(tl.bfloat16)  # [j, t]
+        if ERASE and not UNDECAYED:
+            dP -= M
+        carried = tl.where(lower, times_ones(dP, before, PARTS), 0.0)  # [i, t]
+        if UNDECAYED:
+            carried -= tl.where(strict, times_ones(M, before, PARTS), 0.0)
+        tl.store(dg_parts + head * 4 * C + i, tl.sum(carried, 0))

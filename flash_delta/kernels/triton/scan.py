@@ -1,0 +1,122 @@
+"""Stages ``scan`` and ``output``: the state walks from chunk to chunk.
+
+    R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
+
+The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so are
+R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as they
+were given. One program walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N), and with packed
+sequences one more, which writes zeros behind the last.
+
+For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
+``[slots, HV, C, V]``.
+"""
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.triton.chunk import bounds, load_tile, matrix, rows_of, store_tile
+
+
+@triton.jit
+def load_state(state, strides, n, hv, d, c, V: tl.constexpr, K: tl.constexpr):
+    """S^T [BV, BK] in float32; strides: (sequence, head, key, value), as the caller's layout has them."""
+    at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
+    return tl.load(at, mask=(d < V)[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr):
+    at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
+    tl.store(at, S.to(state.dtype.element_ty), mask=(d < V)[:, None] & (c < K)[None, :])
+
+
+@triton.jit
+def load_rates(rates, i, chunks, C: tl.constexpr):
+    """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read."""
+    some = i < chunks * C
+    e_q, e_p = tl.load(rates + i, mask=some, other=0.0), tl.load(rates + C + i, mask=some, other=0.0)
+    b = tl.load(rates + 2 * C + i, mask=some, other=0.0)
+    return e_q, e_p, b, tl.load(rates + 3 * C, mask=chunks > 0, other=0.0)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def scan(
+    q, p, v, cu_seqlens, A, X, Y, rates, initial_state, o, final_state, states, R_out, U_out, N, T,
+    q_strides, p_strides, v_strides, initial_strides, final_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, OUTPUT: tl.constexpr,
+    SAVE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    h = hv // (HV // H)
+    row = n
+    if PACKED:
+        row = n * 0
+    start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
+    ty: tl.constexpr = v.dtype.element_ty
+    o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    if OUTPUT:
+        o_rows = rows_of(o, o_strides, row, hv)
+    if PACKED:
+        if n == N:
+            if OUTPUT:
+                for token in range(start, stop, C):
+                    store_tile(o_rows, o_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+            return
+    # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
+    head = slot.to(tl.int64) * HV + hv
+    chunks = (stop - start + C - 1) // C
+    rows = chunks * (HV * C)
+    k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
+    Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
+    vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, TMA)
+    if ERASE:
+        ps = matrix(rows_of(p, p_strides, row, h), p_strides, stop, K, C, BK, TMA)
+    if OUTPUT:
+        qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
+        Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
+        os = matrix(o_rows, o_strides, stop, V, C, BV, TMA)
+    if SAVE:
+        Rs = matrix(R_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
+        Us = matrix(U_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
+        if ERASE:
+            As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
+    S = tl.zeros([BV, BK], tl.float32)
+    if INITIAL:
+        S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
+    # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
+    # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
+    e_q, e_p, b, gamma = load_rates(rates + head * (4 * C), i, chunks, C)
+    for j in range(chunks):
+        token, at = start + j * C, j * (HV * C)
+        x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
+        R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
+        s = S.to(ty)
+        if SAVE:
+            inside = (d < V)[:, None] & (c < K)[None, :]
+            tl.store(states + (head + j * HV) * V * K + d[:, None] * K + c[None, :], s, mask=inside)
+        if ERASE:
+            pp = load_tile(ps, p_strides, token, stop, 0, K, C, BK, TMA)
+            E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
+        if OUTPUT:
+            qq = load_tile(qs, q_strides, token, stop, 0, K, C, BK, TMA)
+            O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
+        if ERASE:
+            R -= E * e_p[None, :]
+        r = (R * b[None, :]).to(ty)  # [BV, C]
+        S = tl.dot(r, x, S * gamma, input_precision=PRECISION)
+        if OUTPUT:
+            y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
+            O = tl.dot(r, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+            store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
+        if SAVE:
+            u = r
+            if ERASE:
+                a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
+                u = tl.dot(r, tl.trans(a), input_precision=PRECISION).to(ty)
+            store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
+            store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
+        e_q, e_p, b, gamma = load_rates(rates + (head + tl.minimum(j + 1, chunks - 1) * HV) * (4 * C), i, chunks, C)
+    if OUTPUT:
+        store_state(final_state, final_strides, S, n, hv, d, c, V, K)

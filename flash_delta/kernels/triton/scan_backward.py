@@ -1,0 +1,69 @@
+"""The state's gradient walks from chunk to chunk, right to left: the mirror of ``scan``.
+
+    dU~ = X dS1 + Y^T dO        dV = b . dU~
+    dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^H . p)^T dV
+
+Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V, K]``, dU~ ``[slots, HV, C, V]`` and at last
+the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV, N).
+"""
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.triton.chunk import bounds, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.scan import load_rates, load_state, store_state
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def scan_backward(
+    q, p, do, cu_seqlens, X, Y, rates, dfinal, dstates, dU, dinitial, N, T,
+    q_strides, p_strides, do_strides, dfinal_strides, dinitial_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    h = hv // (HV // H)
+    row = n
+    if PACKED:
+        row = n * 0
+    start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
+    ty: tl.constexpr = q.dtype.element_ty
+    head = slot.to(tl.int64) * HV + hv
+    chunks = (stop - start + C - 1) // C
+    rows = chunks * (HV * C)
+    k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
+    Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
+    Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
+    dUs = matrix(dU + head * C * V, v_matrix, rows, V, C, BV, TMA)
+    dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, TMA)
+    qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
+    if ERASE:
+        ps = matrix(rows_of(p, p_strides, row, h), p_strides, stop, K, C, BK, TMA)
+    dS = tl.zeros([BV, BK], tl.float32)
+    if FINAL:
+        dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
+    e_q, e_p, b, gamma = load_rates(rates + (head + (chunks - 1) * HV) * (4 * C), i, chunks, C)
+    for back in range(chunks):
+        j = chunks - 1 - back
+        token, at = start + j * C, j * (HV * C)
+        dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, TMA))  # [BV, C]
+        y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
+        x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
+        qq = load_tile(qs, q_strides, token, stop, 0, K, C, BK, TMA)
+        s = dS.to(ty)
+        inside = (d < V)[:, None] & (c < K)[None, :]
+        tl.store(dstates + (head + j * HV) * V * K + d[:, None] * K + c[None, :], s, mask=inside)
+        lam = tl.dot(dO, y, input_precision=PRECISION)
+        lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
+        dS *= gamma
+        dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
+        if ERASE:
+            pp = load_tile(ps, p_strides, token, stop, 0, K, C, BK, TMA)
+            erased = lam * (e_p * b)[None, :]
+            dS = tl.dot(-erased.to(ty), pp, dS, input_precision=PRECISION)
+        store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, V, C, BV, TMA)
+        e_q, e_p, b, gamma = load_rates(rates + (head + tl.maximum(j - 1, 0) * HV) * (4 * C), i, chunks, C)
+    if INITIAL:
+        store_state(dinitial, dinitial_strides, dS, n, hv, d, c, V, K)
