@@ -6,13 +6,16 @@ for all chunks at once. Forward keeps what `solve` wrote for the backward pass, 
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton import launch
+from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.launch import Factors, Residual, Solved
+from flash_delta.kernels.triton.launcher import Call, make_call, run
 from flash_delta.problem import Inputs, Outputs, Problem
 
 WIDTHS = range(8, 257, 8)
@@ -44,10 +47,14 @@ def forward(p: Problem, x: Inputs) -> Outputs:
     final = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
     solved, factors = launch.new_solved(p), launch.new_factors(p)
     residual = launch.new_residual(p) if p.needs_grad and p.disable_recompute else None
+
+    def kernels(c: Call) -> None:
+        launch.run_solve(c, solved)
+        launch.run_factor(c, solved, factors)
+        launch.run_scan(c, solved.A, factors, o, final, residual)
+
     with _on(p.device):
-        launch.run_solve(p, x, solved)
-        launch.run_factor(p, x, solved, factors)
-        launch.run_scan(p, x, solved.A, factors, o, final, residual)
+        run(make_call(p, x), ("forward", *_kind(p), residual is None), kernels)
     if not p.needs_grad:
         return Outputs(o, final)
     return Outputs(o, final, _present(*solved) if residual is None else _present(*solved, *factors, *residual))
@@ -58,38 +65,56 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
 
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
+    solved, factors, residual = _restore(p, saved)
+    solved_again, factored_again = solved is None, factors is None
+    solved = solved or launch.new_solved(p)
+    factors, residual = factors or launch.new_factors(p), residual or launch.new_residual(p)
+    chain, d, slots = launch.new_chain(p), launch.new_gradients(x), count_slots(p)
+    new = partial(torch.empty, slots, p.HV, device=p.device)
+    scores = (new(C, C, dtype=p.dtype), new(C, C, dtype=p.dtype))
+    parts = None if x.g is None else new(4, C, dtype=torch.float32)
+    dA_log, ddt_bias = (None if t is None else new(dtype=torch.float32) for t in (x.A_log, x.dt_bias))
+
+    def kernels(c: Call) -> None:
+        if solved_again:
+            launch.run_solve(c, solved)
+        if factored_again:
+            launch.run_factor(c, solved, factors)
+            launch.run_scan(c, solved.A, factors, None, None, residual)
+        launch.run_scan_backward(c, factors, do, dfinal, chain, d.initial_state)
+        launch.run_pairs(c, solved, residual, chain, do, d, scores, parts)
+        launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores, parts)
+        launch.run_key_gradients(c, solved, factors, residual, chain, d, scores, parts)
+        if parts is not None:
+            launch.run_gates(c, solved, parts, d.g, dA_log, ddt_bias)
+
     with _on(p.device):
-        solved, factors, residual = _restore(p, x, saved)
-        chain, d = launch.new_chain(p), launch.new_gradients(p, x)
-        launch.run_scan_backward(p, x, factors, do, dfinal, chain, d.initial_state)
-        dA_log, ddt_bias = launch.run_gradients(p, x, solved, factors, residual, chain, do, d)
+        run(make_call(p, x, do, dfinal), ("backward", *_kind(p), solved_again, factored_again), kernels)
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
+
+
+def _kind(p: Problem) -> tuple:
+    """What a problem's kernels are compiled for, beside its tensors."""
+    return p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta, p.state_v_first
 
 
 def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(t for t in tensors if t is not None)
 
 
-def _restore(p: Problem, x: Inputs, saved: tuple[Tensor, ...]) -> tuple[Solved, Factors, Residual]:
-    """What was saved, and the rest computed again."""
-    if saved:
-        tensors = iter(saved)
-        solved = Solved(None if p.erase is None else next(tensors), next(tensors), next(tensors) if p.l2norm else None)
-        rest = tuple(tensors)
-        if rest:
-            return solved, Factors(*rest[:3]), Residual(*rest[3:])
-    else:
-        solved = launch.new_solved(p)
-        launch.run_solve(p, x, solved)
-    factors, residual = launch.new_factors(p), launch.new_residual(p)
-    launch.run_factor(p, x, solved, factors)
-    launch.run_scan(p, x, solved.A, factors, None, None, residual)
-    return solved, factors, residual
+def _restore(p: Problem, saved: tuple[Tensor, ...]) -> tuple[Solved | None, Factors | None, Residual | None]:
+    """What was saved."""
+    if not saved:
+        return None, None, None
+    tensors = iter(saved)
+    solved = Solved(None if p.erase is None else next(tensors), next(tensors), next(tensors) if p.l2norm else None)
+    rest = tuple(tensors)
+    return (solved, Factors(*rest[:3]), Residual(*rest[3:])) if rest else (solved, None, None)
 
 
-def _summed(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
+def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
     """The gradient of a parameter per head, from its float32 sums per chunk."""
-    return None if like is None else partial.sum(0).reshape(like.shape).to(like.dtype)
+    return None if like is None else sums.sum(0).reshape(like.shape).to(like.dtype)
 
 
 def _on(device: torch.device) -> AbstractContextManager:

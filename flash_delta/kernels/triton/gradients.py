@@ -106,9 +106,9 @@ def key_gradients(
     before, before_p = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for member in range(GROUP):
         head = slot.to(tl.int64) * HV + h * GROUP + member
-        rate, part = rates + head * 4 * C, parts + head * 4 * C
-        e_k, through = rk, 0.0
+        rate, e_k, through = rates + head * 4 * C, rk, 0.0
         if GATE:
+            part = parts + head * 4 * C
             first = vectors + head * 4 * C
             high, low = tl.load(first + C - 1) - tl.load(first + i), tl.load(first + 2 * C - 1) - tl.load(first + C + i)
             e_k = rk * tl.exp(high + low)

@@ -1,11 +1,11 @@
-"""The kernels' launchers: one function per kernel, from a problem and its tensors to a grid.
+"""One launcher per kernel: its grid, arguments and constants.
 
-Nothing here reads a device: grids come from upper bounds (chunk.py), and what varies from call to call (N, T, strides of the
-batch) is not specialised, so that a length never compiles anything.
+Nothing here reads a device: grids come from upper bounds (chunk.py), and what varies from call to call (N, T, the strides of
+g's and beta's batch rows) is not specialised, so that a length never compiles anything.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,11 +14,12 @@ from torch import Tensor
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
+from flash_delta.kernels.triton.launcher import Call, launch
 from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan
 from flash_delta.kernels.triton.scan_backward import scan_backward
 from flash_delta.kernels.triton.solve import solve
-from flash_delta.kernels.triton.tiles import Tile, chip_of, precision, tile
+from flash_delta.kernels.triton.tiles import Tile, precision, scan_tiles, tile
 from flash_delta.problem import Inputs, Problem
 
 
@@ -54,32 +55,34 @@ class Chain(NamedTuple):
 
 
 def new_solved(p: Problem) -> Solved:
-    slots, new = count_slots(p), torch.empty
+    slots, new = count_slots(p), partial(torch.empty, device=p.device)
     return Solved(
-        None if p.erase is None else new(slots, p.HV, C, C, dtype=p.dtype, device=p.device),
-        new(slots, p.HV, 4, C, dtype=torch.float32, device=p.device),
-        new(slots, p.H, 3, C, dtype=torch.float32, device=p.device) if p.l2norm else None,
+        None if p.erase is None else new(slots, p.HV, C, C, dtype=p.dtype),
+        new(slots, p.HV, 4, C, dtype=torch.float32),
+        new(slots, p.H, 3, C, dtype=torch.float32) if p.l2norm else None,
     )
 
 
 def new_factors(p: Problem) -> Factors:
-    slots, new = count_slots(p), torch.empty
+    slots, new = count_slots(p), partial(torch.empty, device=p.device)
     return Factors(
-        new(slots, p.HV, C, p.K, dtype=p.dtype, device=p.device),
-        new(slots, p.HV, C, C, dtype=p.dtype, device=p.device),
-        new(slots, p.HV, 4, C, dtype=torch.float32, device=p.device),
+        new(slots, p.HV, C, p.K, dtype=p.dtype),
+        new(slots, p.HV, C, C, dtype=p.dtype),
+        new(slots, p.HV, 4, C, dtype=torch.float32),
     )
+
+
+def new_residual(p: Problem) -> Residual:
+    slots, new = count_slots(p), partial(torch.empty, dtype=p.dtype, device=p.device)
+    return Residual(new(slots, p.HV, p.V, p.K), new(slots, p.HV, C, p.V), new(slots, p.HV, C, p.V))
 
 
 def new_chain(p: Problem) -> Chain:
-    slots, new = count_slots(p), torch.empty
-    return Chain(
-        new(slots, p.HV, p.V, p.K, dtype=p.dtype, device=p.device),
-        new(slots, p.HV, C, p.V, dtype=p.dtype, device=p.device),
-    )
+    slots, new = count_slots(p), partial(torch.empty, dtype=p.dtype, device=p.device)
+    return Chain(new(slots, p.HV, p.V, p.K), new(slots, p.HV, C, p.V))
 
 
-def new_gradients(p: Problem, x: Inputs) -> Inputs:
+def new_gradients(x: Inputs) -> Inputs:
     """Of everything but A_log and dt_bias, contiguous."""
 
     def like(t: Tensor | None) -> Tensor | None:
@@ -88,124 +91,142 @@ def new_gradients(p: Problem, x: Inputs) -> Inputs:
     return Inputs(like(x.q), like(x.k), like(x.v), like(x.g), like(x.beta), like(x.p), like(x.initial_state))
 
 
-def new_residual(p: Problem) -> Residual:
-    slots, new = count_slots(p), torch.empty
-    return Residual(
-        new(slots, p.HV, p.V, p.K, dtype=p.dtype, device=p.device),
-        new(slots, p.HV, C, p.V, dtype=p.dtype, device=p.device),
-        new(slots, p.HV, C, p.V, dtype=p.dtype, device=p.device),
-    )
-
-
-def run_solve(p: Problem, x: Inputs, s: Solved, t: Tile | None = None) -> None:
-    keys = x.k if x.p is None else x.p
-    slots, chip = count_slots(p), chip_of(p.device)
-    t = t or tile("solve", p, chip)
-    solve[(slots, p.H)](
-        x.q, x.k, keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, p.beta_range,
-        strides(x.q), strides(x.k), strides(keys), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
-        H=p.H, HV=p.HV, K=p.K, BK=block(p.K), C=C, PACKED=p.packed, GATE=p.gate == "scalar", RAW_GATE=p.raw_gate,
-        HAS_BIAS=x.dt_bias is not None, HAS_BETA=x.beta is not None, RAW_BETA=p.raw_beta, NORM=p.l2norm,
-        UNDECAYED=p.erase == "undecayed", ERASE=p.erase is not None, OWN_P=x.p is not None,
-        PRECISION=precision(p, chip), **options(t),
+def run_solve(c: Call, s: Solved, t: Tile | None = None) -> None:
+    p, x = c.p, c.x
+    args = (
+        x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, p.beta_range,
+        strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
     )  # fmt: skip
+    constants = {
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
+        "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None, "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta,
+        "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None, "OWN_P": x.p is not None,
+        "PRECISION": precision(p, c.chip),
+    }  # fmt: skip
+    launch(c, solve, (c.slots, p.H, 1), args, constants, t or tile("solve", p, c.chip))
 
 
-def run_factor(p: Problem, x: Inputs, s: Solved, f: Factors, t: Tile | None = None) -> None:
-    slots, chip = count_slots(p), chip_of(p.device)
-    t = t or tile("factor", p, chip)
-    factor[(slots, p.H)](
-        x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, p.scale, strides(x.q), strides(x.k),
-        H=p.H, HV=p.HV, K=p.K, BK=block(p.K), C=C, PACKED=p.packed, GATE=p.gate == "scalar", NORM=p.l2norm,
-        UNDECAYED=p.erase == "undecayed", ERASE=p.erase is not None, PRECISION=precision(p, chip), **options(t),
-    )  # fmt: skip
+def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None) -> None:
+    p, x = c.p, c.x
+    args = (x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, p.scale, strides(x.q), strides(x.k))
+    constants = {
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
+        "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
+        "PRECISION": precision(p, c.chip),
+    }  # fmt: skip
+    launch(c, factor, (c.slots, p.H, 1), args, constants, t or tile("factor", p, c.chip))
 
 
 def run_scan(
-    p: Problem, x: Inputs, A: Tensor | None, f: Factors, o: Tensor | None, final: Tensor | None, r: Residual | None,
-    t: Tile | None = None,
-) -> None:  # fmt: skip
+    c: Call, A: Tensor | None, f: Factors, o: Tensor | None, final: Tensor | None, r: Residual | None, *choice: Tile
+) -> None:
     """With ``o`` and ``final``, stage output; with ``r``, what the backward pass needs."""
-    keys, chip = x.k if x.p is None else x.p, chip_of(p.device)
-    t = t or tile("scan", p, chip)
-    BV = min(t.BV, block(p.V))
-    scan[(triton.cdiv(p.V, BV), p.HV, p.N + p.packed)](
-        x.q, keys, x.v, x.cu_seqlens, A, *f, x.initial_state, o, final, *(r or (None,) * 3), p.N, p.T,
-        strides(x.q), strides(keys), strides(x.v),
-        states(p, x.initial_state), states(p, final),
-        H=p.H, HV=p.HV, K=p.K, BK=block(p.K), V=p.V, BV=BV, C=C, PACKED=p.packed, ERASE=p.erase is not None,
-        INITIAL=x.initial_state is not None, OUTPUT=o is not None, SAVE=r is not None,
-        TMA=t.tma and fits_tma(x.q, keys, x.v), PRECISION=precision(p, chip),
-        **options(t),
+    p, x = c.p, c.x
+    tma = fits_tma(x.q, c.keys, x.v)
+    args = (
+        x.q, c.keys, x.v, x.cu_seqlens, A, *f, x.initial_state, o, final, *(r or (None,) * 3), p.N, p.T,
+        strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
     )  # fmt: skip
+    for t in choice or scan_tiles(p, c.chip, c.compiling):
+        BV = min(t.BV, block(p.V))
+        constants = {
+            "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
+            "ERASE": p.erase is not None, "INITIAL": x.initial_state is not None, "OUTPUT": o is not None,
+            "SAVE": r is not None, "TMA": t.tma and tma, "PRECISION": precision(p, c.chip),
+        }  # fmt: skip
+        launch(c, scan, (triton.cdiv(p.V, BV), p.HV, p.N + p.packed), args, constants, t)
 
 
 def run_scan_backward(
-    p: Problem, x: Inputs, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain,
-    dinitial: Tensor | None, t: Tile | None = None,
+    c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile
+) -> None:
+    p, x = c.p, c.x
+    tma = fits_tma(x.q, c.keys, do)
+    args = (
+        x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial, p.N, p.T,
+        strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
+    )  # fmt: skip
+    for t in choice or scan_tiles(p, c.chip, c.compiling):
+        BV = min(t.BV, block(p.V))
+        constants = {
+            "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
+            "ERASE": p.erase is not None, "FINAL": dfinal is not None, "INITIAL": dinitial is not None,
+            "TMA": t.tma and tma, "PRECISION": precision(p, c.chip),
+        }  # fmt: skip
+        launch(c, scan_backward, (triton.cdiv(p.V, BV), p.HV, p.N), args, constants, t)
+
+
+def run_pairs(
+    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: tuple[Tensor, Tensor],
+    parts: Tensor | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
-    keys, chip = x.k if x.p is None else x.p, chip_of(p.device)
-    t = t or tile("scan_backward", p, chip)
-    BV = min(t.BV, block(p.V))
-    scan_backward[(triton.cdiv(p.V, BV), p.HV, p.N)](
-        x.q, keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial, p.N, p.T,
-        strides(x.q), strides(keys), strides(do),
-        states(p, dfinal), states(p, dinitial),
-        H=p.H, HV=p.HV, K=p.K, BK=block(p.K), V=p.V, BV=BV, C=C, PACKED=p.packed, ERASE=p.erase is not None,
-        FINAL=dfinal is not None, INITIAL=dinitial is not None,
-        TMA=t.tma and fits_tma(x.q, keys, do), PRECISION=precision(p, chip),
-        **options(t),
+    """Fills ``scores``, the gradients of q . k and of p . k (its sign turned) in a chunk, and row 0 of ``parts``."""
+    p, x = c.p, c.x
+    t = t or tile("pairs", p, c.chip)
+    args = (
+        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, parts, p.N, p.T,
+        p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
     )  # fmt: skip
-
-
-def run_gradients(
-    p: Problem, x: Inputs, s: Solved, f: Factors, r: Residual, chain: Chain, do: Tensor, d: Inputs
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fills ``d``; returns the gradients of A_log and dt_bias, a row of heads per slot."""
-    keys = x.k if x.p is None else x.p
-    slots, chip = count_slots(p), chip_of(p.device)
-    new = partial(torch.empty, device=p.device)
-    dPD, taken = (new(slots, p.HV, C, C, dtype=p.dtype) for _ in range(2))
-    parts = new(slots, p.HV, 4, C, dtype=torch.float32) if p.gate == "scalar" else None
-    common = {
-        "H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm,
-        "PRECISION": precision(p, chip),
+    constants = _widths(c, t) | {"BK": min(t.BV, block(p.K))} | {
+        "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta,
+        "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None, "OWN_P": x.p is not None,
+        "PRECISION": precision(p, c.chip),
     }  # fmt: skip
-    undecayed = p.erase == "undecayed"
-    t = tile("pairs", p, chip)
-    pairs[(slots, p.HV)](
-        x.q, x.k, keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, dPD, taken, parts,
-        p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(keys), strides(do),
-        BK=min(t.BV, block(p.K)), BV=min(t.BV, block(p.V)), HAS_BETA=x.beta is not None, RAW_BETA=p.raw_beta,
-        UNDECAYED=undecayed, ERASE=p.erase is not None, OWN_P=x.p is not None, **common, **options(t),
-    )  # fmt: skip
-    t = tile("query_gradients", p, chip)
-    query_gradients[(slots, p.H)](
-        x.q, x.k, do, r.states, dPD, s.norms, f.rates, x.cu_seqlens, d.q, parts, p.N, p.T,
-        strides(x.q), strides(x.k), strides(do), BK=block(p.K), BV=min(t.BV, block(p.V)), **common, **options(t),
-    )  # fmt: skip
-    t = tile("key_gradients", p, chip)
-    key_gradients[(slots, p.H)](
-        x.q, x.k, keys, r.U, chain.dU, r.states, chain.dstates, dPD, taken, s.vectors, s.norms, f.rates, x.cu_seqlens,
-        d.k, d.p, parts, p.N, p.T, strides(x.q), strides(x.k), strides(keys), BK=block(p.K), BV=min(t.BV, block(p.V)),
-        ERASE=p.erase is not None, OWN_P=x.p is not None, **common, **options(t),
-    )  # fmt: skip
-    if p.gate == "none":
-        return None, None
-    dA_log = new(slots, p.HV, dtype=torch.float32) if x.A_log is not None else None
-    ddt_bias = new(slots, p.HV, dtype=torch.float32) if x.dt_bias is not None else None
-    gates[(slots, p.HV)](
-        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, parts, x.cu_seqlens, d.g, dA_log, ddt_bias, p.N, p.T, batch(x.g),
-        tokens(x.g), HV=p.HV, C=C, PACKED=p.packed, RAW_GATE=p.raw_gate, HAS_BIAS=x.dt_bias is not None,
-        UNDECAYED=undecayed, ERASE=p.erase is not None, **options(tile("gates", p, chip)),
-    )  # fmt: skip
-    return dA_log, ddt_bias
+    launch(c, pairs, (c.slots, p.HV, 1), args, constants, t)
 
 
-def options(t: Tile) -> dict[str, int | bool]:
-    """What Triton takes beside a kernel's arguments; AMD's compiler does not know ``maxnreg``."""
-    chosen = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": True}
-    return chosen if t.registers is None else chosen | {"maxnreg": t.registers}
+def run_query_gradients(
+    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: tuple[Tensor, Tensor],
+    parts: Tensor | None, t: Tile | None = None,
+) -> None:  # fmt: skip
+    p, x = c.p, c.x
+    t = t or tile("query_gradients", p, c.chip)
+    args = (
+        x.q, x.k, do, r.states, scores[0], s.norms, f.rates, x.cu_seqlens, dq, parts, p.N, p.T,
+        strides(x.q), strides(x.k), strides(do),
+    )  # fmt: skip
+    constants = _widths(c, t) | {
+        "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "PRECISION": precision(p, c.chip),
+    }  # fmt: skip
+    launch(c, query_gradients, (c.slots, p.H, 1), args, constants, t)
+
+
+def run_key_gradients(
+    c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: tuple[Tensor, Tensor],
+    parts: Tensor | None, t: Tile | None = None,
+) -> None:  # fmt: skip
+    p, x = c.p, c.x
+    t = t or tile("key_gradients", p, c.chip)
+    args = (
+        x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, *scores, s.vectors, s.norms, f.rates, x.cu_seqlens,
+        d.k, d.p, parts, p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
+    )  # fmt: skip
+    constants = _widths(c, t) | {
+        "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "ERASE": p.erase is not None,
+        "OWN_P": x.p is not None, "PRECISION": precision(p, c.chip),
+    }  # fmt: skip
+    launch(c, key_gradients, (c.slots, p.H, 1), args, constants, t)
+
+
+def run_gates(
+    c: Call, s: Solved, parts: Tensor, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None
+) -> None:
+    """dg; and of A_log and dt_bias ``[slots, HV]``, to be summed."""
+    p, x = c.p, c.x
+    args = (
+        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, parts, x.cu_seqlens, dg, dA_log, ddt_bias, p.N, p.T,
+        batch(x.g), tokens(x.g),
+    )  # fmt: skip
+    constants = {
+        "HV": p.HV, "C": C, "PACKED": p.packed, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
+        "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
+    }  # fmt: skip
+    launch(c, gates, (c.slots, p.HV, 1), args, constants, t or tile("gates", p, c.chip))
+
+
+def _widths(c: Call, t: Tile) -> dict[str, Any]:
+    p = c.p
+    return {"H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": min(t.BV, block(p.V))}
 
 
 def block(width: int) -> int:
@@ -218,10 +239,10 @@ def flat(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def strides(t: Tensor | None) -> tuple[int, ...]:
+def strides(t: Tensor) -> tuple[int, ...]:
     """(batch, token, head, channel). Specialised: which are multiples of 16 decides how wide loads are, and with usual
     heads all are, whatever T."""
-    return (0, 0, 0, 0) if t is None else t.stride()
+    return t.stride()
 
 
 def batch(t: Tensor | None) -> int:

@@ -52,8 +52,6 @@ def precision(p: Problem, chip: Chip) -> str:
     return "tf32x3" if p.dtype == torch.float32 else "tf32"
 
 
-HOPPER, BLACKWELL = ("sm_90",), ("sm_100", "sm_103")
-
 # Blocks of value columns of a scan, the narrowest first: more programs for few heads, less traffic for many.
 SCANS = {
     "sm_90": (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
@@ -61,15 +59,23 @@ SCANS = {
 }
 
 
+def scan_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
+    """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose."""
+    choices = SCANS.get(chip.target)
+    if choices is None or p.dtype == torch.float32 or max(p.K, p.V) > 128:
+        return (Tile(4, 1 if chip.target.startswith("gfx") else 2, 32),)
+    choices = tuple(t for t in choices if t.BV <= max(32, p.V))
+    if every:
+        return choices
+    return (next((t for t in choices if p.N * p.HV * -(-p.V // t.BV) <= chip.processors), choices[-1]),)
+
+
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
-    """The tile of a kernel; of a scan, the narrowest with which all programs run at once."""
-    if kernel in ("scan", "scan_backward"):
-        choices = scan_tiles(kernel, p, chip.target)
-        return next((t for t in choices if p.N * p.HV * -(-p.V // t.BV) <= chip.processors), choices[-1])
-    return {"solve": Tile(1, 1), "factor": Tile(4, 1, registers=168), "gates": Tile(1, 1)}.get(kernel, Tile(8, 1, 64))
-
-
-def scan_tiles(kernel: str, p: Problem, target: str) -> tuple[Tile, ...]:
-    if p.dtype == torch.float32 or max(p.K, p.V) > 128 or target not in SCANS:
-        return (Tile(4, 1 if target.startswith("gfx") else 2, 32),)
-    return SCANS[target]
+    return {
+        "solve": Tile(1, 1),
+        "factor": Tile(4, 1, registers=168),
+        "pairs": Tile(4, 1, 128),
+        "query_gradients": Tile(4, 2, 64),
+        "key_gradients": Tile(4, 2, 64),
+        "gates": Tile(1, 1),
+    }[kernel]
