@@ -54,7 +54,7 @@ def forward(p: Problem, x: Inputs) -> Outputs:
         launch.run_scan(c, solved.A, factors, o, final, residual)
 
     with _on(p.device):
-        run(make_call(p, x), ("forward", *_kind(p), residual is None), kernels)
+        run(make_call(p, x, ("forward", residual is None)), kernels)
     if not p.needs_grad:
         return Outputs(o, final)
     return Outputs(o, final, _present(*solved) if residual is None else _present(*solved, *factors, *residual))
@@ -89,13 +89,8 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
             launch.run_gates(c, solved, parts, d.g, dA_log, ddt_bias)
 
     with _on(p.device):
-        run(make_call(p, x, do, dfinal), ("backward", *_kind(p), solved_again, factored_again), kernels)
+        run(make_call(p, x, ("backward", solved_again, factored_again), do, dfinal), kernels)
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
-
-
-def _kind(p: Problem) -> tuple:
-    """What a problem's kernels are compiled for, beside its tensors."""
-    return p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta, p.state_v_first
 
 
 def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:

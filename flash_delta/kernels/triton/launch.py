@@ -97,24 +97,22 @@ def run_solve(c: Call, s: Solved, t: Tile | None = None) -> None:
         x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, p.beta_range,
         strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    constants = {
+    launch(c, solve, (c.slots, p.H, 1), args, t or tile("solve", p, c.chip), lambda: {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
         "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None, "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta,
         "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None, "OWN_P": x.p is not None,
         "PRECISION": precision(p, c.chip),
-    }  # fmt: skip
-    launch(c, solve, (c.slots, p.H, 1), args, constants, t or tile("solve", p, c.chip))
+    })  # fmt: skip
 
 
 def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None) -> None:
     p, x = c.p, c.x
     args = (x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, p.scale, strides(x.q), strides(x.k))
-    constants = {
+    launch(c, factor, (c.slots, p.H, 1), args, t or tile("factor", p, c.chip), lambda: {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
         "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
         "PRECISION": precision(p, c.chip),
-    }  # fmt: skip
-    launch(c, factor, (c.slots, p.H, 1), args, constants, t or tile("factor", p, c.chip))
+    })  # fmt: skip
 
 
 def run_scan(
@@ -122,38 +120,34 @@ def run_scan(
 ) -> None:
     """With ``o`` and ``final``, stage output; with ``r``, what the backward pass needs."""
     p, x = c.p, c.x
-    tma = fits_tma(x.q, c.keys, x.v)
     args = (
         x.q, c.keys, x.v, x.cu_seqlens, A, *f, x.initial_state, o, final, *(r or (None,) * 3), p.N, p.T,
         strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
     )  # fmt: skip
-    for t in choice or scan_tiles(p, c.chip, c.compiling):
+    for t in choice or scan_tiles("scan", p, c.chip, c.compiling):
         BV = min(t.BV, block(p.V))
-        constants = {
+        launch(c, scan, (triton.cdiv(p.V, BV), p.HV, p.N + p.packed), args, t, lambda BV=BV, t=t: {
             "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
             "ERASE": p.erase is not None, "INITIAL": x.initial_state is not None, "OUTPUT": o is not None,
-            "SAVE": r is not None, "TMA": t.tma and tma, "PRECISION": precision(p, c.chip),
-        }  # fmt: skip
-        launch(c, scan, (triton.cdiv(p.V, BV), p.HV, p.N + p.packed), args, constants, t)
+            "SAVE": r is not None, "TMA": t.tma and fits_tma(x.q, c.keys, x.v), "PRECISION": precision(p, c.chip),
+        })  # fmt: skip
 
 
 def run_scan_backward(
     c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile
 ) -> None:
     p, x = c.p, c.x
-    tma = fits_tma(x.q, c.keys, do)
     args = (
         x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial, p.N, p.T,
         strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
     )  # fmt: skip
-    for t in choice or scan_tiles(p, c.chip, c.compiling):
+    for t in choice or scan_tiles("scan_backward", p, c.chip, c.compiling):
         BV = min(t.BV, block(p.V))
-        constants = {
+        launch(c, scan_backward, (triton.cdiv(p.V, BV), p.HV, p.N), args, t, lambda BV=BV, t=t: {
             "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
             "ERASE": p.erase is not None, "FINAL": dfinal is not None, "INITIAL": dinitial is not None,
-            "TMA": t.tma and tma, "PRECISION": precision(p, c.chip),
-        }  # fmt: skip
-        launch(c, scan_backward, (triton.cdiv(p.V, BV), p.HV, p.N), args, constants, t)
+            "TMA": t.tma and fits_tma(x.q, c.keys, do), "PRECISION": precision(p, c.chip),
+        })  # fmt: skip
 
 
 def run_pairs(
@@ -167,12 +161,11 @@ def run_pairs(
         x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, parts, p.N, p.T,
         p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
     )  # fmt: skip
-    constants = _widths(c, t) | {"BK": min(t.BV, block(p.K))} | {
+    launch(c, pairs, (c.slots, p.HV, 1), args, t, lambda: _widths(c, t) | {"BK": min(t.BV, block(p.K))} | {
         "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta,
         "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None, "OWN_P": x.p is not None,
         "PRECISION": precision(p, c.chip),
-    }  # fmt: skip
-    launch(c, pairs, (c.slots, p.HV, 1), args, constants, t)
+    })  # fmt: skip
 
 
 def run_query_gradients(
@@ -185,10 +178,9 @@ def run_query_gradients(
         x.q, x.k, do, r.states, scores[0], s.norms, f.rates, x.cu_seqlens, dq, parts, p.N, p.T,
         strides(x.q), strides(x.k), strides(do),
     )  # fmt: skip
-    constants = _widths(c, t) | {
+    launch(c, query_gradients, (c.slots, p.H, 1), args, t, lambda: _widths(c, t) | {
         "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "PRECISION": precision(p, c.chip),
-    }  # fmt: skip
-    launch(c, query_gradients, (c.slots, p.H, 1), args, constants, t)
+    })  # fmt: skip
 
 
 def run_key_gradients(
@@ -201,11 +193,10 @@ def run_key_gradients(
         x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, *scores, s.vectors, s.norms, f.rates, x.cu_seqlens,
         d.k, d.p, parts, p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
     )  # fmt: skip
-    constants = _widths(c, t) | {
+    launch(c, key_gradients, (c.slots, p.H, 1), args, t, lambda: _widths(c, t) | {
         "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "ERASE": p.erase is not None,
         "OWN_P": x.p is not None, "PRECISION": precision(p, c.chip),
-    }  # fmt: skip
-    launch(c, key_gradients, (c.slots, p.H, 1), args, constants, t)
+    })  # fmt: skip
 
 
 def run_gates(
@@ -217,11 +208,10 @@ def run_gates(
         x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, parts, x.cu_seqlens, dg, dA_log, ddt_bias, p.N, p.T,
         batch(x.g), tokens(x.g),
     )  # fmt: skip
-    constants = {
+    launch(c, gates, (c.slots, p.HV, 1), args, t or tile("gates", p, c.chip), lambda: {
         "HV": p.HV, "C": C, "PACKED": p.packed, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
         "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
-    }  # fmt: skip
-    launch(c, gates, (c.slots, p.HV, 1), args, constants, t or tile("gates", p, c.chip))
+    })  # fmt: skip
 
 
 def _widths(c: Call, t: Tile) -> dict[str, Any]:

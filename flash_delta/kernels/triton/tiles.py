@@ -52,19 +52,20 @@ def precision(p: Problem, chip: Chip) -> str:
     return "tf32x3" if p.dtype == torch.float32 else "tf32"
 
 
-# Blocks of value columns of a scan, the narrowest first: more programs for few heads, less traffic for many.
+# Blocks of value columns, the narrowest first: more programs for few heads, less traffic for many.
 SCANS = {
-    "sm_90": (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
-    "sm_100": (Tile(8, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
+    ("scan", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
+    ("scan_backward", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 2, 128, tma=True)),
+    ("scan", "sm_100"): (Tile(8, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
+    ("scan_backward", "sm_100"): (Tile(8, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
 }
 
 
-def scan_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
+def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose."""
-    choices = SCANS.get(chip.target)
+    choices = SCANS.get((kernel, chip.target))
     if choices is None or p.dtype == torch.float32 or max(p.K, p.V) > 128:
         return (Tile(4, 1 if chip.target.startswith("gfx") else 2, 32),)
-    choices = tuple(t for t in choices if t.BV <= max(32, p.V))
     if every:
         return choices
     return (next((t for t in choices if p.N * p.HV * -(-p.V // t.BV) <= chip.processors), choices[-1]),)
