@@ -1,11 +1,8 @@
 """Operations of Gluon that Triton 3.9 calls by other names than 3.6."""
 
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-if hasattr(gl, "barrier"):
-    barrier, reinterpret = gl.barrier, gl.shared_memory_descriptor.reinterpret
+if hasattr(tma, "async_load"):
     tma_load, tma_store = tma.async_load, tma.async_store
 else:
-    barrier, reinterpret = gl.thread_barrier, gl.shared_memory_descriptor._reinterpret
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global

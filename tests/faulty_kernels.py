@@ -53,6 +53,8 @@ def launches(target):
     if target == "sm_90a":
         yield Launch("large", partial(multiply, 128, 256, 64))  # 256 of 255 registers for the accumulator
         yield Launch("lint", transpose_accumulator)
+    if target == "sm_100":
+        yield Launch("tensor", partial(multiply, 256, 256, 32, precision="tf32x3", dtype=torch.float32))
     if target == "gfx942":
         yield Launch("warning", partial(warnings.warn, "this option will go"))
         yield Launch("compile", partial(multiply, 64, 64, 64, precision="tf32x3", dtype=torch.float32))

@@ -15,7 +15,7 @@ from flash_delta.compiler.record import changes, read, rows, within, write
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 FAULTY = ["faulty_kernels"]
-TARGETS = ["sm_80", "sm_89", "sm_90a", "gfx942"]
+TARGETS = ["sm_80", "sm_89", "sm_90a", "sm_100", "gfx942"]
 CLEAN = {"registers": 100, "spilled": 0, "shared": 1024}
 SPILLS = Result("m/large/f", "sm_80", CLEAN | {"spilled": 12})
 SPILL_ALLOWED = Allowed("m/large/*", ("sm_80",), "spill", "a reason", at_most=12)
@@ -35,12 +35,14 @@ def test_every_planted_fault_is_found():
         "shared/product, sm_89",
         "large/product, sm_90a",
         "lint/transposed_accumulator, sm_90a",
+        "tensor/product, sm_100",
         "compile, gfx942",
         "warning, gfx942",
     }
     assert wrong["warning, gfx942"] == "does not compile: UserWarning: this option will go"
     assert wrong["crash, sm_80"].startswith("does not compile: the compiler crashed")
     assert wrong["shared/product, sm_89"].endswith("bytes of shared memory of 101,376")
+    assert wrong["tensor/product, sm_100"].endswith("columns of tensor memory of 512")
     assert wrong["lint/transposed_accumulator, sm_90a"].startswith("a product is transposed and multiplied again")
     assert wrong["compile, gfx942"].startswith("does not compile: AssertionError: input_precision must be one of")
     (large,) = (r.facts for r in results if r.kernel == "faulty_kernels/large/product")
@@ -92,17 +94,17 @@ def test_record(tmp_path):
 @needs_triton
 def test_the_command_compares_with_what_is_recorded(tmp_path):
     triton, _ = find_jobs([], [])
-    path, key = tmp_path / f"triton-{triton}.json", "prototypes.backward_loop/BV=64/backward_loop @ gfx942"
-    write(path, {key: {"registers": 1}, "other/f/f @ gfx942": {}})
-    command = ["compile", "prototypes.backward_loop", "--target", "gfx942", "--record", str(tmp_path)]
+    path, key = tmp_path / f"triton-{triton}.json", "faulty_kernels/good/product @ sm_120"
+    write(path, {key: {"registers": 1}, "other/f/f @ sm_120": {}})
+    command = ["compile", "faulty_kernels", "--target", "sm_120", "--record", str(tmp_path)]
     ran = CliRunner().invoke(app, command)
     assert ran.exit_code == 1
-    assert f"changed (--update records it): {key}: registers 1 -> 2" in ran.output
+    assert f"changed (--update records it): {key}: registers 1 -> " in ran.output
     ran = CliRunner().invoke(app, [*command, "--update"])
     assert ran.exit_code == 0, ran.output
     recorded = json.loads(path.read_text())
-    assert recorded.keys() == {key, "other/f/f @ gfx942"}
-    assert recorded[key]["registers"] > 200
+    assert recorded.keys() == {key, "other/f/f @ sm_120"}
+    assert recorded[key]["HMMA"] > 0
 
 
 @needs_triton
@@ -134,10 +136,12 @@ def compilations(module, launch):
         return first, len(compiled)
 
 
-def scan(chunks):
-    from prototypes import forward_loop
+def family(tokens):
+    """Every kernel of the Triton backend, forward and backward."""
+    from flash_delta.kernels.triton import launches
 
-    forward_loop.launch(forward_loop.make("meta", chunks=chunks), forward_loop.Tile(64, 4, 2))
+    launches.call_chunks(launches.Case(raw=True, tokens=tokens))
+    launches.call_scans(launches.Case(tokens=tokens), True, False, launches.Tile(4, 2, 32), launches.Tile(4, 2, 32))
 
 
 def specialised_product(steps):
@@ -147,7 +151,7 @@ def specialised_product(steps):
 
 
 @needs_triton
-@pytest.mark.parametrize(("launch", "total"), [("scan", 1), ("specialised_product", 2)])
+@pytest.mark.parametrize(("launch", "total"), [("family", 8), ("specialised_product", 2)])
 def test_random_lengths_compile_nothing_new(launch, total):
     """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""
     with clean_processes(1) as (pool, _):
@@ -156,5 +160,5 @@ def test_random_lengths_compile_nothing_new(launch, total):
 
 @needs_triton
 def test_facts_do_not_change_from_run_to_run():
-    job = Job("prototypes.backward_loop", "BV=32", "sm_120")
+    job = Job("faulty_kernels", "good", "sm_120")
     assert list(compile_all([job])) == list(compile_all([job]))

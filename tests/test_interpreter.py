@@ -13,8 +13,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
+from flash_delta.kernels.triton import launches
 from flash_delta.testing import interpreter, relative_error
-from prototypes import backward_loop, forward_loop, inverse
 
 # A product's operands are rounded to the inputs' type once more on the way: a few roundings of the result.
 LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -70,18 +70,11 @@ def test_arithmetic_is_rounded_as_in_torch(dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize(
-    ("kernels", "tile", "sizes"),
-    [
-        (forward_loop, forward_loop.Tile(16, 4, 1), {"N": 2, "chunks": 3, "K": 32, "V": 32, "C": 16}),
-        (backward_loop, forward_loop.Tile(16, 4, 1), {"N": 2, "chunks": 3, "K": 32, "V": 32, "C": 16}),
-        (inverse, inverse.Tile(1, "ieee"), {"chunks": 2, "K": 32}),
-    ],
-    ids=["scan", "scan_backward", "solve"],
-)
-def test_prototypes(kernels, tile, sizes, dtype):
-    inputs = kernels.make("cpu", **sizes, dtype=dtype)
-    got, want = kernels.launch(inputs, tile), kernels.truth(inputs)
-    assert got.keys() == want.keys()
-    for name in want:
-        assert relative_error(got[name], want[name]) < LIMIT[dtype], name
+@pytest.mark.parametrize("name", launches.STAGES)
+def test_stages_of_the_tuner(name, dtype):
+    stage, tile = launches.STAGES[name], launches.Tile(4, 1, 16)
+    made = launches.make("cpu", B=2, T=150, H=1, HV=2, K=32, V=32, dtype=dtype)
+    got, want = stage.launch(made, tile), stage.truth(made)
+    assert want
+    for output in want:
+        assert relative_error(got[output], want[output]) < LIMIT[dtype], output

@@ -31,11 +31,13 @@ OPCODES = (
 
 
 def facts(compiled: Compiled, target: str) -> Facts:
-    """Registers and bytes spilled of one thread (AMD: registers of both kinds), bytes of shared memory of a program,
-    and how often a telling instruction occurs, if it does."""
+    """Registers and bytes spilled of one thread (AMD: registers of both kinds), bytes of shared memory and columns
+    of tensor memory of a program, and how often a telling instruction occurs, if it does."""
     metadata = compiled.kernel.metadata
     numbers = _amd if TARGETS[target].backend == "hip" else _nvidia
     launch = {"shared": metadata.shared, "warps": metadata.num_warps, "stages": metadata.num_stages}
+    if columns := getattr(metadata, "tmem_size", 0):  # Blackwell's tensor memory
+        launch["tensor"] = columns
     return launch | numbers(compiled.kernel.asm, compiled.log)
 
 

@@ -63,7 +63,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
-        chunk_size: 16, 32 or 64 tokens per chunk. Default 64.
+        chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
         disable_recompute: keep more for the backward pass (A and one state per chunk) instead of recomputing it.
         transpose_state_layout: older name of ``state_v_first``.
         backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.

@@ -71,7 +71,7 @@ def chunk_kda(
         cp_context: must be None.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
         dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
-        chunk_size: 16, 32 or 64 tokens per chunk. Default 64.
+        chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
         transpose_state_layout: older name of ``state_v_first``.
         backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
 

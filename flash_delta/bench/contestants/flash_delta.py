@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from flash_delta import explain
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import leaves
 from flash_delta.testing import Workload, options
 
 PACKAGE = "flash-delta"
-CACHES = ("TRITON_CACHE_DIR",)  # of kernel backends; the torch backend compiles nothing
+CACHES = ("TRITON_CACHE_DIR",)
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
@@ -17,6 +18,6 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload)
-    if workload.packed:
-        inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()  # no backend reads the device
+    if workload.packed and explain(op, **inputs, **chosen).backend is None:
+        inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()  # the torch backend plans on the host, and never reads a device
     return Call(lambda: op(**inputs, **chosen), inputs)

@@ -27,6 +27,18 @@ def norm_backward(z, x, r):
     return z - y * tl.sum(y * z, 1)[:, None]
 
 
+@triton.jit
+def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
+    """Of ``t``, which is to be added to ``z`` (OWN_SUMS) or has been: z with it, its row sums <x, t>, and those of z."""
+    sums = before
+    if GATE:
+        sums = tl.sum(x * t, 1)
+    if OWN_SUMS:
+        return z + t, sums, before
+    else:
+        return t, sums - before, sums
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def query_gradients(
     q, k, do, states, dPD, norms, rates, cu_seqlens, dq, parts, N, T,
@@ -48,22 +60,22 @@ def query_gradients(
             return
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
-    z, before = tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
+    z = tl.zeros([C, BK], tl.float32)
     for member in range(GROUP):
         hv = h * GROUP + member
         head = slot.to(tl.int64) * HV + hv
         do_rows = rows_of(do, do_strides, row, hv)
         e_q = tl.load(rates + head * 4 * C + i)  # scale e^G r_q
+        read = tl.zeros([C, BK], tl.float32)
         for w in range(0, V, BV):
             s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
             dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
-            z = tl.dot((dO * e_q[:, None]).to(ty), s0, z, input_precision=PRECISION)
+            read = tl.dot(dO, s0, read, input_precision=PRECISION)
+        read *= e_q[:, None]
         if GATE:
-            sums = tl.sum(qq * z, 1)
-            tl.store(parts + head * 4 * C + C + i, sums - before)
+            tl.store(parts + head * 4 * C + C + i, tl.sum(qq * read, 1))
+        z += read
         z = tl.dot(load_block(dPD + head * C * C, 0, 0, C, C, C, C), kk, z, input_precision=PRECISION)
-        if GATE:
-            before = tl.sum(qq * z, 1)
     if NORM:
         z = norm_backward(z, qq, tl.load(norms + (slot.to(tl.int64) * H + h) * 3 * C + i))
     store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
@@ -102,45 +114,51 @@ def key_gradients(
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rk = tl.load(norm + C)
+    # Row sums of what is added to an accumulator are differences of the accumulator's. That costs float32 its last digits,
+    # so it gets an accumulator for each: it spills anyway, and would spill 700 bytes in 16 bits (sm_90a, K = V = 128).
+    OWN_SUMS: tl.constexpr = ty == tl.float32
+    d = tl.arange(0, BV)
     z, zp = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     before, before_p = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for member in range(GROUP):
         head = slot.to(tl.int64) * HV + h * GROUP + member
         rate, e_k, through = rates + head * 4 * C, rk, 0.0
         if GATE:
-            part = parts + head * 4 * C
-            first = vectors + head * 4 * C
+            part, first = parts + head * 4 * C, vectors + head * 4 * C
             high, low = tl.load(first + C - 1) - tl.load(first + i), tl.load(first + 2 * C - 1) - tl.load(first + C + i)
             e_k = rk * tl.exp(high + low)
         e_p = tl.load(rate + C + i) * tl.load(rate + 2 * C + i)  # b e^H r_p
+        t = zp if OWN_P else z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
         for w in range(0, V, BV):
             s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
             if ERASE:
                 lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
-                erased = (lam * -e_p[:, None]).to(ty)
-                if OWN_P:
-                    zp = tl.dot(erased, s0, zp, input_precision=PRECISION)
-                else:
-                    z = tl.dot(erased, s0, z, input_precision=PRECISION)
+                t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
             if GATE:
                 ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
-                through += tl.sum(s0.to(tl.float32) * ds1.to(tl.float32))
+                rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)  # its diagonal: S0 and dS1 need no registers
+                through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
         if GATE:
             tl.store(part + i, tl.load(part + i) + tl.load(rate + 3 * C) * through)
-            if ERASE:
-                if OWN_P:
-                    sums = tl.sum(pp * zp, 1)
-                    tl.store(part + 2 * C + i, sums - before_p)
-                else:
-                    sums = tl.sum(kk * z, 1)
-                    tl.store(part + 2 * C + i, sums - before)
-                    before = sums
+        if ERASE:
+            if OWN_P:
+                zp, sums, before_p = add(zp, t, pp, before_p, GATE, OWN_SUMS)
+            else:
+                z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
+            if GATE:
+                tl.store(part + 2 * C + i, sums)
+        t = z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
         for w in range(0, V, BV):
             u = load_block(U + head * C * V, 0, w, C, V, C, BV)
             ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
-            z = tl.dot((u * e_k[:, None]).to(ty), ds1, z, input_precision=PRECISION)
+            t = tl.dot((u * e_k[:, None]).to(ty), ds1, t, input_precision=PRECISION)
+        z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
         if GATE:
-            tl.store(part + 3 * C + i, tl.sum(kk * z, 1) - before)
+            tl.store(part + 3 * C + i, sums)
         pairs_qk = load_block(dPD + head * C * C, 0, 0, C, C, C, C)
         z = tl.dot(tl.trans(pairs_qk), qq, z, input_precision=PRECISION)
         if ERASE:
@@ -148,12 +166,12 @@ def key_gradients(
             z -= tl.dot(tl.trans(pairs_pk), pp, input_precision=PRECISION)
             if OWN_P:
                 zp -= tl.dot(pairs_pk, kk, input_precision=PRECISION)
-                if GATE:
-                    before_p = tl.sum(pp * zp, 1)
             else:
                 z -= tl.dot(pairs_pk, kk, input_precision=PRECISION)
-        if GATE:
+        if GATE and not OWN_SUMS:
             before = tl.sum(kk * z, 1)
+            if OWN_P:
+                before_p = tl.sum(pp * zp, 1)
     if NORM:
         z = norm_backward(z, kk, rk)
     store_tile(dk_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)

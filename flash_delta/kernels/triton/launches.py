@@ -1,56 +1,226 @@
 """What the compile gate compiles and the tuner times: the launchers, on problems that models have."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_delta.compiler import Launch, Stage
-from flash_delta.kernels.triton import backend, launch
-from flash_delta.kernels.triton.chunk import C
-from flash_delta.kernels.triton.tiles import Tile
+from flash_delta.kernels.triton import launch
+from flash_delta.kernels.triton.chunk import C, count_slots
+from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.tiles import Chip, Tile, scan_tiles, takes_tma
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import chunked, stages
 from flash_delta.reference.tokens import TokenReader
 
 Tensors = dict[str, Tensor]
-bf16 = torch.bfloat16
 
 
-def _problem(x: Inputs, **options) -> Problem:
-    (B, T, H, K), (_, _, HV, V) = x.q.shape, x.v.shape
-    described = {"gate": "scalar", "erase": "decayed", "lengths": (T,) * B, "scale": K**-0.5} | options
-    N = B if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
+class Case(NamedTuple):
+    """A member of the family, as the gate compiles it: two packed sequences, two value heads per key head."""
+
+    width: int = 128  # K and V
+    dtype: torch.dtype = torch.bfloat16
+    gate: str = "scalar"
+    erase: str | None = "decayed"
+    raw: bool = False  # with norms and activations
+    tokens: int = 128
+    gap: int = 0  # elements between heads: odd ones keep the copy engine away
+
+
+# What a kernel's code depends on, each combination once: scans know nothing of gates, norms and activations.
+CHUNKS = {
+    "gdn-64": Case(64),
+    "gdn-128": Case(),
+    "gdn-128-raw": Case(raw=True),
+    "gdn-256": Case(256),
+    "gdn-64-float32": Case(64, torch.float32),
+    "comba-128-raw": Case(erase="undecayed", raw=True),
+    "delta-rule-128": Case(gate="none"),
+    "simple-gla-128": Case(erase=None),
+}
+SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128")}
+
+
+def describe(x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False) -> Problem:
+    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     packed = x.cu_seqlens is not None
-    return Problem("tune", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, packed=packed, **described)
+    N = x.cu_seqlens.numel() - 1 if packed else B
+    return Problem(
+        "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5,
+        lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_gate=raw, raw_beta=raw,
+    )  # fmt: skip
 
 
-def _compile(
-    D: int, backward: bool, dtype: torch.dtype = bf16, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False
-) -> None:
-    """Forward, or forward and backward with everything kept, of two packed sequences."""
-    H, HV, T = 2, 4, 128
+class Kernels:
+    """The launchers on one problem, with all that the kernels write for each other."""
+
+    def __init__(
+        self, p: Problem, x: Inputs, solved: launch.Solved | None = None, factors: launch.Factors | None = None
+    ):
+        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",))
+        self.solved, self.factors = solved or launch.new_solved(p), factors or launch.new_factors(p)
+
+    def solve(self) -> None:
+        launch.run_solve(self.c, self.solved)
+
+    def factor(self, t: Tile | None = None) -> None:
+        launch.run_factor(self.c, self.solved, self.factors, t)
+
+    def scan(self, output: bool, save: bool, t: Tile) -> Tensors:
+        p, o, final = self.p, None, None
+        if output:
+            o, final = torch.empty_like(self.x.v), torch.empty(p.state_shape, device=p.device)
+        residual = launch.new_residual(p) if save else None
+        launch.run_scan(self.c, self.solved.A, self.factors, o, final, residual, t)
+        return {"o": o, "final_state": final}
+
+    def scan_backward(self, t: Tile) -> Tensors:
+        chain, state = launch.new_chain(self.p), self.x.initial_state
+        dinitial = None if state is None else torch.empty_like(state)
+        launch.run_scan_backward(self.c, self.factors, self.x.v, state, chain, dinitial, t)  # v for do
+        return chain._asdict()
+
+    def gradients(self) -> None:
+        c, p, x, s, do = self.c, self.p, self.x, self.solved, self.x.v
+        residual, chain, d = launch.new_residual(p), launch.new_chain(p), launch.new_gradients(x)
+        new = partial(torch.empty, count_slots(p), p.HV, device=p.device)
+        scores = (new(C, C, dtype=p.dtype), new(C, C, dtype=p.dtype))
+        parts = None if x.g is None else new(4, C)
+        launch.run_pairs(c, s, residual, chain, do, d, scores, parts)
+        launch.run_query_gradients(c, s, self.factors, residual, do, d.q, scores, parts)
+        launch.run_key_gradients(c, s, self.factors, residual, chain, d, scores, parts)
+        if parts is not None and p.K == 128:  # `gates` knows no width
+            launch.run_gates(c, s, parts, d.g, *(None if t is None else new() for t in (x.A_log, x.dt_bias)))
+
+
+def problem_of(case: Case) -> tuple[Problem, Inputs]:
     new = partial(torch.empty, device="meta")
-    q, v = new(1, T, H, D, dtype=dtype), new(1, T, HV, D, dtype=dtype)
-    g = None if gate == "none" else new(1, T, HV)
-    own = q if erase == "undecayed" else None
-    A_log = new(HV) if raw else None
-    x = Inputs(q, q, v, g, new(1, T, HV), own, new(2, HV, D, D), A_log, A_log, new(3, dtype=torch.int32))
-    flags = {"l2norm": raw, "raw_gate": raw, "raw_beta": raw, "lengths": None, "needs_grad": backward}
-    p = _problem(x, gate=gate, erase=erase, **flags)
-    saved = backend.forward(p, x).saved
-    if backward:
-        backend.backward(p, x, saved, v, new(2, HV, D, D))
+    H, HV, T, D = 2, 4, case.tokens, case.width
+    q, v = (new(1, T, heads, D + case.gap, dtype=case.dtype)[..., :D] for heads in (H, HV))
+    g = None if case.gate == "none" else new(1, T, HV)
+    beta = None if case.erase is None else new(1, T, HV)
+    per_head = new(HV) if case.raw else None
+    own = q if case.erase == "undecayed" else None
+    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, D), per_head, per_head, new(3, dtype=torch.int32))
+    return describe(x, case.gate, case.erase, case.raw), x
+
+
+def call_chunks(case: Case) -> None:
+    kernels = Kernels(*problem_of(case))
+    kernels.solve()
+    kernels.factor()
+    kernels.gradients()
+
+
+def call_scans(case: Case, output: bool, save: bool, t: Tile, back: Tile | None) -> None:
+    kernels = Kernels(*problem_of(case))
+    kernels.scan(output, save, t)
+    if back is not None:
+        kernels.scan_backward(back)
 
 
 def launches(target: str) -> Iterator[Launch]:
-    for D in (64, 128, 256):
-        yield Launch(f"gdn-{D}", partial(_compile, D, False))
-    for D in (64, 128):
-        yield Launch(f"gdn-{D}-training", partial(_compile, D, True))
-    yield Launch("gdn-128-raw-training", partial(_compile, 128, True, raw=True))
-    yield Launch("comba-128-training", partial(_compile, 128, True, erase="undecayed"))
-    yield Launch("simple-gla-128-training", partial(_compile, 128, True, erase=None))
-    yield Launch("delta-rule-128-training", partial(_compile, 128, True, gate="none"))
-    yield Launch("gdn-64-float32-training", partial(_compile, 64, True, dtype=torch.float32))
+    """A scan has three forms: for the output, for the backward pass, and for both (``disable_recompute``)."""
+    chip = Chip(target.removesuffix("a"), 1)
+    for name, case in CHUNKS.items():
+        yield Launch(name, partial(call_chunks, case))
+    unaligned = {"gdn-128-unaligned": Case(gap=1)} if takes_tma(chip) else {}
+    for name, case in (SCANS | unaligned).items():
+        p, _ = problem_of(case)
+        forward, backward = (scan_tiles(kernel, p, chip, every=True) for kernel in ("scan", "scan_backward"))
+        for t, back in zip(forward, backward, strict=True):
+            scan = f"{name}-BV={t.BV}"
+            yield Launch(scan, partial(call_scans, case, True, False, t, back))
+            if name in CHUNKS and case.erase is not None:
+                yield Launch(f"{scan}-recomputed", partial(call_scans, case, False, True, t, None))
+            if name in ("gdn-64", "gdn-128"):
+                yield Launch(f"{scan}-kept", partial(call_scans, case, True, True, t, None))
+
+
+def make(
+    device: torch.device | str, B: int = 4, T: int = 2048, H: int = 64, HV: int = 64, K: int = 128, V: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensors:  # fmt: skip
+    """A call of Gated DeltaNet with what `solve` and `factor` make of it; 256 states walk through 32 chunks."""
+    new = partial(torch.randn, B, T, device=device)
+    q, k = (F.normalize(new(H, K), dim=-1).to(dtype) for _ in range(2))
+    x = Inputs(q, k, new(HV, V).to(dtype), F.logsigmoid(new(HV) + 3), torch.sigmoid(new(HV)))
+    kernels = Kernels(describe(x), x)
+    kernels.solve()
+    kernels.factor()
+    made = kernels.factors._asdict() | {"A": kernels.solved.A, "vectors": kernels.solved.vectors}
+    return made | {name: t for name, t in x._asdict().items() if t is not None}
+
+
+def kernels_on(made: Tensors, new_factors: bool = False) -> Kernels:
+    x = Inputs(*(made[name] for name in ("q", "k", "v", "g", "beta")))
+    factors = None if new_factors else launch.Factors(made["X"], made["Y"], made["rates"])
+    return Kernels(describe(x), x, launch.Solved(made["A"], made["vectors"], None), factors)
+
+
+def tune_factor(made: Tensors, t: Tile) -> Tensors:
+    kernels = kernels_on(made, new_factors=True)
+    kernels.factor(t)
+    return kernels.factors._asdict()
+
+
+def tune_scan(made: Tensors, t: Tile) -> Tensors:
+    return kernels_on(made).scan(True, False, t)
+
+
+def tune_scan_backward(made: Tensors, t: Tile) -> Tensors:
+    return kernels_on(made).scan_backward(t)
+
+
+def truth(made: Tensors) -> Tensors:
+    """Of all three stages, in float64: every chunk in one segment of the reference, and then slot by slot."""
+    x = Inputs(*(made[name].double() for name in ("q", "k", "v", "g", "beta")))
+    p = describe(x)
+    layout = chunked.make_layout(p)
+    reader = TokenReader(p, layout, x)
+    (segment,) = layout.segments(count_slots(p))
+    tokens = reader.read(segment)
+    factors = stages.factor(tokens)
+    dS = x.v.new_zeros(p.N, p.H, p.HV // p.H, p.K, p.V)
+    dS1, dU = stages.scan_backward(tokens, factors, segment, reader.values(x.v, segment) * p.scale, dS)
+
+    def by_slot(t: Tensor) -> Tensor:
+        return t.flatten(1, 2).unflatten(0, (-1, p.N)).transpose(0, 1).flatten(0, 1)
+
+    out = chunked.forward(p, x)
+    return {
+        "X": by_slot(factors.X), "Y": p.scale * by_slot(factors.Y), "o": out.o, "final_state": out.final_state,
+        "dstates": by_slot(dS1.mT), "dU": by_slot(dU),
+    }  # fmt: skip
+
+
+def truth_of(*names: str) -> Callable[[Tensors], Tensors]:
+    def chosen(made: Tensors) -> Tensors:
+        all_of_them = truth(made)
+        return {name: all_of_them[name] for name in names}
+
+    return chosen
+
+
+def factor_candidates(target: str) -> list[Tile]:
+    limits = (None,) if target.startswith("gfx") else (None, 128, 168, 184, 200)
+    return [Tile(warps, 1, registers=limit) for warps in (4, 8) for limit in limits]
+
+
+def scan_candidates(target: str) -> list[Tile]:
+    tma = takes_tma(Chip(target.removesuffix("a"), 1))
+    depths = (1,) if target == "gfx942" else (1, 2, 3, 4)
+    return [Tile(warps, depth, BV, tma=tma) for BV, warps, depth in product((32, 64, 128), (4, 8), depths)]
+
+
+STAGES = {
+    "factor": Stage((128, 128), factor_candidates, make, tune_factor, truth_of("X", "Y")),
+    "scan": Stage((128, 128), scan_candidates, make, tune_scan, truth_of("o", "final_state")),
+    "scan_backward": Stage((128, 128), scan_candidates, make, tune_scan_backward, truth_of("dstates", "dU")),
+}

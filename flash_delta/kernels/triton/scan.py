@@ -68,6 +68,7 @@ def scan(
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
     rows = chunks * (HV * C)
+    STATE_TMA: tl.constexpr = TMA and V % BV == 0  # a block of a state's rows must not reach into the next state
     k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
     vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, TMA)
@@ -78,6 +79,7 @@ def scan(
         Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
         os = matrix(o_rows, o_strides, stop, V, C, BV, TMA)
     if SAVE:
+        Ss = matrix(states + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
         Rs = matrix(R_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
         Us = matrix(U_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
         if ERASE:
@@ -94,8 +96,7 @@ def scan(
         R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
         s = S.to(ty)
         if SAVE:
-            inside = (d < V)[:, None] & (c < K)[None, :]
-            tl.store(states + (head + j * HV) * V * K + d[:, None] * K + c[None, :], s, mask=inside)
+            store_tile(Ss, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
         if ERASE:
             pp = load_tile(ps, p_strides, token, stop, 0, K, C, BK, TMA)
             E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]

@@ -33,9 +33,11 @@ def scan_backward(
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
     rows = chunks * (HV * C)
+    STATE_TMA: tl.constexpr = TMA and V % BV == 0  # as in scan
     k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
     Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
+    dSs = matrix(dstates + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
     dUs = matrix(dU + head * C * V, v_matrix, rows, V, C, BV, TMA)
     dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, TMA)
     qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
@@ -53,8 +55,7 @@ def scan_backward(
         x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
         qq = load_tile(qs, q_strides, token, stop, 0, K, C, BK, TMA)
         s = dS.to(ty)
-        inside = (d < V)[:, None] & (c < K)[None, :]
-        tl.store(dstates + (head + j * HV) * V * K + d[:, None] * K + c[None, :], s, mask=inside)
+        store_tile(dSs, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
         lam = tl.dot(dO, y, input_precision=PRECISION)
         lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma

@@ -1,7 +1,7 @@
 """The launch numbers of the kernels: one table row per kernel and kind of chip, from measurements or the compile gate.
 
-H200 rows were measured (docs/notes); the others are the largest tiles that compile without a spill and within a chip's shared
-memory (``flash-delta compile``).
+Rows of sm_90 up to a width of 128 were measured on an H200 (docs/notes); the others are the largest tiles that compile
+without a spill and within a chip's shared memory (``flash-delta compile``).
 """
 
 from functools import lru_cache
@@ -52,7 +52,59 @@ def precision(p: Problem, chip: Chip) -> str:
     return "tf32x3" if p.dtype == torch.float32 else "tf32"
 
 
-# Blocks of value columns, the narrowest first: more programs for few heads, less traffic for many.
+def family(target: str) -> str:
+    """The chip of the tables that ``target`` is most like: by its matrix instructions, and by its shared memory."""
+    if target.startswith("gfx"):
+        return "gfx942"
+    return {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}.get(target, "sm_80")  # consumer chips, too
+
+
+def takes_tma(chip: Chip) -> bool:
+    """Whether the table has tiles for the chip's copy engine."""
+    return family(chip.target) in ("sm_90", "sm_100")
+
+
+# Of heads up to 64, up to 128 and up to 256 wide (the wider of K and V).
+TILES = {
+    ("factor", "gfx942"): (Tile(4, 1),) * 3,
+    ("factor", "sm_80"): (Tile(4, 1), Tile(4, 1), Tile(8, 1)),
+    ("factor", "sm_90"): (Tile(4, 1, registers=168), Tile(4, 1, registers=168), Tile(4, 1)),
+    ("factor", "sm_100"): (Tile(4, 1),) * 3,
+    ("pairs", "gfx942"): (Tile(4, 1, 128),) * 3,
+    ("pairs", "sm_80"): (Tile(4, 1, 32), Tile(8, 2, 64), Tile(8, 2, 64)),
+    ("pairs", "sm_90"): (Tile(4, 1, 128), Tile(4, 1, 128), Tile(4, 1, 64)),
+    ("pairs", "sm_100"): (Tile(4, 1, 128),) * 3,
+    ("query_gradients", "gfx942"): (Tile(4, 2, 64),) * 3,
+    ("query_gradients", "sm_80"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
+    ("query_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
+    ("query_gradients", "sm_100"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
+    ("key_gradients", "gfx942"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(4, 1, 32)),
+    ("key_gradients", "sm_80"): (Tile(8, 2, 64), Tile(8, 1, 32), Tile(8, 1, 16)),
+    ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(8, 2, 64), Tile(8, 1, 16)),
+    ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
+    ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
+    ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(4, 1, 16)),
+    ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
+    ("scan", "sm_100"): (Tile(8, 2, 32),) * 3,
+    ("scan_backward", "gfx942"): (Tile(4, 1, 32),) * 3,
+    ("scan_backward", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 32)),
+    ("scan_backward", "sm_90"): (Tile(8, 2, 32),) * 3,
+    ("scan_backward", "sm_100"): (Tile(8, 2, 32),) * 3,
+}
+WARP = Tile(1, 1)  # of solve and gates, on every chip: one warp, whose steps need no barrier
+
+# Of float32, which is there to be compared with: no tile of the first three keeps everything in registers (gate.py).
+FLOAT32 = {
+    "factor": Tile(8, 1),
+    "scan": Tile(8, 1, 16),
+    "scan_backward": Tile(8, 1, 16),
+    "pairs": Tile(8, 1, 16),
+    "query_gradients": Tile(8, 1, 16),
+    "key_gradients": Tile(8, 1, 16),
+}
+
+# Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
+# heads, less traffic for many.
 SCANS = {
     ("scan", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
     ("scan_backward", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 2, 128, tma=True)),
@@ -61,22 +113,35 @@ SCANS = {
 }
 
 
+def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
+    return _tile(kernel, chip.target, p.dtype, p.K, p.V)
+
+
 def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose."""
-    choices = SCANS.get((kernel, chip.target))
-    if choices is None or p.dtype == torch.float32 or max(p.K, p.V) > 128:
-        return (Tile(4, 1 if chip.target.startswith("gfx") else 2, 32),)
-    if every:
+    return _scan_tiles(kernel, chip, p.dtype, p.K, p.V, 0 if every else p.N * p.HV)
+
+
+# Every launch asks: a remembered answer takes 0.3 us.
+
+
+@lru_cache
+def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
+    if kernel in ("solve", "gates"):
+        return WARP
+    if dtype == torch.float32:
+        return FLOAT32[kernel]
+    width = max(K, V)
+    return TILES[kernel, family(target)][(width > 64) + (width > 128)]
+
+
+@lru_cache(maxsize=1024)
+def _scan_tiles(kernel: str, chip: Chip, dtype: torch.dtype, K: int, V: int, states: int) -> tuple[Tile, ...]:
+    """``states``: those that walk at once; 0: any number."""
+    choices = SCANS.get((kernel, family(chip.target)))
+    if choices is None or dtype == torch.float32 or max(K, V) > 128:
+        return (_tile(kernel, chip.target, dtype, K, V),)
+    choices = tuple(t for t in choices if t.BV < 2 * V) or choices[:1]
+    if not states:
         return choices
-    return (next((t for t in choices if p.N * p.HV * -(-p.V // t.BV) <= chip.processors), choices[-1]),)
-
-
-def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
-    return {
-        "solve": Tile(1, 1),
-        "factor": Tile(4, 1, registers=168),
-        "pairs": Tile(4, 1, 128),
-        "query_gradients": Tile(4, 2, 64),
-        "key_gradients": Tile(4, 2, 64),
-        "gates": Tile(1, 1),
-    }[kernel]
+    return (next((t for t in choices if states * -(-V // t.BV) <= chip.processors), choices[-1]),)

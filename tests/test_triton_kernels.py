@@ -1,0 +1,136 @@
+"""The Triton backend against the recurrence in float64, in Triton's interpreter; `flash-delta check` does it on a GPU."""
+# ruff: noqa: E402 (what is imported below needs Triton)
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
+
+import flash_delta
+from flash_delta.kernels.triton import backend, launch
+from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.tiles import Tile
+from flash_delta.problem import Inputs
+from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, run, truth
+
+BY_NAME = {case.name: case for case in CASES}
+CELLS = [
+    *(("gdn", case, dtype) for case in ("packed", "in-kernel-strong", "saved") for dtype in ("bfloat16", "float32")),
+    *(("gdn", case, "bfloat16") for case in ("grouped-by-3", "wide-keys", "state-v-first", "correlated-keys", "zero-beta")),
+    *(("gdn", case, "float32") for case in ("extreme-decay", "no-tokens", "no-sequences", "all-empty", "zero-keys")),
+    ("gdn", "ragged", "float16"),
+    *((member, "packed", "float32") for member in ("delta-rule", "comba", "simple-gla")),
+    *((member, "ragged", "bfloat16") for member in ("delta-rule", "comba", "simple-gla")),
+    ("comba", "in-kernel-packed", "float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), CELLS, ids=lambda x: x)
+def test_against_the_recurrence(name, case, dtype):
+    """Every output and gradient is as near as a kernel's may be."""
+    member, dtype = MEMBERS[name], getattr(torch, dtype)
+    want = truth(member, make_inputs(BY_NAME[case], member, dtype))
+    got = run(member, make_inputs(BY_NAME[case], member, dtype), "triton")
+    with products_in(dtype):
+        reference = run(member, make_inputs(BY_NAME[case], member, dtype), "torch")
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        assert relative_error(got[tensor], value) <= limit, tensor
+
+
+def arguments(dtype=torch.float32, **changes):
+    """Two packed sequences of 70 and 33 tokens and seven rows behind them."""
+    torch.manual_seed(0)
+    T, H, HV, K, V = 110, 1, 2, 16, 24
+    q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, K), dim=-1) for _ in range(2))
+    x = {"q": q, "k": k, "v": torch.randn(1, T, HV, V), "g": -torch.rand(1, T, HV), "beta": torch.rand(1, T, HV)}
+    x = {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+    return x | {"cu_seqlens": torch.tensor([0, 70, 103])} | changes
+
+
+def results(x, **options):
+    o, state = flash_delta.chunk_gated_delta_rule(**x, output_final_state=True, backend="triton", **options)
+    leaves = [t for t in x.values() if t.requires_grad]
+    return o, state, *torch.autograd.grad(o.sum() + state.sum(), leaves)
+
+
+def test_strides_are_taken_as_they_are():
+    """Heads before tokens, slices of a wide projection, gates side by side with strengths: the same bits, no copy."""
+    x = arguments()
+    plain = results(x)
+    wide = torch.randn(1, 110, 1, 3 * 16)
+    gates = torch.randn(1, 110, 2, 2)
+    views = {
+        "q": wide[..., :16],
+        "k": wide[..., 32:],
+        "v": torch.empty(1, 2, 110, 24).transpose(1, 2),
+        "g": gates[..., 0],
+        "beta": gates[..., 1],
+    }
+    with torch.no_grad():
+        for name, view in views.items():
+            view.copy_(x[name])
+            assert not view.is_contiguous()
+    strided = results({name: views[name].detach().requires_grad_() for name in views} | {"cu_seqlens": x["cu_seqlens"]})
+    for a, b in zip(plain, strided, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_behind_the_last_sequence_are_zero():
+    o, _, *gradients = results(arguments())
+    for t in (o, *gradients):
+        assert not t[:, 103:].any()
+        assert t[:, :103].any()
+
+
+def test_descriptors_and_pointers_load_the_same():
+    """Hopper's whole tiles: the interpreter has them, a CPU does not choose them."""
+    x = arguments(torch.bfloat16)
+    inputs = Inputs(*(x[n].detach() for n in ("q", "k", "v", "g", "beta")), cu_seqlens=x["cu_seqlens"])
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
+    c = make_call(p, inputs, ("test",))
+    outputs = []
+    for tma in (False, True):
+        tile = Tile(4, 1, 16, tma=tma)
+        solved, factors, r, chain = launch.new_solved(p), launch.new_factors(p), launch.new_residual(p), launch.new_chain(p)
+        o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
+        launch.run_solve(c, solved)
+        launch.run_factor(c, solved, factors)
+        launch.run_scan(c, solved.A, factors, o, state, r, tile)
+        launch.run_scan_backward(c, factors, inputs.v, None, chain, dinitial, tile)
+        outputs.append((o, state, dinitial, *(t.nan_to_num() for t in (*r, *chain))))
+    for a, b in zip(*outputs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "reason"),
+    [
+        ("chunk_gated_delta_rule", {"k": 12}, "K and V have to be multiples of 8 up to 256, they are 12 and 16"),
+        ("chunk_gated_delta_rule", {"dtype": torch.float64}, "it computes in float32, the tensors are float64"),
+        ("chunk_kda", {}, "it has no decay per channel yet"),
+        ("fused_recurrent_gated_delta_rule", {}, "it runs whole chunks, not token by token"),
+    ],
+)
+def test_what_it_cannot_do_it_says(op, changes, reason):
+    K, dtype = changes.get("k", 16), changes.get("dtype", torch.float32)
+    q, v = torch.randn(1, 4, 1, K, dtype=dtype), torch.randn(1, 4, 1, 16, dtype=dtype)
+    x = {"q": q, "k": q, "v": v, "beta": torch.rand(1, 4, 1), "g": -torch.rand(1, 4, 1)}
+    if op == "chunk_kda":
+        x["g"] = -torch.rand(1, 4, 1, K)
+    with pytest.raises(ValueError, match=f"backend 'triton' cannot run this: {reason}"):
+        getattr(flash_delta, op)(**x, backend="triton")
+
+
+def test_inference_keeps_no_state_per_chunk():
+    """Nothing of chunks x K x V, and no chunk's values: what a chunk leaves in memory is C (K + 2 C + 8) numbers a head."""
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
+    p = p._replace(T=8192, K=128, V=256, packed=False, N=1)
+    numbers = sum(t.numel() for t in (*launch.new_solved(p), *launch.new_factors(p)) if t is not None)
+    assert numbers == 128 * p.HV * 64 * (128 + 2 * 64 + 8)
+    assert backend.empty_saved(p, None)[0].shape == (128, p.HV, 64, 64)
