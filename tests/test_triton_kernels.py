@@ -21,7 +21,10 @@ from flash_delta.testing.accuracy import products_in, run, truth
 BY_NAME = {case.name: case for case in CASES}
 CELLS = [
     *(("gdn", case, dtype) for case in ("packed", "in-kernel-strong", "saved") for dtype in ("bfloat16", "float32")),
-    *(("gdn", case, "bfloat16") for case in ("grouped-by-3", "wide-keys", "state-v-first", "correlated-keys", "zero-beta")),
+    *(
+        ("gdn", case, "bfloat16")
+        for case in ("grouped-by-3", "wide-keys", "state-v-first", "correlated-keys", "zero-beta")
+    ),
     *(("gdn", case, "float32") for case in ("extreme-decay", "no-tokens", "no-sequences", "all-empty", "zero-keys")),
     ("gdn", "ragged", "float16"),
     *((member, "packed", "float32") for member in ("delta-rule", "comba", "simple-gla")),
@@ -97,7 +100,12 @@ def test_descriptors_and_pointers_load_the_same():
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, 16, tma=tma)
-        solved, factors, r, chain = launch.new_solved(p), launch.new_factors(p), launch.new_residual(p), launch.new_chain(p)
+        solved, factors, r, chain = (
+            launch.new_solved(p),
+            launch.new_factors(p),
+            launch.new_residual(p),
+            launch.new_chain(p),
+        )
         o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
         launch.run_solve(c, solved)
         launch.run_factor(c, solved, factors)

@@ -44,6 +44,7 @@ CHUNKS = {
     "delta-rule-128": Case(gate="none"),
     "simple-gla-128": Case(erase=None),
 }
+FORMS = ("scan", "scan_kept", "scan_backward")
 SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128")}
 
 
@@ -133,14 +134,14 @@ def launches(target: str) -> Iterator[Launch]:
     unaligned = {"gdn-128-unaligned": Case(gap=1)} if takes_tma(chip) else {}
     for name, case in (SCANS | unaligned).items():
         p, _ = problem_of(case)
-        forward, backward = (scan_tiles(kernel, p, chip, every=True) for kernel in ("scan", "scan_backward"))
-        for t, back in zip(forward, backward, strict=True):
+        forward, kept, backward = (scan_tiles(kernel, p, chip, every=True) for kernel in FORMS)
+        for t, both, back in zip(forward, kept, backward, strict=True):
             scan = f"{name}-BV={t.BV}"
             yield Launch(scan, partial(call_scans, case, True, False, t, back))
             if name in CHUNKS and case.erase is not None:
                 yield Launch(f"{scan}-recomputed", partial(call_scans, case, False, True, t, None))
             if name in ("gdn-64", "gdn-128"):
-                yield Launch(f"{scan}-kept", partial(call_scans, case, True, True, t, None))
+                yield Launch(f"{scan}-kept", partial(call_scans, case, True, True, both, None))
 
 
 def make(
