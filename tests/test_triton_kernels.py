@@ -1,5 +1,4 @@
-"""The Triton backend against the recurrence in float64, in Triton's interpreter; `flash-delta check` does it on a GPU."""
-# ruff: noqa: E402 (what is imported below needs Triton)
+"""The Triton backend against the recurrence in float64, in Triton's interpreter; on a GPU: `flash-delta check`."""
 
 import os
 
@@ -136,7 +135,7 @@ def test_what_it_cannot_do_it_says(op, changes, reason):
 
 
 def test_inference_keeps_no_state_per_chunk():
-    """Nothing of chunks x K x V, and no chunk's values: what a chunk leaves in memory is C (K + 2 C + 8) numbers a head."""
+    """Nothing of chunks x K x V, and no chunk's values: a chunk leaves C (K + 2 C + 8) numbers a head in memory."""
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
     p = p._replace(T=8192, K=128, V=256, packed=False, N=1)
     numbers = sum(t.numel() for t in (*launch.new_solved(p), *launch.new_factors(p)) if t is not None)

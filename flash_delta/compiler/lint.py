@@ -9,9 +9,9 @@ _TRANSPOSED = re.compile(r"(%[\w-]+) = tt\.trans .*: tensor<[^>]*, #mma\d*> ->")
 def transposed_accumulators(ttgir: str) -> list[str]:
     """Lines in which a transposed accumulator, or what was computed from one, becomes the operand of a product.
 
-    The pattern is ``dot(trans(dot(a, b)), x)``: the result of a product, layout #mma, is transposed in registers and staged
-    for the next one (flash-linear-attention issues 640, 826, 984). Compute the transposed product from its operands
-    instead. Storing a transposed result is fine. Means something only where wgmma is (``warp_group_dot``).
+    The pattern is ``dot(trans(dot(a, b)), x)``: the result of a product, layout #mma, is transposed in registers and
+    staged for the next one (flash-linear-attention issues 640, 826, 984). Compute the transposed product from its
+    operands instead. Storing a transposed result is fine. Means something only where wgmma is (``warp_group_dot``).
     """
     if "warp_group_dot" not in ttgir:
         return []

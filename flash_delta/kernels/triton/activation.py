@@ -26,4 +26,3 @@ def log_decay(a, A_log, dt_bias, head, HAS_BIAS: tl.constexpr):
 def strength(z, top):
     """``top * sigmoid(z)``."""
     return top / (1.0 + tl.exp(-z))
-

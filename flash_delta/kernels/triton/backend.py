@@ -1,8 +1,9 @@
 """The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs, gate kinds none and scalar.
 
-``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once; ``scan`` walks the
-state through them. Backward: ``scan`` again for the states, ``scan_backward`` right to left, then ``pairs`` and ``gradients``
-for all chunks at once. Forward keeps what `solve` wrote for the backward pass, and with ``disable_recompute`` all the rest.
+``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once; ``scan`` walks
+the state through them. Backward: ``factor`` and ``scan`` again for the states, ``scan_backward`` right to left, then
+``pairs`` and the kernels of ``gradients`` for all chunks at once. Forward keeps what ``solve`` wrote for the backward
+pass, and with ``disable_recompute`` the rest.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,9 +1,9 @@
 """Where the tokens of a chunk lie, without a plan in memory.
 
-Chunks restart with every sequence, so a packed batch of T tokens in N sequences has at most T // C + N of them. Sequence n
-keeps its chunks in the slots from ``cu_seqlens[n] // C + n`` on: never fewer than it needs, never one that is another
-sequence's. Any slot finds its chunk by itself, grids are launched from the bound, and a slot without a chunk finds no
-tokens. What lies behind the last sequence is one more "sequence", N, whose rows are written as zeros.
+Chunks restart with every sequence, so a packed batch of T tokens in N sequences has at most T // C + N of them.
+Sequence n keeps its chunks in the slots from ``cu_seqlens[n] // C + n`` on: never fewer than it needs, never one that
+is another sequence's. Any slot finds its chunk by itself, grids are launched from the bound, and a slot without a
+chunk finds no tokens. What lies behind the last sequence is one more "sequence", N, whose rows are written as zeros.
 """
 
 import triton
@@ -34,7 +34,7 @@ def bounds(n, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """The chunk of a slot: its sequence, batch row, first token, and the end of its sequence (``token >= stop``: none)."""
+    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``."""
     n = slot // ((T + C - 1) // C)
     row = n
     if PACKED:
@@ -55,10 +55,10 @@ def rows_of(x, strides, row, head):
 
 @triton.jit
 def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
-    """What ``load_tile`` and ``store_tile`` take: the rows before ``stop`` of one head, by a pointer or by a descriptor.
+    """What ``load_tile`` and ``store_tile`` take: the rows before ``stop`` of one head, by pointer or by descriptor.
 
-    A descriptor lets Hopper's copy engine fetch whole tiles, clipped at the end of the sequence. It wants 16-bit elements, rows
-    of consecutive channels, and pointer and strides in multiples of 16 bytes (launch.fits_tma).
+    A descriptor lets Hopper's copy engine fetch whole tiles, clipped at the end of the sequence. It wants 16-bit
+    elements, rows of consecutive channels, and pointer and strides in multiples of 16 bytes (launch.fits_tma).
     """
     if TMA:
         return tl.make_tensor_descriptor(x, shape=[stop, width], strides=[strides[1], 1], block_shape=[C, W])
@@ -78,7 +78,9 @@ def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.con
 
 
 @triton.jit
-def store_tile(x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
+def store_tile(
+    x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False
+):
     """The way back of ``load_tile``; nothing is written from ``stop`` and ``width`` on."""
     if TMA:
         x.store([token, column], tile)

@@ -1,16 +1,17 @@
-"""What queries, keys and gates get, all chunks at once; the value heads of a key head are summed before dq and dk are written.
+"""What queries, keys and gates get, all chunks at once; dq and dk are written once, summed over a key head's heads.
 
     dq = scale e^G . (dO S0^T) + dPD k                        dp = -e^H . (dV S0^T) - taken k         dV = b . dU~
     dk = e^{G_C - G} . (U dS1^T) + dPD^T q - taken^T p        (and dp, where p is k)
     dg_t = pairs_t + what reads and erases in rows from t on + what writes in rows before t + gamma <S0, dS1>
 
-`pairs` has written dPD, taken and pairs_t. Gates, strengths and norms are applied to accumulators: tiles are multiplied as
-they lie in memory. With a norm, y = r x has length 1, what is accumulated is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
+`pairs` has written dPD, taken and pairs_t, with the norms in them: q, k and p are multiplied as they lie in memory.
+With a norm, y = r x has length 1, what is accumulated is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
 
-`gradients`, grid (slots, H), leaves the terms of dg in ``dg_parts [slots, HV, 4, C]``: pairs_t + gamma <S0, dS1>, reads, erases,
-writes. `gates`, grid (slots, HV), sums them over just the rows that carry gate t, so that nothing cancels (docs/mathematics.md
-section 4), and undoes the raw gate; dA_log and ddt_bias ``[slots, HV]`` are left to be summed over slots. Two kernels, because
-a barrier does not make one thread's stores visible to another's loads on AMD.
+`query_gradients` and `key_gradients`, grid (slots, H), leave the terms of dg in ``parts [slots, HV, 4, C]``: pairs_t +
+gamma <S0, dS1>, what is read, erased and written. `gates`, grid (slots, HV), sums them over just the rows that carry
+gate t, so that nothing cancels (docs/mathematics.md section 4), and undoes the raw gate; dA_log and ddt_bias ``[slots,
+HV]`` are left to be summed over slots. A kernel of its own, because a barrier does not make one thread's stores
+visible to another on AMD.
 """
 
 import triton
@@ -29,7 +30,7 @@ def norm_backward(z, x, r):
 
 @triton.jit
 def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
-    """Of ``t``, which is to be added to ``z`` (OWN_SUMS) or has been: z with it, its row sums <x, t>, and those of z."""
+    """Of ``t``, to be added to ``z`` (OWN_SUMS) or with z in it already: both, what t adds to <x, .>, and <x, z>."""
     sums = before
     if GATE:
         sums = tl.sum(x * t, 1)
@@ -54,28 +55,32 @@ def query_gradients(
     GROUP: tl.constexpr = HV // H
     out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dq_rows = rows_of(dq, out_strides, row, h)
-    if PACKED:
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
         if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
             store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             return
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
-    z = tl.zeros([C, BK], tl.float32)
+    OWN_SUMS: tl.constexpr = ty == tl.float32  # see key_gradients
+    z, before = tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
     for member in range(GROUP):
         hv = h * GROUP + member
         head = slot.to(tl.int64) * HV + hv
         do_rows = rows_of(do, do_strides, row, hv)
         e_q = tl.load(rates + head * 4 * C + i)  # scale e^G r_q
-        read = tl.zeros([C, BK], tl.float32)
+        t = z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
         for w in range(0, V, BV):
             s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
             dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
-            read = tl.dot(dO, s0, read, input_precision=PRECISION)
-        read *= e_q[:, None]
+            t = tl.dot((dO * e_q[:, None]).to(ty), s0, t, input_precision=PRECISION)
+        z, sums, before = add(z, t, qq, before, GATE, OWN_SUMS)
         if GATE:
-            tl.store(parts + head * 4 * C + C + i, tl.sum(qq * read, 1))
-        z += read
+            tl.store(parts + head * 4 * C + C + i, sums)
         z = tl.dot(load_block(dPD + head * C * C, 0, 0, C, C, C, C), kk, z, input_precision=PRECISION)
+        if GATE and not OWN_SUMS:
+            before = tl.sum(qq * z, 1)
     if NORM:
         z = norm_backward(z, qq, tl.load(norms + (slot.to(tl.int64) * H + h) * 3 * C + i))
     store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
@@ -99,7 +104,7 @@ def key_gradients(
     dk_rows = rows_of(dk, out_strides, row, h)
     if OWN_P:
         dp_rows = rows_of(dp, out_strides, row, h)
-    if PACKED:
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
         if (token >= stop) | (n >= N):
             store_tile(dk_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             if OWN_P:
@@ -114,8 +119,9 @@ def key_gradients(
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rk = tl.load(norm + C)
-    # Row sums of what is added to an accumulator are differences of the accumulator's. That costs float32 its last digits,
-    # so it gets an accumulator for each: it spills anyway, and would spill 700 bytes in 16 bits (sm_90a, K = V = 128).
+    # Row sums of what is added to an accumulator are differences of the accumulator's. That costs float32 its last
+    # digits, so it gets an accumulator for each: it spills anyway, and would spill 700 bytes in 16 bits (sm_90a, K = V
+    # = 128).
     OWN_SUMS: tl.constexpr = ty == tl.float32
     d = tl.arange(0, BV)
     z, zp = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -138,7 +144,9 @@ def key_gradients(
                 t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
             if GATE:
                 ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
-                rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)  # its diagonal: S0 and dS1 need no registers
+                rows = tl.dot(
+                    s0, tl.trans(ds1), input_precision=PRECISION
+                )  # its diagonal: S0 and dS1 need no registers
                 through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
         if GATE:
             tl.store(part + i, tl.load(part + i) + tl.load(rate + 3 * C) * through)
@@ -183,18 +191,18 @@ def key_gradients(
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch"])
 def gates(
-    g, A_log, dt_bias, vectors, dg_parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_strides,
+    g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_strides,
     HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     UNDECAYED: tl.constexpr, ERASE: tl.constexpr,
 ):  # fmt: skip
-    """dg of one chunk and value head from its ``dg_parts``, and the raw gate's backward pass. Grid (slots, HV)."""
+    """dg of one chunk and value head from its ``parts``, and the raw gate's backward pass. Grid (slots, HV)."""
     slot, hv = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     i = tl.arange(0, C)
     head = slot.to(tl.int64) * HV + hv
     dg_strides = (T.to(tl.int64) * HV, HV, 1)
     dg_rows = rows_of(dg, dg_strides, row, hv)
-    if PACKED:
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
         if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
             store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C)
             if RAW_GATE:
@@ -202,7 +210,7 @@ def gates(
             if HAS_BIAS:
                 tl.store(ddt_bias + head, 0.0)
             return
-    parts = dg_parts + head * 4 * C + i
+    parts = parts + head * 4 * C + i
     reads, writes = tl.load(parts + C), tl.load(parts + 3 * C)
     carrying = i[:, None] <= i[None, :]  # [t, i]: what reads in row i carries gate t, what writes there does not
     sums = tl.load(parts) + tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)

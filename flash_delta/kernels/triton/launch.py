@@ -1,7 +1,7 @@
 """One launcher per kernel: its grid, arguments and constants.
 
-Nothing here reads a device: grids come from upper bounds (chunk.py), and what varies from call to call (N, T, the strides of
-g's and beta's batch rows) is not specialised, so that a length never compiles anything.
+Nothing here reads a device: grids come from upper bounds (chunk.py), and what varies from call to call (N, T, the
+strides of g's and beta's batch rows) is not specialised, so that a length never compiles anything.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan
 from flash_delta.kernels.triton.scan_backward import scan_backward
 from flash_delta.kernels.triton.solve import solve
-from flash_delta.kernels.triton.tiles import Tile, head_tiles, precision, scan_tiles, tile
+from flash_delta.kernels.triton.tiles import Tile, precision, scan_tiles, tile
 from flash_delta.problem import Inputs, Problem
 
 
@@ -91,31 +91,28 @@ def new_gradients(x: Inputs) -> Inputs:
     return Inputs(like(x.q), like(x.k), like(x.v), like(x.g), like(x.beta), like(x.p), like(x.initial_state))
 
 
-def run_solve(c: Call, s: Solved, *choice: Tile) -> None:
+def run_solve(c: Call, s: Solved, t: Tile | None = None) -> None:
     p, x = c.p, c.x
     args = (
         x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, p.beta_range,
         strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    for t in choice or head_tiles("solve", p, c.chip, c.slots, c.compiling):
-        launch(c, solve, (c.slots, p.HV // t.heads, 1), args, t, lambda t=t: {
-            "H": p.H, "HV": p.HV, "HEADS": t.heads, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed,
-            "GATE": p.gate == "scalar", "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
-            "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm,
-            "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None, "OWN_P": x.p is not None,
-            "PRECISION": precision(p, c.chip),
-        })  # fmt: skip
+    launch(c, solve, (c.slots, p.H, 1), args, t or tile("solve", p, c.chip), lambda: {
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
+        "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None, "HAS_BETA": x.beta is not None,
+        "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
+        "OWN_P": x.p is not None, "PRECISION": precision(p, c.chip),
+    })  # fmt: skip
 
 
-def run_factor(c: Call, s: Solved, f: Factors, *choice: Tile) -> None:
+def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None) -> None:
     p, x = c.p, c.x
     args = (x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, p.scale, strides(x.q), strides(x.k))
-    for t in choice or head_tiles("factor", p, c.chip, c.slots, c.compiling):
-        launch(c, factor, (c.slots, p.HV // t.heads, 1), args, t, lambda t=t: {
-            "H": p.H, "HV": p.HV, "HEADS": t.heads, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed,
-            "GATE": p.gate == "scalar", "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed",
-            "ERASE": p.erase is not None, "PRECISION": precision(p, c.chip),
-        })  # fmt: skip
+    launch(c, factor, (c.slots, p.H, 1), args, t or tile("factor", p, c.chip), lambda: {
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
+        "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
+        "PRECISION": precision(p, c.chip),
+    })  # fmt: skip
 
 
 def run_scan(
@@ -162,8 +159,8 @@ def run_pairs(
     p, x = c.p, c.x
     t = t or tile("pairs", p, c.chip)
     args = (
-        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, parts, p.N, p.T,
-        p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
+        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, parts, p.N,
+        p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
     )  # fmt: skip
     launch(c, pairs, (c.slots, p.HV, 1), args, t, lambda: _widths(c, t) | {"BK": min(t.BV, block(p.K))} | {
         "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta,

@@ -1,8 +1,8 @@
 """How kernels are launched: compiled once, all at a time, and from then on with little host time.
 
 Triton looks at every argument of every launch, which takes 50 us of host time for a kernel of forty. What a kernel was
-compiled for depends on less: dtypes, strides and alignments of the caller's tensors, and flags of the problem. They are looked
-at once per call of an op (`make_call`); a kernel known by them is launched directly.
+compiled for depends on less: dtypes, strides and alignments of the caller's tensors, and flags of the problem. They are
+looked at once per call of an op (`make_call`); a kernel known by them is launched directly.
 """
 
 import os
@@ -49,7 +49,8 @@ _ready: set[int] = set()
 def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None) -> Call:
     """``kind`` tells the kernels of forward and backward apart; ``more``: other tensors that come from outside."""
     key = (
-        kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta, p.state_v_first,
+        kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
+        p.state_v_first,
         *(None if t is None else _specialisation(t) for t in (*x, *more)),
     )  # fmt: skip
     short = _keys.setdefault(key, len(_keys))
@@ -60,7 +61,7 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None) -> Call:
 
 
 def _specialisation(t: Tensor) -> tuple:
-    """What Triton compiles for: of a batch row's stride, which depends on T, only whether it is aligned and fits 32 bits."""
+    """What Triton compiles for; of a batch row's stride, which depends on T, alignment and whether 32 bits hold it."""
     batch, *strides = t.stride() or (0,)
     return t.dtype, *strides, batch % 16, batch < 2**31, t.data_ptr() % 16
 

@@ -140,7 +140,7 @@ def launches(target: str) -> Iterator[Launch]:
             yield Launch(scan, partial(call_scans, case, True, False, t, back))
             if name in CHUNKS and case.erase is not None:
                 yield Launch(f"{scan}-recomputed", partial(call_scans, case, False, True, t, None))
-            if name in ("gdn-64", "gdn-128"):
+            if name == "gdn-128":
                 yield Launch(f"{scan}-kept", partial(call_scans, case, True, True, both, None))
 
 

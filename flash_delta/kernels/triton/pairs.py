@@ -9,7 +9,7 @@ the undecayed state (Comba), row i of L carries the gates before its own only, a
 
 Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
 products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
-that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``dg_parts [slots, HV, 4, C]``. Grid
+that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
 (slots, HV).
 """
 
@@ -49,7 +49,7 @@ def times_ones(x, ones, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def pairs(
-    q, k, p, do, R, U, dU, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, dg_parts, N, T, scale, beta_top,
+    q, k, p, do, R, U, dU, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, N, T, scale, beta_top,
     q_strides, k_strides, p_strides, do_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
@@ -65,7 +65,7 @@ def pairs(
     dv_rows = rows_of(dv, v_strides, row, hv)
     if HAS_BETA:
         dbeta_rows = rows_of(dbeta, b_strides, row, hv)
-    if PACKED:
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
         if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, nothing is stored
             for w in range(0, V, BV):
                 store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
@@ -137,4 +137,4 @@ def pairs(
         carried = tl.where(lower, times_ones(dP, before, PARTS), 0.0)  # [i, t]
         if UNDECAYED:
             carried -= tl.where(strict, times_ones(M, before, PARTS), 0.0)
-        tl.store(dg_parts + head * 4 * C + i, tl.sum(carried, 0))
+        tl.store(parts + head * 4 * C + i, tl.sum(carried, 0))

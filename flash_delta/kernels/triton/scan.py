@@ -2,10 +2,10 @@
 
     R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
 
-The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so are
-R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as they
-were given. One program walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N), and with packed
-sequences one more, which writes zeros behind the last.
+The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
+are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
+they were given. One program walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N), and with
+packed sequences one more, which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``.
@@ -58,7 +58,7 @@ def scan(
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if OUTPUT:
         o_rows = rows_of(o, o_strides, row, hv)
-    if PACKED:
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
         if n == N:
             if OUTPUT:
                 for token in range(start, stop, C):

@@ -11,8 +11,7 @@ register, what a product takes for B. Decays are part of M, from later to earlie
 
 G is summed in float64 and kept as two float32, whose differences are right although G is large. Writes, per chunk and
 value head, ``A [C, C]`` and the vectors ``[4, C]``: G, what float32 left of it (both with a gate), b, and the log decay
-(if g was raw); and per key head with a norm the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots, HV / HEADS), one
-warp: k k^T is formed once for HEADS value heads of a key head.
+(if g was raw); and per key head with a norm the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots, H), one warp.
 """
 
 import triton
@@ -189,21 +188,21 @@ def score_blocks(
 def solve(
     q, k, p, g, beta, A_log, dt_bias, cu_seqlens, A, vectors, norms, N, T, beta_top,
     q_strides, k_strides, p_strides, g_batch, g_strides, beta_batch, beta_strides,
-    H: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    slot, first = tl.program_id(0), tl.program_id(1) * HEADS
-    h = first // (HV // H)
+    slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if (token >= stop) | (n >= N):
         return
     W: tl.constexpr = min(BK, 512 // k.dtype.element_ty.primitive_bitwidth)  # wider ones take too many registers
-    for member in range(HEADS):
-        hv = first + member
+    for member in range(HV // H):
+        hv = h * (HV // H) + member
         cumulate(
             g, beta, A_log, dt_bias, vectors + (slot.to(tl.int64) * HV + hv) * 4 * C, row, hv, token, stop, beta_top,
-            (g_batch, g_strides[0], g_strides[1]), (beta_batch, beta_strides[0], beta_strides[1]), C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
+            (g_batch, g_strides[0], g_strides[1]), (beta_batch, beta_strides[0], beta_strides[1]),
+            C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
         )  # fmt: skip
     k_rows, p_rows = rows_of(k, k_strides, row, h), rows_of(p, p_strides, row, h)
     if NORM:
@@ -223,9 +222,8 @@ def solve(
         # float16 is as fine as tf32: with keys 0.9-correlated and b up to 2, A is off by 3e-3, in bfloat16 by 2.5e-2
         PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16"
         zero = tl.zeros([16, 16], tl.float32)
-        for member in range(HEADS):
-            hv = first + member
-            head = slot.to(tl.int64) * HV + hv
+        for member in range(HV // H):
+            head = slot.to(tl.int64) * HV + h * (HV // H) + member
             v, a = vectors + head * 4 * C, A + head * C * C
             r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
             tl.store(a + r * C + c, tl.zeros([C, C], k.dtype.element_ty), mask=r // 16 < c // 16)

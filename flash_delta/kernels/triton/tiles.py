@@ -17,7 +17,6 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     BV: int = 0  # value columns of one program, or of one step of its loop
-    heads: int = 0  # value heads of one program, where it may have all of a key head or one
     tma: bool = False  # whole tiles by the copy engine, where the tensors allow it (launch.fits_tma)
     registers: int | None = None  # at most so many per thread
 
@@ -68,7 +67,7 @@ def takes_tma(chip: Chip) -> bool:
 TILES = {
     ("factor", "gfx942"): (Tile(4, 1),) * 3,
     ("factor", "sm_80"): (Tile(4, 1), Tile(4, 1), Tile(8, 1)),
-    ("factor", "sm_90"): (Tile(4, 1, registers=168), Tile(4, 1, registers=168), Tile(4, 1)),
+    ("factor", "sm_90"): (Tile(4, 1, registers=168), Tile(4, 1, registers=168), Tile(8, 1)),
     ("factor", "sm_100"): (Tile(4, 1),) * 3,
     ("pairs", "gfx942"): (Tile(4, 1, 128),) * 3,
     ("pairs", "sm_80"): (Tile(4, 1, 32), Tile(8, 2, 64), Tile(8, 2, 64)),
@@ -78,20 +77,19 @@ TILES = {
     ("query_gradients", "sm_80"): (Tile(4, 2, 64), Tile(8, 2, 64), Tile(8, 2, 64)),
     ("query_gradients", "sm_90"): (Tile(4, 3, 64), Tile(4, 3, 64), Tile(8, 2, 64)),
     ("query_gradients", "sm_100"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
-    ("key_gradients", "gfx942"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(4, 1, 32)),
-    ("key_gradients", "sm_80"): (Tile(8, 2, 64), Tile(8, 1, 16), Tile(8, 1, 16)),
+    ("key_gradients", "gfx942"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(4, 1, 16)),
+    ("key_gradients", "sm_80"): (Tile(8, 1, 32), Tile(8, 1, 16), Tile(8, 1, 16)),
     ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 1, 16)),
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
     ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
-    ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(4, 1, 16)),
+    ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
     ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
     ("scan", "sm_100"): (Tile(8, 2, 32),) * 3,
     ("scan_backward", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
-    ("scan_backward", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 32)),
-    ("scan_backward", "sm_90"): (Tile(8, 2, 32),) * 3,
-    ("scan_backward", "sm_100"): (Tile(8, 2, 32),) * 3,
+    ("scan_backward", "sm_80"): (Tile(4, 2, 32), Tile(8, 2, 32), Tile(8, 1, 16)),
+    ("scan_backward", "sm_90"): (Tile(8, 2, 16),) * 3,
+    ("scan_backward", "sm_100"): (Tile(8, 2, 16),) * 3,
 }
-PER_PROCESSOR = {"solve": 8, "factor": 3}  # programs that an H200 runs at once, by their registers
 WARP = Tile(1, 1)  # of solve and gates, on every chip: one warp, whose steps need no barrier
 
 # Of float32, which is there to be compared with; some spill whatever the tile (gate.py).
@@ -120,12 +118,6 @@ def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
     return _tile(kernel, chip.target, p.dtype, p.K, p.V)
 
 
-def head_tiles(kernel: str, p: Problem, chip: Chip, slots: int, every: bool) -> tuple[Tile, ...]:
-    """All value heads of a key head in one program, or one where that leaves a chip half empty; ``every``: both."""
-    few = slots * p.H < PER_PROCESSOR[kernel] * chip.processors
-    return _head_tiles(kernel, chip, p.dtype, p.K, p.V, p.HV // p.H, every, few)
-
-
 def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose.
 
@@ -145,17 +137,6 @@ def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
         return FLOAT32[kernel]
     width = max(K, V)
     return TILES[kernel, family(target)][(width > 64) + (width > 128)]
-
-
-@lru_cache
-def _head_tiles(
-    kernel: str, chip: Chip, dtype: torch.dtype, K: int, V: int, group: int, every: bool, few: bool
-) -> tuple[Tile, ...]:
-    t = _tile(kernel, chip.target, dtype, K, V)
-    shared, own = t._replace(heads=group), t._replace(heads=1)
-    if every and group > 1:
-        return shared, own
-    return (own if few else shared,)
 
 
 @lru_cache(maxsize=1024)
