@@ -35,7 +35,8 @@ class Problem(NamedTuple):
     scale: float
     chunk_size: int = 64
     recurrent: bool = False  # the forward runs token by token
-    lengths: tuple[int, ...] | None = None  # of the N sequences; None: known on the device only
+    # Of the N sequences; None: known on the device only. While torch.compile traces, the tensor cu_seqlens_cpu.
+    lengths: tuple[int, ...] | None = None
     packed: bool = False  # B = 1 and the row holds N sequences
     l2norm: bool = False  # q, k (and p) are normalised first
     raw_gate: bool = False  # g is the raw activation; A_log, dt_bias and lower_bound turn it into a log decay

@@ -1,7 +1,9 @@
 """Under torch.compile every op is one operator: same numbers, no graph break, no compilation for another length."""
 
+import os
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +65,16 @@ def test_options_reach_the_backend(options):
         x["initial_state"] = x["initial_state"].detach().mT.contiguous().requires_grad_()
     op, _ = compiled(flash_delta.chunk_kda)
     assert_same(run(MEMBERS["kda"], x), with_gradients(*op(**x), x, torch.float32))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+@pytest.mark.parametrize("case", ["in-kernel-packed", "saved"])
+def test_kernels_are_not_traced(case):
+    """A tracer learns from ``empty_saved`` what they save."""
+    x = inputs_of("gdn", case)
+    op, counter = compiled(partial(flash_delta.chunk_gated_delta_rule, backend="triton"))
+    assert_same(run(MEMBERS["gdn"], x, "triton"), with_gradients(*op(**x), x, torch.float32))
+    assert counter.frame_count == 1
 
 
 def test_without_gradients():
