@@ -39,10 +39,13 @@ ALLOWED = (
         f"{LIBRARY}/comba-128-raw/key_gradients", ("sm_80", "sm_120"), "spill",
         "dk and dp are summed up at once: no tile is free of it", 110,
     ),
+    Allowed(f"{LIBRARY}/comba-128-raw/key_gradients", ("sm_89",), "spill", "the same", 40, "3.6"),
     Allowed(
         f"{LIBRARY}/gdn-256/key_gradients", (*HMMA, "sm_100"), "spill",
         "rows of 256; on sm_100 fewer than 16 warps want more tensor memory than there is", 450,
     ),
+    Allowed(f"{LIBRARY}/gdn-256/key_gradients", HOPPER, "spill", "rows of 256", 250, "3.9"),
+    Allowed(f"{LIBRARY}/gdn-256*/scan_backward", ("sm_89", "sm_120"), "spill", "rows of 256", 40, "3.9"),
     Allowed(
         f"{LIBRARY}/gdn-64-float32*", (*HMMA, "sm_90a", "sm_100", "gfx942"), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,

@@ -99,7 +99,7 @@ FLOAT32 = {
     "scan_backward": Tile(8, 1, 16),
     "pairs": Tile(8, 1, 16),
     "query_gradients": Tile(8, 1, 16),
-    "key_gradients": Tile(8, 1, 16),
+    "key_gradients": Tile(8, 1, 32),
 }
 
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
