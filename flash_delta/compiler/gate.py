@@ -47,7 +47,7 @@ ALLOWED = (
     Allowed(f"{LIBRARY}/gdn-256/key_gradients", HOPPER, "spill", "rows of 256", 250, "3.9"),
     Allowed(f"{LIBRARY}/gdn-256*/scan_backward", ("sm_89", "sm_120"), "spill", "rows of 256", 40, "3.9"),
     Allowed(
-        f"{LIBRARY}/gdn-64-float32*", (*HMMA, "sm_90a", "sm_100", "gfx942"), "spill",
+        f"{LIBRARY}/gdn-64-float32*", tuple(TARGETS), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,
     ),
     Allowed(f"{LIBRARY}/gdn-128-unaligned*", ("sm_90a", "sm_100"), "spill", "tiles are made for the copy engine", 140),
