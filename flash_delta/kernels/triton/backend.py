@@ -17,6 +17,7 @@ from flash_delta.kernels.triton import launch
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.launch import Factors, Residual, Solved
 from flash_delta.kernels.triton.launcher import Call, make_call, run
+from flash_delta.kernels.triton.tiles import chip_of, widest_float32
 from flash_delta.problem import Inputs, Outputs, Problem
 
 WIDTHS = range(8, 257, 8)
@@ -34,6 +35,9 @@ def unsupported(problem: Problem) -> str | None:
         return "it computes in float32, the tensors are float64"
     if problem.K not in WIDTHS or problem.V not in WIDTHS:
         return f"K and V have to be multiples of 8 up to 256, they are {problem.K} and {problem.V}"
+    widest = widest_float32(chip_of(problem.device))
+    if problem.dtype == torch.float32 and max(problem.K, problem.V) > widest:
+        return f"in float32 K and V fit this chip up to {widest}, they are {problem.K} and {problem.V}"
     return None
 
 

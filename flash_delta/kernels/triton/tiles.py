@@ -58,6 +58,11 @@ def family(target: str) -> str:
     return {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}.get(target, "sm_80")  # consumer chips, too
 
 
+def widest_float32(chip: Chip) -> int:
+    """The widest heads in float32 whose tiles fit: the gradients of keys take 164 KB of shared memory at 128."""
+    return 128 if family(chip.target) in ("sm_90", "gfx942") or chip.target == "interpreter" else 64
+
+
 def takes_tma(chip: Chip) -> bool:
     """Whether the table has tiles for the chip's copy engine."""
     return family(chip.target) in ("sm_90", "sm_100")
