@@ -144,9 +144,8 @@ def key_gradients(
                 t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
             if GATE:
                 ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
-                rows = tl.dot(
-                    s0, tl.trans(ds1), input_precision=PRECISION
-                )  # its diagonal: S0 and dS1 need no registers
+                # <S0, dS1> is the trace of a product: neither has to go through registers
+                rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)
                 through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
         if GATE:
             tl.store(part + i, tl.load(part + i) + tl.load(rate + 3 * C) * through)
