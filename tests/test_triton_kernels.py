@@ -13,6 +13,7 @@ import flash_delta
 from flash_delta.kernels.triton import backend, launch
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Tile
+from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Solved, Workspace
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -99,16 +100,11 @@ def test_descriptors_and_pointers_load_the_same():
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, 16, tma=tma)
-        solved, factors, r, chain = (
-            launch.new_solved(p),
-            launch.new_factors(p),
-            launch.new_residual(p),
-            launch.new_chain(p),
-        )
+        solved, factors, r, chain = c.parts(Workspace(p, Solved, Factors, Residual, Chain))
         o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
         launch.run_solve(c, solved)
         launch.run_factor(c, solved, factors)
-        launch.run_scan(c, solved.A, factors, o, state, r, tile)
+        launch.run_scan(c, solved, factors, o, state, r, tile)
         launch.run_scan_backward(c, factors, inputs.v, None, chain, dinitial, tile)
         outputs.append((o, state, dinitial, *(t.nan_to_num() for t in (*r, *chain))))
     for a, b in zip(*outputs, strict=True):
@@ -138,6 +134,5 @@ def test_inference_keeps_no_state_per_chunk():
     """Nothing of chunks x K x V, and no chunk's values: a chunk leaves C (K + 2 C + 8) numbers a head in memory."""
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
     p = p._replace(T=8192, K=128, V=256, packed=False, N=1)
-    numbers = sum(t.numel() for t in (*launch.new_solved(p), *launch.new_factors(p)) if t is not None)
-    assert numbers == 128 * p.HV * 64 * (128 + 2 * 64 + 8)
-    assert backend.empty_saved(p, None)[0].shape == (128, p.HV, 64, 64)
+    assert Workspace(p, Solved, Factors).buffer.numel() == 4 * 128 * p.HV * 64 * (128 + 2 * 64 + 8)
+    assert backend.empty_saved(p, None)[0].numel() == 4 * 128 * p.HV * 64 * (64 + 4)

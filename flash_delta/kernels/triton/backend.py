@@ -14,10 +14,10 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton import launch
-from flash_delta.kernels.triton.chunk import C, count_slots
-from flash_delta.kernels.triton.launch import Factors, Residual, Solved
+from flash_delta.kernels.triton.chunk import count_slots
 from flash_delta.kernels.triton.launcher import Call, make_call, run
 from flash_delta.kernels.triton.tiles import chip_of, widest_float32
+from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved, Workspace
 from flash_delta.problem import Inputs, Outputs, Problem
 
 WIDTHS = range(8, 257, 8)
@@ -43,26 +43,28 @@ def unsupported(problem: Problem) -> str | None:
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """What ``forward`` saves, not yet filled: what `solve` writes, and with ``disable_recompute`` all the rest."""
-    solved = _present(*launch.new_solved(p))
-    return (*solved, *launch.new_factors(p), *launch.new_residual(p)) if p.disable_recompute else solved
+    fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
+    return (_saved(fixed).buffer,)
 
 
 def forward(p: Problem, x: Inputs) -> Outputs:
     o = torch.empty(x.v.shape, dtype=p.dtype, device=p.device)
     final = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
-    solved, factors = launch.new_solved(p), launch.new_factors(p)
-    residual = launch.new_residual(p) if p.needs_grad and p.disable_recompute else None
+    kept = p.needs_grad and p.disable_recompute
+    if not p.needs_grad:
+        memory = (Workspace(p, Solved, Factors),)
+    else:
+        memory = (_saved(p),) if kept else (_saved(p), Workspace(p, Factors))
 
     def kernels(c: Call) -> None:
+        solved, factors, residual = (*c.parts(*memory), None)[:3]
         launch.run_solve(c, solved)
         launch.run_factor(c, solved, factors)
-        launch.run_scan(c, solved.A, factors, o, final, residual)
+        launch.run_scan(c, solved, factors, o, final, residual)
 
     with _on(p.device):
-        run(make_call(p, x, ("forward", residual is None)), kernels)
-    if not p.needs_grad:
-        return Outputs(o, final)
-    return Outputs(o, final, _present(*solved) if residual is None else _present(*solved, *factors, *residual))
+        run(make_call(p, x, ("forward", kept)), kernels)
+    return Outputs(o, final, (memory[0].buffer,) if p.needs_grad else ())
 
 
 def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None) -> Inputs:
@@ -70,46 +72,35 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
 
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
-    solved, factors, residual = _restore(p, saved)
-    solved_again, factored_again = solved is None, factors is None
-    solved = solved or launch.new_solved(p)
-    factors, residual = factors or launch.new_factors(p), residual or launch.new_residual(p)
-    chain, d, slots = launch.new_chain(p), launch.new_gradients(x), count_slots(p)
-    new = partial(torch.empty, slots, p.HV, device=p.device)
-    scores = (new(C, C, dtype=p.dtype), new(C, C, dtype=p.dtype))
-    parts = None if x.g is None else new(4, C, dtype=torch.float32)
-    dA_log, ddt_bias = (None if t is None else new(dtype=torch.float32) for t in (x.A_log, x.dt_bias))
+    again, kept = not saved, p.disable_recompute
+    memory = _saved(p, *saved), Workspace(p, *((Chain, Scores) if kept else (Factors, Residual, Chain, Scores)))
+    d = launch.new_gradients(x)
+    new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
+    dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
 
     def kernels(c: Call) -> None:
-        if solved_again:
+        solved, factors, residual, chain, scores = c.parts(*memory)
+        if again:
             launch.run_solve(c, solved)
-        if factored_again:
+        if again or not kept:
             launch.run_factor(c, solved, factors)
-            launch.run_scan(c, solved.A, factors, None, None, residual)
+            launch.run_scan(c, solved, factors, None, None, residual)
         launch.run_scan_backward(c, factors, do, dfinal, chain, d.initial_state)
-        launch.run_pairs(c, solved, residual, chain, do, d, scores, parts)
-        launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores, parts)
-        launch.run_key_gradients(c, solved, factors, residual, chain, d, scores, parts)
-        if parts is not None:
-            launch.run_gates(c, solved, parts, d.g, dA_log, ddt_bias)
+        launch.run_pairs(c, solved, residual, chain, do, d, scores)
+        launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores)
+        launch.run_key_gradients(c, solved, factors, residual, chain, d, scores)
+        if x.g is not None:
+            launch.run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with _on(p.device):
-        run(make_call(p, x, ("backward", solved_again, factored_again), do, dfinal), kernels)
+        run(make_call(p, x, ("backward", again, kept), do, dfinal), kernels)
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
 
 
-def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(t for t in tensors if t is not None)
-
-
-def _restore(p: Problem, saved: tuple[Tensor, ...]) -> tuple[Solved | None, Factors | None, Residual | None]:
-    """What was saved."""
-    if not saved:
-        return None, None, None
-    tensors = iter(saved)
-    solved = Solved(None if p.erase is None else next(tensors), next(tensors), next(tensors) if p.l2norm else None)
-    rest = tuple(tensors)
-    return (solved, Factors(*rest[:3]), Residual(*rest[3:])) if rest else (solved, None, None)
+def _saved(p: Problem, buffer: Tensor | None = None) -> Workspace:
+    """What forward saves for backward, and with ``disable_recompute`` all of it."""
+    groups = (Solved, Factors, Residual) if p.disable_recompute else (Solved,)
+    return Workspace(p, *groups, buffer=buffer)
 
 
 def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -4,14 +4,13 @@ Nothing here reads a device: grids come from upper bounds (chunk.py), and what v
 strides of g's and beta's batch rows) is not specialised, so that a length never compiles anything.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from flash_delta.kernels.triton.chunk import C, count_slots
+from flash_delta.kernels.triton.chunk import C
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
 from flash_delta.kernels.triton.launcher import Call, launch
@@ -19,67 +18,9 @@ from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan
 from flash_delta.kernels.triton.scan_backward import scan_backward
 from flash_delta.kernels.triton.solve import solve
-from flash_delta.kernels.triton.tiles import Tile, precision, scan_tiles, tile
+from flash_delta.kernels.triton.tiles import Tile, heads_per_program, precision, scan_tiles, tile
+from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved
 from flash_delta.problem import Inputs, Problem
-
-
-class Solved(NamedTuple):
-    """What `solve` writes."""
-
-    A: Tensor | None  # [slots, HV, C, C]; None where nothing is erased
-    vectors: Tensor  # [slots, HV, 4, C]: G high, G low, b, log decay
-    norms: Tensor | None  # [slots, H, 3, C]: of q, k, p; None without a norm
-
-
-class Factors(NamedTuple):
-    """What `factor` writes."""
-
-    X: Tensor  # [slots, HV, C, K]
-    Y: Tensor  # [slots, HV, C, C]
-    rates: Tensor  # [slots, HV, 4, C]
-
-
-class Residual(NamedTuple):
-    """What `scan` writes for the backward pass."""
-
-    states: Tensor  # [slots, HV, V, K]
-    R: Tensor  # [slots, HV, C, V]
-    U: Tensor  # [slots, HV, C, V]
-
-
-class Chain(NamedTuple):
-    """What `scan_backward` writes."""
-
-    dstates: Tensor  # [slots, HV, V, K]
-    dU: Tensor  # [slots, HV, C, V]
-
-
-def new_solved(p: Problem) -> Solved:
-    slots, new = count_slots(p), partial(torch.empty, device=p.device)
-    return Solved(
-        None if p.erase is None else new(slots, p.HV, C, C, dtype=p.dtype),
-        new(slots, p.HV, 4, C, dtype=torch.float32),
-        new(slots, p.H, 3, C, dtype=torch.float32) if p.l2norm else None,
-    )
-
-
-def new_factors(p: Problem) -> Factors:
-    slots, new = count_slots(p), partial(torch.empty, device=p.device)
-    return Factors(
-        new(slots, p.HV, C, p.K, dtype=p.dtype),
-        new(slots, p.HV, C, C, dtype=p.dtype),
-        new(slots, p.HV, 4, C, dtype=torch.float32),
-    )
-
-
-def new_residual(p: Problem) -> Residual:
-    slots, new = count_slots(p), partial(torch.empty, dtype=p.dtype, device=p.device)
-    return Residual(new(slots, p.HV, p.V, p.K), new(slots, p.HV, C, p.V), new(slots, p.HV, C, p.V))
-
-
-def new_chain(p: Problem) -> Chain:
-    slots, new = count_slots(p), partial(torch.empty, dtype=p.dtype, device=p.device)
-    return Chain(new(slots, p.HV, p.V, p.K), new(slots, p.HV, C, p.V))
 
 
 def new_gradients(x: Inputs) -> Inputs:
@@ -93,11 +34,12 @@ def new_gradients(x: Inputs) -> Inputs:
 
 def run_solve(c: Call, s: Solved, t: Tile | None = None) -> None:
     p, x = c.p, c.x
+    heads = heads_per_program("solve", p, c.chip, c.slots)
     args = (
-        x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, p.beta_range,
+        x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, heads, p.beta_range,
         strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    launch(c, solve, (c.slots, p.H, 1), args, t or tile("solve", p, c.chip), lambda: {
+    launch(c, solve, (c.slots, p.HV // heads, 1), args, t or tile("solve", p, c.chip), lambda: {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
         "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None, "HAS_BETA": x.beta is not None,
         "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
@@ -107,8 +49,9 @@ def run_solve(c: Call, s: Solved, t: Tile | None = None) -> None:
 
 def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None) -> None:
     p, x = c.p, c.x
-    args = (x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, p.scale, strides(x.q), strides(x.k))
-    launch(c, factor, (c.slots, p.H, 1), args, t or tile("factor", p, c.chip), lambda: {
+    heads = heads_per_program("factor", p, c.chip, c.slots)
+    args = (x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, heads, p.scale, strides(x.q), strides(x.k))
+    launch(c, factor, (c.slots, p.HV // heads, 1), args, t or tile("factor", p, c.chip), lambda: {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
         "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
         "PRECISION": precision(p, c.chip),
@@ -116,16 +59,16 @@ def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None) -> None:
 
 
 def run_scan(
-    c: Call, A: Tensor | None, f: Factors, o: Tensor | None, final: Tensor | None, r: Residual | None, *choice: Tile
+    c: Call, s: Solved, f: Factors, o: Tensor | None, final: Tensor | None, r: Residual | None, *choice: Tile
 ) -> None:
     """With ``o`` and ``final``, stage output; with ``r``, what the backward pass needs."""
     p, x = c.p, c.x
     args = (
-        x.q, c.keys, x.v, x.cu_seqlens, A, *f, x.initial_state, o, final, *(r or (None,) * 3), p.N, p.T,
+        x.q, c.keys, x.v, x.cu_seqlens, s.A, *f, x.initial_state, o, final, *(r or (None,) * 3), p.N, p.T,
         strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
     )  # fmt: skip
     kernel = "scan" if o is None or r is None else "scan_kept"
-    for t in choice or scan_tiles(kernel, p, c.chip, c.compiling):
+    for t in choice or scan_tiles(kernel, p, c.chip, c.compiling is not None):
         BV = min(t.BV, block(p.V))
         launch(c, scan, (triton.cdiv(p.V, BV), p.HV, p.N + p.packed), args, t, lambda BV=BV, t=t: {
             "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
@@ -142,7 +85,7 @@ def run_scan_backward(
         x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial, p.N, p.T,
         strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
     )  # fmt: skip
-    for t in choice or scan_tiles("scan_backward", p, c.chip, c.compiling):
+    for t in choice or scan_tiles("scan_backward", p, c.chip, c.compiling is not None):
         BV = min(t.BV, block(p.V))
         launch(c, scan_backward, (triton.cdiv(p.V, BV), p.HV, p.N), args, t, lambda BV=BV, t=t: {
             "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
@@ -152,14 +95,12 @@ def run_scan_backward(
 
 
 def run_pairs(
-    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: tuple[Tensor, Tensor],
-    parts: Tensor | None, t: Tile | None = None,
-) -> None:  # fmt: skip
-    """Fills ``scores``, the gradients of q . k and of p . k (its sign turned) in a chunk, and row 0 of ``parts``."""
+    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores, t: Tile | None = None
+) -> None:
     p, x = c.p, c.x
     t = t or tile("pairs", p, c.chip)
     args = (
-        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, parts, p.N,
+        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, p.N,
         p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
     )  # fmt: skip
     launch(c, pairs, (c.slots, p.HV, 1), args, t, lambda: _widths(c, t) | {"BK": min(t.BV, block(p.K))} | {
@@ -170,13 +111,12 @@ def run_pairs(
 
 
 def run_query_gradients(
-    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: tuple[Tensor, Tensor],
-    parts: Tensor | None, t: Tile | None = None,
-) -> None:  # fmt: skip
+    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: Scores, t: Tile | None = None
+) -> None:
     p, x = c.p, c.x
     t = t or tile("query_gradients", p, c.chip)
     args = (
-        x.q, x.k, do, r.states, scores[0], s.norms, f.rates, x.cu_seqlens, dq, parts, p.N, p.T,
+        x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts, p.N, p.T,
         strides(x.q), strides(x.k), strides(do),
     )  # fmt: skip
     launch(c, query_gradients, (c.slots, p.H, 1), args, t, lambda: _widths(c, t) | {
@@ -185,14 +125,13 @@ def run_query_gradients(
 
 
 def run_key_gradients(
-    c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: tuple[Tensor, Tensor],
-    parts: Tensor | None, t: Tile | None = None,
-) -> None:  # fmt: skip
+    c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: Scores, t: Tile | None = None
+) -> None:
     p, x = c.p, c.x
     t = t or tile("key_gradients", p, c.chip)
     args = (
-        x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, *scores, s.vectors, s.norms, f.rates, x.cu_seqlens,
-        d.k, d.p, parts, p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
+        x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys, s.vectors, s.norms,
+        f.rates, x.cu_seqlens, d.k, d.p, scores.parts, p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
     )  # fmt: skip
     launch(c, key_gradients, (c.slots, p.H, 1), args, t, lambda: _widths(c, t) | {
         "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "ERASE": p.erase is not None,
@@ -201,12 +140,18 @@ def run_key_gradients(
 
 
 def run_gates(
-    c: Call, s: Solved, parts: Tensor, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None
+    c: Call,
+    s: Solved,
+    scores: Scores,
+    dg: Tensor,
+    dA_log: Tensor | None,
+    ddt_bias: Tensor | None,
+    t: Tile | None = None,
 ) -> None:
     """dg; and of A_log and dt_bias ``[slots, HV]``, to be summed."""
     p, x = c.p, c.x
     args = (
-        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, parts, x.cu_seqlens, dg, dA_log, ddt_bias, p.N, p.T,
+        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias, p.N, p.T,
         batch(x.g), tokens(x.g),
     )  # fmt: skip
     launch(c, gates, (c.slots, p.HV, 1), args, t or tile("gates", p, c.chip), lambda: {

@@ -6,9 +6,8 @@ looked at once per call of an op (`make_call`); a kernel known by them is launch
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from triton.runtime.driver import driver
 
 from flash_delta.kernels.triton.chunk import count_slots
 from flash_delta.kernels.triton.tiles import Chip, Tile, chip_of
+from flash_delta.kernels.triton.workspace import Workspace
 from flash_delta.problem import Inputs, Problem
 
 
@@ -32,12 +32,16 @@ class Call(NamedTuple):
     chip: Chip
     key: int  # of what compiled code depends on
     stream: int  # CUDA's
-    hooked: bool  # a profiler has hooks in Triton's own launcher, which then is to launch
-    compiling: bool = False  # launchers only compile, with every tile that other sizes may choose
+    direct: bool  # launched with addresses, past Triton's own launcher
+    compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
+
+    def parts(self, *memory: Workspace) -> list[Any]:
+        """All their groups of tensors, as this call's launches take them."""
+        return [group for w in memory for group in (w.addresses() if self.direct else w.views())]
 
 
 class Compiled(NamedTuple):
-    kernel: Any
+    kernel: Any  # Triton's, or its future
     constants: tuple[Any, ...]  # their values, which Triton wants to see behind the arguments
 
 
@@ -54,10 +58,11 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None) -> Call:
         *(None if t is None else _specialisation(t) for t in (*x, *more)),
     )  # fmt: skip
     short = _keys.setdefault(key, len(_keys))
-    stream, hooked = 0, False
+    stream, direct = 0, False
     if p.device.type == "cuda":
-        stream, hooked = driver.active.get_current_stream(p.device.index), bool(knobs.runtime.launch_enter_hook.calls)
-    return Call(p, x, x.k if x.p is None else x.p, count_slots(p), chip_of(p.device), short, stream, hooked)
+        stream = driver.active.get_current_stream(p.device.index)
+        direct = not knobs.runtime.launch_enter_hook.calls  # a profiler's, which Triton's own launcher calls
+    return Call(p, x, x.k if x.p is None else x.p, count_slots(p), chip_of(p.device), short, stream, direct)
 
 
 def _specialisation(t: Tensor) -> tuple:
@@ -68,17 +73,14 @@ def _specialisation(t: Tensor) -> tuple:
 
 def run(c: Call, kernels: Callable[[Call], None]) -> None:
     """Calls ``kernels``, which launches; before its first time all that it can ever launch is compiled in parallel."""
-    if c.key not in _ready and c.p.device.type == "cuda":
-        with _compile_in_parallel():
-            kernels(c._replace(compiling=True))
+    if c.direct and c.key not in _ready:
+        found: dict[tuple, Compiled] = {}
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads):
+            kernels(c._replace(direct=False, compiling=found))
+        for key, (kernel, values) in found.items():
+            _compiled[key] = Compiled(kernel.result() if hasattr(kernel, "result") else kernel, values)
         _ready.add(c.key)
     kernels(c)
-
-
-@contextmanager
-def _compile_in_parallel() -> Iterator[None]:
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads):
-        yield
 
 
 def launch(
@@ -90,28 +92,23 @@ def launch(
     constants: Callable[[], dict[str, Any]],
 ) -> None:
     """``args`` and then ``constants`` are the kernel's parameters, in their order."""
+    if c.compiling is not None:
+        named = constants()
+        compiled = kernel.warmup(*args, grid=grid, **named, **_options(tile))
+        c.compiling[id(kernel), c.key, tile] = Compiled(compiled, tuple(named.values()))
+        return
     if 0 in grid:
         return
-    key = (id(kernel), c.key, tile)
-    known = _compiled.get(key)
-    if known is None or c.hooked:
-        named = constants()
-        if c.compiling:
-            kernel.warmup(*args, grid=grid, **named, **_options(tile))
-            return
-        if tile.tma:
-            triton.set_allocator(_scratch)
-        compiled = kernel[grid](*args, **named, **_options(tile))
-        if c.p.device.type == "cuda":  # else the interpreter, or the compile gate
-            _compiled[key] = Compiled(compiled, tuple(named.values()))
-    elif not c.compiling:
-        if tile.tma:
-            triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
-        compiled, values = known
-        # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
-        numbers = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        metadata = compiled.packed_metadata
-        compiled.run(*grid, c.stream, compiled.function, metadata, None, None, None, *numbers, *values)
+    if tile.tma:
+        triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
+    if not c.direct:
+        kernel[grid](*args, **constants(), **_options(tile))
+        return
+    compiled, values = _compiled[id(kernel), c.key, tile]
+    # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
+    numbers = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+    metadata = compiled.packed_metadata
+    compiled.run(*grid, c.stream, compiled.function, metadata, None, None, None, *numbers, *values)
 
 
 def _options(t: Tile) -> dict[str, int | bool]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flash_delta.compiler import Launch, Stage
 from flash_delta.kernels.triton import launch
-from flash_delta.kernels.triton.chunk import C, count_slots
+from flash_delta.kernels.triton.chunk import count_slots
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip, Tile, scan_tiles, takes_tma
+from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved, Workspace
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import chunked, stages
 from flash_delta.reference.tokens import TokenReader
@@ -61,11 +62,10 @@ def describe(x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw
 class Kernels:
     """The launchers on one problem, with all that the kernels write for each other."""
 
-    def __init__(
-        self, p: Problem, x: Inputs, solved: launch.Solved | None = None, factors: launch.Factors | None = None
-    ):
-        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",))
-        self.solved, self.factors = solved or launch.new_solved(p), factors or launch.new_factors(p)
+    def __init__(self, p: Problem, x: Inputs):
+        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",))._replace(direct=False)
+        parts = self.c.parts(Workspace(p, Solved, Factors, Residual, Chain, Scores))
+        self.solved, self.factors, self.residual, self.chain, self.scores = parts
 
     def solve(self) -> None:
         launch.run_solve(self.c, self.solved)
@@ -77,27 +77,23 @@ class Kernels:
         p, o, final = self.p, None, None
         if output:
             o, final = torch.empty_like(self.x.v), torch.empty(p.state_shape, device=p.device)
-        residual = launch.new_residual(p) if save else None
-        launch.run_scan(self.c, self.solved.A, self.factors, o, final, residual, t)
+        launch.run_scan(self.c, self.solved, self.factors, o, final, self.residual if save else None, t)
         return {"o": o, "final_state": final}
 
     def scan_backward(self, t: Tile) -> Tensors:
-        chain, state = launch.new_chain(self.p), self.x.initial_state
+        state = self.x.initial_state
         dinitial = None if state is None else torch.empty_like(state)
-        launch.run_scan_backward(self.c, self.factors, self.x.v, state, chain, dinitial, t)  # v for do
-        return chain._asdict()
+        launch.run_scan_backward(self.c, self.factors, self.x.v, state, self.chain, dinitial, t)  # v for do
+        return self.chain._asdict()
 
     def gradients(self) -> None:
-        c, p, x, s, do = self.c, self.p, self.x, self.solved, self.x.v
-        residual, chain, d = launch.new_residual(p), launch.new_chain(p), launch.new_gradients(x)
-        new = partial(torch.empty, count_slots(p), p.HV, device=p.device)
-        scores = (new(C, C, dtype=p.dtype), new(C, C, dtype=p.dtype))
-        parts = None if x.g is None else new(4, C)
-        launch.run_pairs(c, s, residual, chain, do, d, scores, parts)
-        launch.run_query_gradients(c, s, self.factors, residual, do, d.q, scores, parts)
-        launch.run_key_gradients(c, s, self.factors, residual, chain, d, scores, parts)
-        if parts is not None and p.K == 128:  # `gates` knows no width
-            launch.run_gates(c, s, parts, d.g, *(None if t is None else new() for t in (x.A_log, x.dt_bias)))
+        c, p, x, s, f, do, d = self.c, self.p, self.x, self.solved, self.factors, self.x.v, launch.new_gradients(self.x)
+        launch.run_pairs(c, s, self.residual, self.chain, do, d, self.scores)
+        launch.run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
+        launch.run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
+        if p.gate == "scalar" and p.K == 128:  # `gates` knows no width
+            sums = torch.empty(count_slots(p), p.HV, device=p.device)
+            launch.run_gates(c, s, self.scores, d.g, *(None if t is None else sums for t in (x.A_log, x.dt_bias)))
 
 
 def problem_of(case: Case) -> tuple[Problem, Inputs]:
@@ -159,14 +155,18 @@ def make(
     return made | {name: t for name, t in x._asdict().items() if t is not None}
 
 
-def kernels_on(made: Tensors, new_factors: bool = False) -> Kernels:
+def kernels_on(made: Tensors, factored: bool = True) -> Kernels:
+    """Kernels that read what was made and write elsewhere."""
     x = Inputs(*(made[name] for name in ("q", "k", "v", "g", "beta")))
-    factors = None if new_factors else launch.Factors(made["X"], made["Y"], made["rates"])
-    return Kernels(describe(x), x, launch.Solved(made["A"], made["vectors"], None), factors)
+    kernels = Kernels(describe(x), x)
+    kernels.solved = Solved(made["A"], made["vectors"], None)
+    if factored:
+        kernels.factors = Factors(made["X"], made["Y"], made["rates"])
+    return kernels
 
 
 def tune_factor(made: Tensors, t: Tile) -> Tensors:
-    kernels = kernels_on(made, new_factors=True)
+    kernels = kernels_on(made, factored=False)
     kernels.factor(t)
     return kernels.factors._asdict()
 
