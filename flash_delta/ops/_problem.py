@@ -89,6 +89,8 @@ def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> t
     if not isinstance(x, Tensor):
         refuse(op, name, wanted(expected), "None" if x is None else type(x).__name__)
     sizes = x.shape
+    if sizes == expected:
+        return sizes
     if len(expected) != len(sizes):
         refuse(op, name, wanted(expected), f"shape {list(sizes)}")
     for e, size in zip(expected, sizes, strict=True):
@@ -113,7 +115,7 @@ def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
             continue
         if t.dtype not in DTYPES and name != "cu_seqlens":
             refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
-        if t.dtype != dtype and name in ("k", "v", "p"):
+        if t.dtype is not dtype and name in ("k", "v", "p"):
             refuse(op, name, f"{dtype} like q", t.dtype)
         if t.device != device:
             refuse(op, name, f"a tensor on {device} like q", f"one on {t.device}")

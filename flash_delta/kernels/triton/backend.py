@@ -35,8 +35,10 @@ def unsupported(problem: Problem) -> str | None:
         return "it computes in float32, the tensors are float64"
     if problem.K not in WIDTHS or problem.V not in WIDTHS:
         return f"K and V have to be multiples of 8 up to 256, they are {problem.K} and {problem.V}"
+    if problem.dtype != torch.float32:
+        return None
     widest = widest_float32(chip_of(problem.device))
-    if problem.dtype == torch.float32 and max(problem.K, problem.V) > widest:
+    if max(problem.K, problem.V) > widest:
         return f"in float32 K and V fit this chip up to {widest}, they are {problem.K} and {problem.V}"
     return None
 
@@ -48,8 +50,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs) -> Outputs:
-    o = torch.empty(x.v.shape, dtype=p.dtype, device=p.device)
-    final = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
+    o, final = x.v.new_empty(x.v.shape), x.v.new_empty(p.state_shape, dtype=torch.float32)
     kept = p.needs_grad and p.disable_recompute
     if not p.needs_grad:
         memory = (Workspace(p, Solved, Factors),)
@@ -83,7 +84,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         if again:
             launch.run_solve(c, solved)
         if again or not kept:
-            launch.run_factor(c, solved, factors)
+            launch.run_factor(c, solved, factors, follows=again)
             launch.run_scan(c, solved, factors, None, None, residual)
         launch.run_scan_backward(c, factors, do, dfinal, chain, d.initial_state)
         launch.run_pairs(c, solved, residual, chain, do, d, scores)

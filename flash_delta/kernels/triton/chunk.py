@@ -21,6 +21,21 @@ def count_slots(problem: Problem) -> int:
 
 
 @triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """With OVERLAP, a program may start while the kernel launched before its own still runs (programmatic dependent
+    launch). What that kernel wrote is there from here on, and what it read may be overwritten."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def lead(OVERLAP: tl.constexpr):
+    """The programs of the next kernel may start once all of this one have come here."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def bounds(n, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
     """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
     start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)

@@ -11,7 +11,7 @@ Norms are part of them. Grid (slots, HV / heads): q k^T is formed once for ``hea
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import find_chunk, load_tile, rows_of
+from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_tile, rows_of
 
 
 @triton.jit
@@ -36,8 +36,10 @@ def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
 def factor(
     q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, heads, scale, q_strides, k_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * heads
     h = first // (HV // H)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
@@ -48,11 +50,12 @@ def factor(
     square = i[:, None] * C + i[None, :]
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
+    follow(OVERLAP)
     rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rq, rk, rp = tl.load(norm), tl.load(norm + C), tl.load(norm + 2 * C)
-    scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
     for member in range(heads):
         head = slot.to(tl.int64) * HV + first + member

@@ -4,21 +4,22 @@ Nothing here reads a device: grids come from upper bounds (chunk.py), and what v
 strides of g's and beta's batch rows) is not specialised, so that a length never compiles anything.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from flash_delta.kernels.triton.chunk import C
+from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
-from flash_delta.kernels.triton.launcher import Call, launch
+from flash_delta.kernels.triton.launcher import Call, Plan, launch
 from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan
 from flash_delta.kernels.triton.scan_backward import scan_backward
 from flash_delta.kernels.triton.solve import solve
-from flash_delta.kernels.triton.tiles import Tile, heads_per_program, precision, scan_tiles, tile
+from flash_delta.kernels.triton.tiles import WARP, Tile, heads_per_program, overlaps, precision, scan_tiles, tile
 from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved
 from flash_delta.problem import Inputs, Problem
 
@@ -32,30 +33,33 @@ def new_gradients(x: Inputs) -> Inputs:
     return Inputs(like(x.q), like(x.k), like(x.v), like(x.g), like(x.beta), like(x.p), like(x.initial_state))
 
 
-def run_solve(c: Call, s: Solved, t: Tile | None = None) -> None:
+def run_solve(c: Call, s: Solved) -> None:
     p, x = c.p, c.x
-    heads = heads_per_program("solve", p, c.chip, c.slots)
-    args = (
-        x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s, p.N, p.T, heads, p.beta_range,
-        strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
-    )  # fmt: skip
-    launch(c, solve, (c.slots, p.HV // heads, 1), args, t or tile("solve", p, c.chip), lambda: {
-        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
-        "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None, "HAS_BETA": x.beta is not None,
-        "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
-        "OWN_P": x.p is not None, "PRECISION": precision(p, c.chip),
-    })  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        heads = heads_per_program("solve", p, c.shape.chip, count_slots(p))
+        yield plan(
+            c, solve, (count_slots(p), p.HV // heads, 1), WARP,
+            p.N, p.T, heads, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
+            batch(x.beta), tokens(x.beta),
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s)
+    launch(c, solve, pointers, plans)
 
 
-def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None) -> None:
+def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
+    """``follows``: the launch before it was this call's `solve`."""
     p, x = c.p, c.x
-    heads = heads_per_program("factor", p, c.chip, c.slots)
-    args = (x.q, x.k, x.cu_seqlens, *s, *f, p.N, p.T, heads, p.scale, strides(x.q), strides(x.k))
-    launch(c, factor, (c.slots, p.HV // heads, 1), args, t or tile("factor", p, c.chip), lambda: {
-        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar",
-        "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
-        "PRECISION": precision(p, c.chip),
-    })  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        heads = heads_per_program("factor", p, c.shape.chip, count_slots(p))
+        yield plan(
+            c, factor, (count_slots(p), p.HV // heads, 1), t or tile("factor", p, c.shape.chip),
+            p.N, p.T, heads, p.scale, strides(x.q), strides(x.k), follows=follows,
+        )  # fmt: skip
+
+    launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)
 
 
 def run_scan(
@@ -63,106 +67,123 @@ def run_scan(
 ) -> None:
     """With ``o`` and ``final``, stage output; with ``r``, what the backward pass needs."""
     p, x = c.p, c.x
-    args = (
-        x.q, c.keys, x.v, x.cu_seqlens, s.A, *f, x.initial_state, o, final, *(r or (None,) * 3), p.N, p.T,
-        strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
-    )  # fmt: skip
-    kernel = "scan" if o is None or r is None else "scan_kept"
-    for t in choice or scan_tiles(kernel, p, c.chip, c.compiling is not None):
-        BV = min(t.BV, block(p.V))
-        launch(c, scan, (triton.cdiv(p.V, BV), p.HV, p.N + p.packed), args, t, lambda BV=BV, t=t: {
-            "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
-            "ERASE": p.erase is not None, "INITIAL": x.initial_state is not None, "OUTPUT": o is not None,
-            "SAVE": r is not None, "TMA": t.tma and fits_tma(x.q, c.keys, x.v), "PRECISION": precision(p, c.chip),
-        })  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        for t in choice or scan_tiles("scan" if o is None or r is None else "scan_kept", p, c.shape.chip, every(c)):
+            yield plan(
+                c, scan, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N + p.packed), t,
+                p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
+                INITIAL=x.initial_state is not None, OUTPUT=o is not None, SAVE=r is not None,
+                TMA=t.tma and fits_tma(x.q, c.keys, x.v), follows=True,
+            )  # fmt: skip
+
+    pointers = (x.q, c.keys, x.v, x.cu_seqlens, s.A, *f, x.initial_state, o, final, *(r or (None,) * 3))
+    launch(c, scan, pointers, plans)
 
 
 def run_scan_backward(
     c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile
 ) -> None:
     p, x = c.p, c.x
-    args = (
-        x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial, p.N, p.T,
-        strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
-    )  # fmt: skip
-    for t in choice or scan_tiles("scan_backward", p, c.chip, c.compiling is not None):
-        BV = min(t.BV, block(p.V))
-        launch(c, scan_backward, (triton.cdiv(p.V, BV), p.HV, p.N), args, t, lambda BV=BV, t=t: {
-            "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": BV, "C": C, "PACKED": p.packed,
-            "ERASE": p.erase is not None, "FINAL": dfinal is not None, "INITIAL": dinitial is not None,
-            "TMA": t.tma and fits_tma(x.q, c.keys, do), "PRECISION": precision(p, c.chip),
-        })  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        for t in choice or scan_tiles("scan_backward", p, c.shape.chip, every(c)):
+            yield plan(
+                c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N), t,
+                p.N, p.T, strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
+                FINAL=dfinal is not None, INITIAL=dinitial is not None, TMA=t.tma and fits_tma(x.q, c.keys, do),
+            )  # fmt: skip
+
+    launch(c, scan_backward, (x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial), plans)
 
 
 def run_pairs(
     c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
-    t = t or tile("pairs", p, c.chip)
-    args = (
-        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores, p.N,
-        p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
-    )  # fmt: skip
-    launch(c, pairs, (c.slots, p.HV, 1), args, t, lambda: _widths(c, t) | {"BK": min(t.BV, block(p.K))} | {
-        "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta,
-        "NORM": p.l2norm, "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None, "OWN_P": x.p is not None,
-        "PRECISION": precision(p, c.chip),
-    })  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        chosen = t or tile("pairs", p, c.shape.chip)
+        yield plan(
+            c, pairs, (count_slots(p), p.HV, 1), chosen,
+            p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
+            BK=min(chosen.BV, block(p.K)),  # a step of its loop over K, too
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores)
+    launch(c, pairs, pointers, plans)
 
 
 def run_query_gradients(
     c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
-    t = t or tile("query_gradients", p, c.chip)
-    args = (
-        x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts, p.N, p.T,
-        strides(x.q), strides(x.k), strides(do),
-    )  # fmt: skip
-    launch(c, query_gradients, (c.slots, p.H, 1), args, t, lambda: _widths(c, t) | {
-        "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "PRECISION": precision(p, c.chip),
-    })  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, query_gradients, (count_slots(p), p.H, 1), t or tile("query_gradients", p, c.shape.chip),
+            p.N, p.T, strides(x.q), strides(x.k), strides(do),
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
+    launch(c, query_gradients, pointers, plans)
 
 
 def run_key_gradients(
     c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
-    t = t or tile("key_gradients", p, c.chip)
-    args = (
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, key_gradients, (count_slots(p), p.H, 1), t or tile("key_gradients", p, c.shape.chip),
+            p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
+        )  # fmt: skip
+
+    pointers = (
         x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys, s.vectors, s.norms,
-        f.rates, x.cu_seqlens, d.k, d.p, scores.parts, p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
+        f.rates, x.cu_seqlens, d.k, d.p, scores.parts,
     )  # fmt: skip
-    launch(c, key_gradients, (c.slots, p.H, 1), args, t, lambda: _widths(c, t) | {
-        "C": C, "PACKED": p.packed, "GATE": p.gate == "scalar", "NORM": p.l2norm, "ERASE": p.erase is not None,
-        "OWN_P": x.p is not None, "PRECISION": precision(p, c.chip),
-    })  # fmt: skip
+    launch(c, key_gradients, pointers, plans)
 
 
-def run_gates(
-    c: Call,
-    s: Solved,
-    scores: Scores,
-    dg: Tensor,
-    dA_log: Tensor | None,
-    ddt_bias: Tensor | None,
-    t: Tile | None = None,
-) -> None:
+def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
     """dg; and of A_log and dt_bias ``[slots, HV]``, to be summed."""
     p, x = c.p, c.x
-    args = (
-        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias, p.N, p.T,
-        batch(x.g), tokens(x.g),
+
+    def plans() -> Iterator[Plan]:
+        yield plan(c, gates, (count_slots(p), p.HV, 1), WARP, p.N, p.T, batch(x.g), tokens(x.g))
+
+    pointers = (
+        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias
     )  # fmt: skip
-    launch(c, gates, (c.slots, p.HV, 1), args, t or tile("gates", p, c.chip), lambda: {
-        "HV": p.HV, "C": C, "PACKED": p.packed, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
-        "UNDECAYED": p.erase == "undecayed", "ERASE": p.erase is not None,
-    })  # fmt: skip
+    launch(c, gates, pointers, plans)
 
 
-def _widths(c: Call, t: Tile) -> dict[str, Any]:
-    p = c.p
-    return {"H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": min(t.BV, block(p.V))}
+def plan(
+    c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
+) -> Plan:
+    """With the constants that the kernel names; ``own``: those that are the launch's, not the problem's."""
+    p, x, overlap = c.p, c.x, overlaps(c.shape.chip)
+    constants = {
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
+        "GATE": p.gate == "scalar", "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
+        "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
+        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p, c.shape.chip),
+        "OVERLAP": overlap,
+    } | own  # fmt: skip
+    used = {name: constants[name] for name in kernel.arg_names if name in constants}
+    return Plan(grid, t, scalars, used, follows and overlap)
+
+
+def every(c: Call) -> bool:
+    """Whether all tiles are wanted that other sizes may choose."""
+    return c.compiling is not None
+
+
+def columns(p: Problem, t: Tile) -> int:
+    """Value columns of a tile."""
+    return min(t.BV, block(p.V))
 
 
 def block(width: int) -> int:

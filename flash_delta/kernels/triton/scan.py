@@ -14,7 +14,7 @@ For the backward pass (SAVE) it writes the state at every chunk's start ``[slots
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import bounds, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.chunk import bounds, follow, load_tile, matrix, rows_of, store_tile
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def scan(
     q_strides, p_strides, v_strides, initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, OUTPUT: tl.constexpr,
-    SAVE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
@@ -87,6 +87,7 @@ def scan(
     S = tl.zeros([BV, BK], tl.float32)
     if INITIAL:
         S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
+    follow(OVERLAP)
     # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
     # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
     e_q, e_p, b, gamma = load_rates(rates + head * (4 * C), i, chunks, C)

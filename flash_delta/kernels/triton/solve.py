@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.triton.activation import log_decay, strength
-from flash_delta.kernels.triton.chunk import find_chunk, load_row, load_tile, rows_of
+from flash_delta.kernels.triton.chunk import find_chunk, lead, load_row, load_tile, rows_of
 
 LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0; a gate of -inf stays a number
 
@@ -191,8 +191,10 @@ def solve(
     q_strides, k_strides, p_strides, g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * heads
     h = first // (HV // H)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)

@@ -63,6 +63,11 @@ def widest_float32(chip: Chip) -> int:
     return 128 if family(chip.target) in ("sm_90", "gfx942") or chip.target == "interpreter" else 64
 
 
+def overlaps(chip: Chip) -> bool:
+    """Whether a kernel may start before the one before it has ended (chunk.follow)."""
+    return family(chip.target) in ("sm_90", "sm_100") or chip.target.startswith("sm_12")
+
+
 def takes_tma(chip: Chip) -> bool:
     """Whether the table has tiles for the chip's copy engine."""
     return family(chip.target) in ("sm_90", "sm_100")
@@ -142,8 +147,6 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
 
 @lru_cache
 def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
-    if kernel in ("solve", "gates"):
-        return WARP
     if dtype == torch.float32:
         return FLOAT32[kernel]
     width = max(K, V)
