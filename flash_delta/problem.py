@@ -4,6 +4,7 @@ The first of the library's four nouns. ``ops`` makes a :class:`Problem` once per
 arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and nothing is imported but torch.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class Problem(NamedTuple):
     keep_states: bool = False  # also return the state at the start of every chunk
     disable_recompute: bool = False  # save more for the backward pass, recompute less
     needs_grad: bool = False
+    memo: dict | None = None  # shared by calls that differ in their tensors' values only: what backends found out there
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -71,6 +73,14 @@ class Inputs(NamedTuple):
     A_log: Tensor | None = None  # [HV]
     dt_bias: Tensor | None = None  # [HV] or [HV * K]
     cu_seqlens: Tensor | None = None  # [N + 1], on the device of q
+
+
+def signature(tensors: Iterable[Tensor | None]) -> list[tuple | None]:
+    """All that can change how a call runs, but for the values."""
+    return [
+        None if t is None else (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16, t.requires_grad)
+        for t in tensors
+    ]
 
 
 class Outputs(NamedTuple):

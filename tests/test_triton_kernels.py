@@ -1,6 +1,7 @@
 """The Triton backend against the recurrence in float64, in Triton's interpreter; on a GPU: `flash-delta check`."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
 
 import flash_delta
-from flash_delta.kernels.triton import backend, launch
+from flash_delta.kernels.triton import backend, launch, launcher
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Tile
 from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Solved, Workspace
@@ -136,3 +137,47 @@ def test_inference_keeps_no_state_per_chunk():
     p = p._replace(T=8192, K=128, V=256, packed=False, N=1)
     assert Workspace(p, Solved, Factors).buffer.numel() == 4 * 128 * p.HV * 64 * (128 + 2 * 64 + 8)
     assert backend.empty_saved(p, None)[0].numel() == 4 * 128 * p.HV * 64 * (64 + 4)
+
+
+def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(monkeypatch):
+    """Even if the earlier one got a single tensor as q and as k."""
+    launched = []
+
+    class Kernel:
+        function, packed_metadata = 1, 2
+
+        def run(self, *args):
+            launched.append(args)
+
+    class Kernels(dict):
+        __missing__ = lambda self, key: Kernel()  # noqa: E731
+
+    monkeypatch.setattr(launcher, "_compiled", Kernels())
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
+    x = arguments(torch.bfloat16)
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
+
+    def call(q, k):
+        inputs = Inputs(q, k, x["v"].detach(), x["g"].detach(), x["beta"].detach(), cu_seqlens=x["cu_seqlens"])
+        memory = Workspace(p, Solved, Factors)
+        c = make_call(p, inputs, ("test",))._replace(direct=True)
+        monkeypatch.setattr(launcher, "_ready", {c.shape.key})
+
+        def kernels(c):
+            solved, factors = c.parts(memory)
+            launch.run_solve(c, solved)
+            launch.run_factor(c, solved, factors)
+
+        launcher.run(c, kernels, memory.buffer)
+        solve, factor = launched[-2:]
+        assert solve[:6] == (len(memory.views()[0].A), p.H, 1, 7, 1, 2)
+        solved, factors = memory.views()
+        assert solve[9:12] == tuple(t.data_ptr() for t in (q, k, k))
+        assert factor[9:11] == (q.data_ptr(), k.data_ptr())
+        assert factor[12:18] == tuple(None if t is None else t.data_ptr() for t in (*solved, *factors))
+        return c.shape
+
+    q, k = x["q"].detach(), x["k"].detach()
+    first, second = call(q, q), call(q, k)
+    assert first is second
+    assert len(first.steps) == 2

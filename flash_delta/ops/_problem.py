@@ -2,39 +2,68 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Inputs, Problem, signature
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CHUNK_SIZES = (16, 32, 64)
 LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
 
 
-def make_problem(
-    x: Inputs,
-    *,
-    op: str,
-    gate: Literal["none", "scalar", "channel"],
-    erase: Literal["decayed", "undecayed"] | None,
-    optional_beta: bool = False,
-    scale: float | None = None,
-    chunk_size: int = 64,
-    recurrent: bool = False,
-    l2norm: bool = False,
-    raw_gate: bool = False,
-    lower_bound: float | None = None,
-    raw_beta: bool = False,
-    neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
-    keep_states: bool = False,
-    disable_recompute: bool = False,
-) -> Problem:
-    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
+class Options(NamedTuple):
+    """What an op asks for, beside its tensors."""
+
+    op: str
+    gate: Literal["none", "scalar", "channel"]
+    erase: Literal["decayed", "undecayed"] | None
+    optional_beta: bool = False
+    scale: float | None = None
+    chunk_size: int = 64
+    recurrent: bool = False
+    l2norm: bool = False
+    raw_gate: bool = False
+    lower_bound: float | None = None
+    raw_beta: bool = False
+    neg_eigval: bool = False
+    state_v_first: bool = False
+    keep_states: bool = False
+    disable_recompute: bool = False
+
+
+REMEMBERED = 1024  # calls; each takes some kilobytes
+_remembered: dict[tuple, Problem] = {}
+
+
+def make_problem(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
+    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came.
+
+    On a GPU, where checks would take as long as launches, what was found of a call is remembered for those that differ
+    in their tensors' values only.
+    """
+    if torch.compiler.is_compiling() or not getattr(x.q, "is_cuda", False) or isinstance(options.scale, Tensor):
+        return _describe(x, options, cu_seqlens_cpu)
+    try:
+        key = (torch.is_grad_enabled(), options, *signature(x))
+        problem = _remembered.get(key)
+    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
+        return _describe(x, options, cu_seqlens_cpu)
+    if problem is None:
+        problem = _describe(x, options, None)._replace(memo={})
+        if len(_remembered) == REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = problem
+    if cu_seqlens_cpu is None:
+        return problem
+    return problem._replace(lengths=read_lengths(options.op, x, cu_seqlens_cpu))  # these are values
+
+
+def _describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
+    """What a call asks for, if all is as it has to be."""
+    op, gate, erase, scale, raw_gate = options.op, options.gate, options.erase, options.scale, options.raw_gate
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
     check_shape(op, "k", x.k, B, T, H, K)
     _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
@@ -42,30 +71,32 @@ def make_problem(
         refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H}", HV)
     if x.p is not None:
         check_shape(op, "p", x.p, B, T, H, K)
-    if x.beta is not None or not (optional_beta or erase is None):
+    if x.beta is not None or not (options.optional_beta or erase is None):
         check_shape(op, "beta", x.beta, B, T, HV)
     if gate != "none":
         check_shape(op, "g", x.g, *((B, T, HV, K) if gate == "channel" else (B, T, HV)))
     _check_dtypes_and_devices(op, x)
-    if chunk_size not in CHUNK_SIZES:
-        refuse(op, "chunk_size", f"one of {', '.join(map(str, CHUNK_SIZES))}", chunk_size)
-    _check_gate(op, x, raw_gate, lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
-    if neg_eigval and not raw_beta:
+    if options.chunk_size not in CHUNK_SIZES:
+        refuse(op, "chunk_size", f"one of {', '.join(map(str, CHUNK_SIZES))}", options.chunk_size)
+    _check_gate(op, x, raw_gate, options.lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
+    if options.neg_eigval and not options.raw_beta:
         refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
-    _check_packing(op, x, B, cu_seqlens_cpu)
+    _check_packing(op, x, B)
     if torch.compiler.is_compiling():  # values are not there yet, and B may be a symbol: the operator reads them
+        if x.cu_seqlens is None:
+            refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         lengths = None if cu_seqlens_cpu is None else torch.as_tensor(cu_seqlens_cpu)
     else:
         lengths = read_lengths(op, x, cu_seqlens_cpu)
     N = B if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
     if x.initial_state is not None:
-        check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if state_v_first else (K, V)))
+        check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
         op, B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5 if scale is None else float(scale),
-        chunk_size=chunk_size, recurrent=recurrent, lengths=lengths, packed=x.cu_seqlens is not None,
-        l2norm=l2norm, raw_gate=raw_gate, lower_bound=lower_bound if raw_gate else None,
-        raw_beta=raw_beta, beta_range=2.0 if neg_eigval else 1.0, state_v_first=state_v_first,
-        keep_states=keep_states, disable_recompute=disable_recompute,
+        chunk_size=options.chunk_size, recurrent=options.recurrent, lengths=lengths, packed=x.cu_seqlens is not None,
+        l2norm=options.l2norm, raw_gate=raw_gate, lower_bound=options.lower_bound if raw_gate else None,
+        raw_beta=options.raw_beta, beta_range=2.0 if options.neg_eigval else 1.0, state_v_first=options.state_v_first,
+        keep_states=options.keep_states, disable_recompute=options.disable_recompute,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
     )  # fmt: skip
 
@@ -131,9 +162,8 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
             refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
 
 
-def _check_packing(op: str, x: Inputs, B: int, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> None:
+def _check_packing(op: str, x: Inputs, B: int) -> None:
     if x.cu_seqlens is None:
-        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         return
     (count,) = check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
     if x.cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -148,6 +178,7 @@ def read_lengths(op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | No
     """The sequences' lengths; None if only the device knows them, where reading them would synchronise."""
     B, T = x.q.shape[:2]
     if x.cu_seqlens is None:
+        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         return (T,) * B
     count, bounds = x.cu_seqlens.numel(), None
     if cu_seqlens_cpu is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import check_shape, make_problem, refuse_unless_none, state_layout
+from flash_delta.ops._problem import Options, check_shape, make_problem, refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -80,8 +80,7 @@ def chunk_gated_delta_rule(
     refuse_unless_none(op, "cp_context", cp_context, "context parallelism is not part of this release")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    problem = make_problem(
-        inputs,
+    options = Options(
         op=op,
         gate="scalar",
         erase="decayed",
@@ -92,9 +91,9 @@ def chunk_gated_delta_rule(
         raw_beta=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
         state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        cu_seqlens_cpu=cu_seqlens_cpu,
         disable_recompute=disable_recompute,
     )
+    problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)
 
 
@@ -154,8 +153,7 @@ def fused_recurrent_gated_delta_rule(
             gk = gk + g.unsqueeze(-1)
         g, kind = gk, "channel"
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    problem = make_problem(
-        inputs,
+    options = Options(
         op=op,
         gate=kind,
         erase="decayed",
@@ -167,6 +165,6 @@ def fused_recurrent_gated_delta_rule(
         raw_beta=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
         state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        cu_seqlens_cpu=cu_seqlens_cpu,
     )
+    problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

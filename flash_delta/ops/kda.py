@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import make_problem, refuse, refuse_unless_none, state_layout
+from flash_delta.ops._problem import Options, make_problem, refuse, refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -90,8 +90,7 @@ def chunk_kda(
         refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    problem = make_problem(
-        inputs,
+    options = Options(
         op=op,
         gate="channel",
         erase="decayed",
@@ -103,10 +102,10 @@ def chunk_kda(
         raw_beta=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
         state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        cu_seqlens_cpu=cu_seqlens_cpu,
         keep_states=return_intermediate_states,
         disable_recompute=disable_recompute,
     )
+    problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)
 
 
@@ -149,8 +148,7 @@ def fused_recurrent_kda(
     op = "fused_recurrent_kda"
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    problem = make_problem(
-        inputs,
+    options = Options(
         op=op,
         gate="channel",
         erase="decayed",
@@ -162,6 +160,6 @@ def fused_recurrent_kda(
         raw_beta=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
         state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        cu_seqlens_cpu=cu_seqlens_cpu,
     )
+    problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

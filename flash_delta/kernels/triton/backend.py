@@ -50,6 +50,8 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs) -> Outputs:
+    if p.raw_gate:
+        x = x._replace(A_log=_flat(x.A_log), dt_bias=_flat(x.dt_bias))
     o, final = x.v.new_empty(x.v.shape), x.v.new_empty(p.state_shape, dtype=torch.float32)
     kept = p.needs_grad and p.disable_recompute
     if not p.needs_grad:
@@ -64,7 +66,8 @@ def forward(p: Problem, x: Inputs) -> Outputs:
         launch.run_scan(c, solved, factors, o, final, residual)
 
     with _on(p.device):
-        run(make_call(p, x, ("forward", kept)), kernels)
+        call = make_call(p, x, ("forward", kept), memo=p.memo)
+        run(call, kernels, o, final, *(w.buffer for w in memory))
     return Outputs(o, final, (memory[0].buffer,) if p.needs_grad else ())
 
 
@@ -74,6 +77,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
     again, kept = not saved, p.disable_recompute
+    x = x._replace(A_log=_flat(x.A_log), dt_bias=_flat(x.dt_bias))
     memory = _saved(p, *saved), Workspace(p, *((Chain, Scores) if kept else (Factors, Residual, Chain, Scores)))
     d = launch.new_gradients(x)
     new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
@@ -81,6 +85,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
 
     def kernels(c: Call) -> None:
         solved, factors, residual, chain, scores = c.parts(*memory)
+        do, dfinal = c.more
         if again:
             launch.run_solve(c, solved)
         if again or not kept:
@@ -94,8 +99,14 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
             launch.run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with _on(p.device):
-        run(make_call(p, x, ("backward", again, kept), do, dfinal), kernels)
+        call = make_call(p, x, ("backward", again, kept), do, dfinal)
+        run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
+
+
+def _flat(t: Tensor | None) -> Tensor | None:
+    """A parameter per head, its elements side by side, as they nearly always are."""
+    return None if t is None else t.contiguous()
 
 
 def _saved(p: Problem, buffer: Tensor | None = None) -> Workspace:

@@ -5,7 +5,7 @@
 
 Writes X ``[slots, HV, C, K]`` and Y ``[slots, HV, C, C]`` in the dtype of k, and the factors that the scan applies to
 accumulators, ``rates [slots, HV, 4, C]``: scale e^G of the rows that read, e^H of those that erase, b, and gamma.
-Norms are part of them. Grid (slots, HV / heads): q k^T is formed once for ``heads`` value heads of a key head.
+Norms are part of them. Grid (slots, H): q k^T is formed once for the value heads of a key head.
 """
 
 import triton
@@ -32,16 +32,15 @@ def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
     return high, low, high_p, low_p, tl.load(vectors + C - 1), tl.load(vectors + 2 * C - 1)
 
 
-@triton.jit(do_not_specialize=["N", "T", "heads"])
+@triton.jit(do_not_specialize=["N", "T"])
 def factor(
-    q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, heads, scale, q_strides, k_strides,
+    q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
-    slot, first = tl.program_id(0), tl.program_id(1) * heads
-    h = first // (HV // H)
+    slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if (token >= stop) | (n >= N):
         return
@@ -57,8 +56,8 @@ def factor(
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rq, rk, rp = tl.load(norm), tl.load(norm + C), tl.load(norm + 2 * C)
     scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
-    for member in range(heads):
-        head = slot.to(tl.int64) * HV + first + member
+    for member in range(HV // H):
+        head = slot.to(tl.int64) * HV + h * (HV // H) + member
         if ERASE:
             a = tl.load(A + head * C * C + square)
         v = vectors + head * 4 * C

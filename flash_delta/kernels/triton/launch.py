@@ -19,7 +19,7 @@ from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan
 from flash_delta.kernels.triton.scan_backward import scan_backward
 from flash_delta.kernels.triton.solve import solve
-from flash_delta.kernels.triton.tiles import WARP, Tile, heads_per_program, overlaps, precision, scan_tiles, tile
+from flash_delta.kernels.triton.tiles import WARP, Tile, overlaps, precision, scan_tiles, tile
 from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved
 from flash_delta.problem import Inputs, Problem
 
@@ -37,14 +37,13 @@ def run_solve(c: Call, s: Solved) -> None:
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
-        heads = heads_per_program("solve", p, c.shape.chip, count_slots(p))
         yield plan(
-            c, solve, (count_slots(p), p.HV // heads, 1), WARP,
-            p.N, p.T, heads, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
+            c, solve, (count_slots(p), p.H, 1), WARP,
+            p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
             batch(x.beta), tokens(x.beta),
         )  # fmt: skip
 
-    pointers = (x.q, x.k, c.keys, x.g, x.beta, flat(x.A_log), flat(x.dt_bias), x.cu_seqlens, *s)
+    pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *s)
     launch(c, solve, pointers, plans)
 
 
@@ -53,10 +52,9 @@ def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
-        heads = heads_per_program("factor", p, c.shape.chip, count_slots(p))
         yield plan(
-            c, factor, (count_slots(p), p.HV // heads, 1), t or tile("factor", p, c.shape.chip),
-            p.N, p.T, heads, p.scale, strides(x.q), strides(x.k), follows=follows,
+            c, factor, (count_slots(p), p.H, 1), t or tile("factor", p, c.shape.chip),
+            p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
         )  # fmt: skip
 
     launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)
@@ -155,7 +153,7 @@ def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | N
         yield plan(c, gates, (count_slots(p), p.HV, 1), WARP, p.N, p.T, batch(x.g), tokens(x.g))
 
     pointers = (
-        x.g, flat(x.A_log), flat(x.dt_bias), s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias
+        x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias
     )  # fmt: skip
     launch(c, gates, pointers, plans)
 
@@ -189,11 +187,6 @@ def columns(p: Problem, t: Tile) -> int:
 def block(width: int) -> int:
     """The tile of a head's width: a power of two that products can take."""
     return max(16, triton.next_power_of_2(width))
-
-
-def flat(t: Tensor | None) -> Tensor | None:
-    """A parameter per head, its elements side by side."""
-    return None if t is None else t.contiguous()
 
 
 def strides(t: Tensor) -> tuple[int, ...]:

@@ -33,23 +33,24 @@ class Plan(NamedTuple):
     follows: bool  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
 
 
-class Known(NamedTuple):
-    """A launch that was made before, as the driver takes it."""
+class Step(NamedTuple):
+    """A launch as the driver takes it, but for the addresses."""
 
     run: Any
+    grid: tuple[int, int, int]
     function: int
     metadata: Any
-    grid: tuple[int, int, int]
     tma: bool
-    rest: tuple[Any, ...]  # all arguments behind the pointers
+    sources: tuple[tuple[int, int] | None, ...]  # of its pointers: which tensor, and bytes from its start
+    rest: tuple[Any, ...]  # the arguments behind them
 
 
 class Shape(NamedTuple):
-    """What calls of the same sizes, strides, alignments and flags have in common."""
+    """What calls have in common that differ in their tensors' values only."""
 
     key: int  # of what compiled code depends on
     chip: Chip
-    known: dict[int, Known]  # by kernel
+    steps: list[Step]  # what they launch, once it is known
 
 
 class Call(NamedTuple):
@@ -57,11 +58,17 @@ class Call(NamedTuple):
 
     p: Problem
     x: Inputs
-    keys: Tensor  # that erase: p, or k
+    more: tuple[Tensor | None, ...]  # other tensors that come from outside
     shape: Shape
-    stream: int  # CUDA's
     direct: bool  # launched with addresses, past Triton's own launcher
     compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
+    tensors: tuple[Tensor | None, ...] = ()  # all that kernels get, a workspace as its buffer
+    steps: list[Step] | None = None  # if there, launchers note what is to be launched
+
+    @property
+    def keys(self) -> Tensor:
+        """That erase."""
+        return self.x.k if self.x.p is None else self.x.p
 
     def parts(self, *memory: Workspace) -> list[Any]:
         """All their groups of tensors, as this call's launches take them."""
@@ -73,29 +80,31 @@ _keys: dict[tuple, int] = {}
 _ready: set[int] = set()
 
 
-def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None) -> Call:
-    """``kind`` tells the kernels of forward and backward apart; ``more``: other tensors that come from outside."""
-    shape = _shape(
-        chip_of(p.device),
-        (
-            kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
-            p.state_v_first,
-        ),
-        (p.N, p.T, p.scale, p.beta_range),
-        *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
-    )  # fmt: skip
-    stream, direct = 0, False
-    if p.device.type == "cuda":
-        stream = driver.active.get_current_stream(p.device.index)
-        direct = not knobs.runtime.launch_enter_hook.calls  # a profiler's, which Triton's own launcher calls
-    return Call(p, x, x.k if x.p is None else x.p, shape, stream, direct)
+def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: dict | None = None) -> Call:
+    """``kind`` tells forward and backward apart; ``memo``: of the problem, if x is what it was made of."""
+    shape = None if memo is None else memo.get(kind)
+    if shape is None:
+        shape = _shape(
+            chip_of(p.device),
+            (
+                kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
+                p.state_v_first,
+            ),
+            (p.N, p.T, p.scale, p.beta_range),
+            *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
+        )  # fmt: skip
+        if memo is not None:
+            memo[kind] = shape
+    # A profiler's hooks are called by Triton's own launcher.
+    direct = p.device.type == "cuda" and not knobs.runtime.launch_enter_hook.calls
+    return Call(p, x, more, shape, direct)
 
 
 @lru_cache(maxsize=1024)
 def _shape(chip: Chip, flags: tuple, sizes: tuple, *tensors: tuple | None) -> Shape:
     """``sizes`` change what is launched, not what is compiled for it."""
     key = (flags, *(None if t is None else _specialisation(*t) for t in tensors))
-    return Shape(_keys.setdefault(key, len(_keys)), chip, {})
+    return Shape(_keys.setdefault(key, len(_keys)), chip, [])
 
 
 def _specialisation(dtype: torch.dtype, strides: tuple[int, ...], alignment: int) -> tuple:
@@ -104,16 +113,37 @@ def _specialisation(dtype: torch.dtype, strides: tuple[int, ...], alignment: int
     return dtype, *others, batch % 16, batch < 2**31, alignment
 
 
-def run(c: Call, kernels: Callable[[Call], None]) -> None:
-    """Calls ``kernels``, which launches; before its first time all that it can ever launch is compiled in parallel."""
-    if c.direct and c.shape.key not in _ready:
+def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
+    """Calls ``kernels``, which launches, or launches again what it launched for an earlier call of this shape.
+
+    Before its first time all that it can ever launch is compiled in parallel. ``own``: the tensors that were made for
+    this call, a workspace as its buffer.
+    """
+    if not c.direct:
+        return kernels(c)
+    if c.shape.key not in _ready:
         found: dict[tuple, Any] = {}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads):
             kernels(c._replace(direct=False, compiling=found))
         for key, kernel in found.items():
             _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
         _ready.add(c.shape.key)
-    kernels(c)
+    if not c.shape.steps:
+        # As objects of their own: here one tensor may come as q and as k, in the next call two.
+        x, more = Inputs(*map(_alias, c.x)), tuple(map(_alias, c.more))
+        steps: list[Step] = []
+        kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own), steps=steps))
+        c.shape.steps[:] = steps
+    # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
+    starts = [0 if t is None else t.data_ptr() for t in (*c.x, *c.more, *own)]
+    stream = driver.active.get_current_stream(c.p.device.index)
+    for step in c.shape.steps:
+        if step.tma:
+            triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
+        addresses = [None if s is None else starts[s[0]] + s[1] for s in step.sources]
+        step.run(
+            *step.grid, stream, step.function, step.metadata, None, None, None, *addresses, *step.rest
+        )  # fmt: skip
 
 
 def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], Iterable[Plan]]) -> None:
@@ -121,20 +151,11 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], 
 
     Of the ``plans`` there is one, but while compiling.
     """
-    if c.direct:
-        known = c.shape.known.get(id(kernel))
-        if known is None:
-            known = c.shape.known[id(kernel)] = _know(c, kernel, *plans())
-        if known.tma:
-            triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
-        if 0 not in known.grid:
-            # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
-            numbers = [a.data_ptr() if isinstance(a, Tensor) else a for a in pointers]
-            known.run(
-                *known.grid, c.stream, known.function, known.metadata, None, None, None, *numbers, *known.rest
-            )  # fmt: skip
-        return
     for plan in plans():
+        if c.steps is not None:
+            if 0 not in plan.grid:
+                c.steps.append(_step(c, kernel, pointers, plan))
+            continue
         options = plan.constants | _options(plan)
         if c.compiling is not None:
             compiled = kernel.warmup(*pointers, *plan.scalars, grid=plan.grid, **options)
@@ -145,11 +166,26 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], 
             kernel[plan.grid](*pointers, *plan.scalars, **options)
 
 
-def _know(c: Call, kernel: Any, plan: Plan) -> Known:
+def _alias(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach()
+
+
+def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> Step:
     compiled = _compiled[id(kernel), c.shape.key, plan.tile]
     run = compiled.run  # loads it
+    sources = tuple(None if at is None else _source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())
-    return Known(run, compiled.function, compiled.packed_metadata, plan.grid, plan.tile.tma, rest)
+    return Step(run, plan.grid, compiled.function, compiled.packed_metadata, plan.tile.tma, sources, rest)
+
+
+def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int) -> tuple[int, int]:
+    """A pointer as one of the tensors and an offset in bytes."""
+    for number, t in enumerate(tensors):
+        if t is at:
+            return number, 0
+        if isinstance(at, int) and t is not None and 0 <= at - t.data_ptr() < t.nbytes:
+            return number, at - t.data_ptr()
+    raise ValueError(f"expected a pointer into one of the call's tensors, got {at}")
 
 
 def _options(plan: Plan) -> dict[str, int | bool]:

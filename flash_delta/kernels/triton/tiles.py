@@ -100,7 +100,6 @@ TILES = {
     ("scan_backward", "sm_90"): (Tile(8, 2, 16),) * 3,
     ("scan_backward", "sm_100"): (Tile(8, 2, 16),) * 3,
 }
-PROGRAMS = {"solve": 8, "factor": 3}  # that a processor of an H200 runs side by side
 WARP = Tile(1, 1)  # of solve and gates, on every chip: one warp, whose steps need no barrier
 
 # Of float32, which is there to be compared with; some spill whatever the tile (gate.py).
@@ -127,11 +126,6 @@ SCANS = {
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
     return _tile(kernel, chip.target, p.dtype, p.K, p.V)
-
-
-def heads_per_program(kernel: str, p: Problem, chip: Chip, slots: int) -> int:
-    """All value heads of a key head, which share its scores; one where that leaves processors idle."""
-    return p.HV // p.H if slots * p.H >= PROGRAMS[kernel] * chip.processors else 1
 
 
 def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
