@@ -22,15 +22,19 @@ def count_slots(problem: Problem) -> int:
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """With OVERLAP, a program may start while the kernel launched before its own still runs (programmatic dependent
-    launch). What that kernel wrote is there from here on, and what it read may be overwritten."""
+    """With OVERLAP a program may start while the kernel launched before its own still runs (programmatic dependent
+    launch). From here on that one has ended: what it wrote is there, what it read may be overwritten.
+
+    Up to here a program reads nothing that its call's kernels write, and writes nothing but its descriptors, in memory
+    that was free when its call began.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def lead(OVERLAP: tl.constexpr):
-    """The programs of the next kernel may start once all of this one have come here."""
+    """The next kernel's programs may start once all of this one's have come here."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 

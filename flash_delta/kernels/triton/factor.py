@@ -51,13 +51,14 @@ def factor(
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
     scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     follow(OVERLAP)
+    first = slot.to(tl.int64) * HV + h * (HV // H)
     rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rq, rk, rp = tl.load(norm), tl.load(norm + C), tl.load(norm + 2 * C)
     scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
     for member in range(HV // H):
-        head = slot.to(tl.int64) * HV + h * (HV // H) + member
+        head = first + member
         if ERASE:
             a = tl.load(A + head * C * C + square)
         v = vectors + head * 4 * C

@@ -17,7 +17,16 @@ visible to another on AMD.
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import find_chunk, load_row, load_tile, rows_of, store_row, store_tile
+from flash_delta.kernels.triton.chunk import (
+    find_chunk,
+    follow,
+    lead,
+    load_row,
+    load_tile,
+    rows_of,
+    store_row,
+    store_tile,
+)
 from flash_delta.kernels.triton.pairs import load_block
 
 
@@ -45,9 +54,11 @@ def query_gradients(
     q, k, do, states, dPD, norms, rates, cu_seqlens, dq, parts, N, T,
     q_strides, k_strides, do_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries of one chunk and key head, and what they read, row 1 of ``parts``."""
+    lead(OVERLAP)
+    follow(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     i = tl.arange(0, C)
@@ -92,9 +103,11 @@ def key_gradients(
     q_strides, k_strides, p_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-    ERASE: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
+    ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (and dp) of one chunk and key head, and what they erase and write, rows 2 and 3 of ``parts``."""
+    lead(OVERLAP)
+    follow(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     i = tl.arange(0, C)
@@ -192,9 +205,10 @@ def key_gradients(
 def gates(
     g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_strides,
     HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    UNDECAYED: tl.constexpr, ERASE: tl.constexpr,
+    UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dg of one chunk and value head from its ``parts``, and the raw gate's backward pass. Grid (slots, HV)."""
+    follow(OVERLAP)
     slot, hv = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     i = tl.arange(0, C)

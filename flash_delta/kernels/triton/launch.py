@@ -48,7 +48,7 @@ def run_solve(c: Call, s: Solved) -> None:
 
 
 def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
-    """``follows``: the launch before it was this call's `solve`."""
+    """``follows``: the launch before it was this call's."""
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
@@ -80,8 +80,10 @@ def run_scan(
 
 
 def run_scan_backward(
-    c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile
-) -> None:
+    c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile,
+    follows: bool = True,
+) -> None:  # fmt: skip
+    """``follows``: the launch before it was this call's."""
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
@@ -90,6 +92,7 @@ def run_scan_backward(
                 c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N), t,
                 p.N, p.T, strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
                 FINAL=dfinal is not None, INITIAL=dinitial is not None, TMA=t.tma and fits_tma(x.q, c.keys, do),
+                follows=follows,
             )  # fmt: skip
 
     launch(c, scan_backward, (x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial), plans)
@@ -105,7 +108,7 @@ def run_pairs(
         yield plan(
             c, pairs, (count_slots(p), p.HV, 1), chosen,
             p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
-            BK=min(chosen.BV, block(p.K)),  # a step of its loop over K, too
+            BK=min(chosen.BV, block(p.K)), follows=True,  # steps of its loop over K, too
         )  # fmt: skip
 
     pointers = (x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores)
@@ -120,7 +123,7 @@ def run_query_gradients(
     def plans() -> Iterator[Plan]:
         yield plan(
             c, query_gradients, (count_slots(p), p.H, 1), t or tile("query_gradients", p, c.shape.chip),
-            p.N, p.T, strides(x.q), strides(x.k), strides(do),
+            p.N, p.T, strides(x.q), strides(x.k), strides(do), follows=True,
         )  # fmt: skip
 
     pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
@@ -135,7 +138,7 @@ def run_key_gradients(
     def plans() -> Iterator[Plan]:
         yield plan(
             c, key_gradients, (count_slots(p), p.H, 1), t or tile("key_gradients", p, c.shape.chip),
-            p.N, p.T, strides(x.q), strides(x.k), strides(c.keys),
+            p.N, p.T, strides(x.q), strides(x.k), strides(c.keys), follows=True,
         )  # fmt: skip
 
     pointers = (
@@ -150,7 +153,7 @@ def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | N
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
-        yield plan(c, gates, (count_slots(p), p.HV, 1), WARP, p.N, p.T, batch(x.g), tokens(x.g))
+        yield plan(c, gates, (count_slots(p), p.HV, 1), WARP, p.N, p.T, batch(x.g), tokens(x.g), follows=True)
 
     pointers = (
         x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias

@@ -16,7 +16,7 @@ that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``p
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import find_chunk, load_tile, rows_of, store_row, store_tile
+from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_tile, rows_of, store_row, store_tile
 from flash_delta.kernels.triton.factor import decay
 
 
@@ -53,8 +53,11 @@ def pairs(
     q_strides, k_strides, p_strides, do_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    lead(OVERLAP)
+    follow(OVERLAP)
     slot, hv = tl.program_id(0), tl.program_id(1)
     h = hv // (HV // H)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)

@@ -10,7 +10,7 @@ the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import bounds, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
 from flash_delta.kernels.triton.scan import load_rates, load_state, store_state
 
 
@@ -20,8 +20,9 @@ def scan_backward(
     q_strides, p_strides, do_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    lead(OVERLAP)
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
     row = n
@@ -43,6 +44,7 @@ def scan_backward(
     qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
     if ERASE:
         ps = matrix(rows_of(p, p_strides, row, h), p_strides, stop, K, C, BK, TMA)
+    follow(OVERLAP)
     dS = tl.zeros([BV, BK], tl.float32)
     if FINAL:
         dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)

@@ -115,9 +115,24 @@ FLOAT32 = {
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
 # heads, less traffic for many.
 SCANS = {
-    ("scan", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
-    ("scan_kept", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 2, 64, tma=True), Tile(8, 2, 128, tma=True)),
-    ("scan_backward", "sm_90"): (Tile(4, 4, 32, tma=True), Tile(4, 3, 64, tma=True), Tile(8, 2, 128, tma=True)),
+    ("scan", "sm_90"): (
+        Tile(4, 4, 16, tma=True),
+        Tile(4, 4, 32, tma=True),
+        Tile(4, 3, 64, tma=True),
+        Tile(8, 3, 128, tma=True),
+    ),
+    ("scan_kept", "sm_90"): (
+        Tile(4, 4, 16, tma=True),
+        Tile(4, 4, 32, tma=True),
+        Tile(4, 2, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
+    ("scan_backward", "sm_90"): (
+        Tile(4, 4, 16, tma=True),
+        Tile(4, 4, 32, tma=True),
+        Tile(4, 3, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
     ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
