@@ -91,7 +91,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         if again or not kept:
             launch.run_factor(c, solved, factors, follows=again)
             launch.run_scan(c, solved, factors, None, None, residual)
-        launch.run_scan_backward(c, factors, do, dfinal, chain, d.initial_state, follows=again or not kept)
+        launch.run_scan_backward(c, factors, do, dfinal, chain, d.initial_state)
         launch.run_pairs(c, solved, residual, chain, do, d, scores)
         launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores)
         launch.run_key_gradients(c, solved, factors, residual, chain, d, scores)

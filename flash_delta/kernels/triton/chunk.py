@@ -25,8 +25,9 @@ def follow(OVERLAP: tl.constexpr):
     """With OVERLAP a program may start while the kernel launched before its own still runs (programmatic dependent
     launch). From here on that one has ended: what it wrote is there, what it read may be overwritten.
 
-    Up to here a program reads nothing that its call's kernels write, and writes nothing but its descriptors, in memory
-    that was free when its call began.
+    Up to here a program reads nothing that its call's kernels write, and writes nothing but descriptors, into memory
+    that no kernel of its call has used: that of scan's descriptors is free again once it is launched, so scan_backward,
+    which may get it, does not follow.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

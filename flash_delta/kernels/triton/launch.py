@@ -80,10 +80,8 @@ def run_scan(
 
 
 def run_scan_backward(
-    c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile,
-    follows: bool = True,
-) -> None:  # fmt: skip
-    """``follows``: the launch before it was this call's."""
+    c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile
+) -> None:
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
@@ -92,7 +90,6 @@ def run_scan_backward(
                 c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N), t,
                 p.N, p.T, strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
                 FINAL=dfinal is not None, INITIAL=dinitial is not None, TMA=t.tma and fits_tma(x.q, c.keys, do),
-                follows=follows,
             )  # fmt: skip
 
     launch(c, scan_backward, (x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial), plans)

@@ -14,7 +14,7 @@ For the backward pass (SAVE) it writes the state at every chunk's start ``[slots
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.chunk import bounds, follow, load_tile, matrix, rows_of, store_tile
 
 
 @triton.jit
@@ -47,7 +47,6 @@ def scan(
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, OUTPUT: tl.constexpr,
     SAVE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    lead(OVERLAP)
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
     row = n

@@ -10,7 +10,7 @@ the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.chunk import bounds, lead, load_tile, matrix, rows_of, store_tile
 from flash_delta.kernels.triton.scan import load_rates, load_state, store_state
 
 
@@ -44,7 +44,6 @@ def scan_backward(
     qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
     if ERASE:
         ps = matrix(rows_of(p, p_strides, row, h), p_strides, stop, K, C, BK, TMA)
-    follow(OVERLAP)
     dS = tl.zeros([BV, BK], tl.float32)
     if FINAL:
         dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
