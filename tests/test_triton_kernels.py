@@ -181,3 +181,15 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
     first, second = call(q, q), call(q, k)
     assert first is second
     assert len(first.steps) == 2
+
+
+def test_where_a_pointer_points():
+    """Numbers point into workspaces only: an expanded tensor counts more bytes than are its own."""
+    memory = torch.empty(512, dtype=torch.uint8)
+    expanded = memory[:4].view(torch.float32).expand(64)
+    tensors = (expanded, None, memory)
+    assert launcher._source(tensors, memory.data_ptr() + 256) == (2, 256)
+    assert launcher._source(tensors, expanded) == (0, 0)
+    assert launcher._source((None, torch.empty(0, dtype=torch.uint8)), 0) == (1, 0)
+    with pytest.raises(ValueError, match="expected a pointer into one of the call's tensors"):
+        launcher._source((expanded,), memory.data_ptr())

@@ -162,7 +162,7 @@ def plan(
     c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
 ) -> Plan:
     """With the constants that the kernel names; ``own``: those that are the launch's, not the problem's."""
-    p, x, overlap = c.p, c.x, overlaps(c.shape.chip)
+    p, x, overlap = c.p, c.x, overlaps(c.p, c.shape.chip)
     constants = {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
         "GATE": p.gate == "scalar", "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,

@@ -179,12 +179,14 @@ def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> Step:
 
 
 def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int) -> tuple[int, int]:
-    """A pointer as one of the tensors and an offset in bytes."""
+    """A pointer as one of the tensors and an offset in bytes; a number points into a workspace, which is bytes."""
     for number, t in enumerate(tensors):
         if t is at:
             return number, 0
-        if isinstance(at, int) and t is not None and 0 <= at - t.data_ptr() < t.nbytes:
-            return number, at - t.data_ptr()
+        if isinstance(at, int) and t is not None and t.dtype == torch.uint8:
+            offset = at - t.data_ptr()
+            if 0 <= offset < max(1, t.nbytes):  # without tokens it has no bytes
+                return number, offset
     raise ValueError(f"expected a pointer into one of the call's tensors, got {at}")
 
 

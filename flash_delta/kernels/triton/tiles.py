@@ -63,9 +63,10 @@ def widest_float32(chip: Chip) -> int:
     return 128 if family(chip.target) in ("sm_90", "gfx942") or chip.target == "interpreter" else 64
 
 
-def overlaps(chip: Chip) -> bool:
-    """Whether a kernel may start before the one before it has ended (chunk.follow)."""
-    return family(chip.target) in ("sm_90", "sm_100") or chip.target.startswith("sm_12")
+def overlaps(p: Problem, chip: Chip) -> bool:
+    """Whether a kernel may start before the one before it has ended (chunk.follow); float32 has no haste."""
+    hopper_or_later = family(chip.target) in ("sm_90", "sm_100") or chip.target.startswith("sm_12")
+    return hopper_or_later and p.dtype != torch.float32
 
 
 def takes_tma(chip: Chip) -> bool:
