@@ -10,6 +10,8 @@ import torch
 import flash_delta
 from flash_delta.ops import _backend
 from flash_delta.ops._backend import ENVIRONMENT
+from flash_delta.ops._problem import Options, make_problem
+from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, make_inputs
 
 BY_NAME = {case.name: case for case in CASES}
@@ -172,3 +174,52 @@ def test_bounds_that_only_a_device_knows_are_refused_not_synchronised():
         flash_delta.chunk_gated_delta_rule(**x, backend="torch")
     host = [0, *torch.tensor(BY_NAME["packed"].lengths).cumsum(0).tolist()]
     assert flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, cu_seqlens_cpu=host).backend == "torch"
+
+
+class OnGPU(torch.Tensor):
+    """Says of itself what `make_problem` asks before it remembers a call."""
+
+    is_cuda = True
+
+
+def described(x, cu_seqlens_cpu=None, **options):
+    return make_problem(x, Options("chunk_gated_delta_rule", "scalar", "decayed", **options), cu_seqlens_cpu)
+
+
+def inputs_on_gpu(T=6, **changes):
+    q, v, g = torch.randn(1, T, 2, 8), torch.randn(1, T, 4, 8), -torch.rand(1, T, 4)
+    x = Inputs(q, q.clone(), v, g, torch.rand(1, T, 4), cu_seqlens=torch.tensor([0, 2, T], dtype=torch.int32))
+    return x._replace(q=q.as_subclass(OnGPU), **changes)
+
+
+def test_calls_that_differ_in_values_only_share_a_memo():
+    x = inputs_on_gpu()
+    memo = described(x).memo
+    assert described(inputs_on_gpu()).memo is memo
+    wide = torch.randn(1, 6, 4, 16)[..., :8]
+    others = [
+        described(inputs_on_gpu(T=7)),
+        described(x._replace(v=wide)),
+        described(x._replace(v=x.v.half(), k=x.k.half(), q=x.q.half())),
+        described(x._replace(g=x.g.clone().requires_grad_())),
+        described(x, scale=0.5),
+        described(x, disable_recompute=True),
+    ]
+    with torch.no_grad():
+        others.append(described(x))
+    assert len({id(p.memo) for p in others} | {id(memo)}) == 8
+    assert [p.needs_grad for p in others[3:5]] == [True, False]
+
+
+def test_what_values_decide_is_not_remembered():
+    x = inputs_on_gpu()
+    assert described(x, [0, 2, 6]).lengths == (2, 4)
+    assert described(x._replace(cu_seqlens=torch.tensor([0, 5, 6], dtype=torch.int32)), [0, 5, 6]).lengths == (5, 1)
+    scale = torch.tensor(0.5)
+    assert described(x, scale=scale).scale == 0.5
+    assert described(x, scale=scale.mul_(2)).scale == 1.0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="k: expected a tensor"):
+            described(x._replace(k=[1.0]))
+        with pytest.raises(ValueError, match="chunk_size: expected one of"):
+            described(x, chunk_size=[64])

@@ -50,7 +50,8 @@ ALLOWED = (
         f"{LIBRARY}/gdn-64-float32*", tuple(TARGETS), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,
     ),
-    Allowed(f"{LIBRARY}/gdn-128-unaligned*", ("sm_90a", "sm_100"), "spill", "tiles are made for the copy engine", 140),
+    Allowed(f"{LIBRARY}/gdn-128-unaligned*", ("sm_100",), "spill", "tiles are made for the copy engine", 140),
+    Allowed(f"{LIBRARY}/gdn-128-unaligned*", HOPPER, "spill", "the same", 140, "3.9"),
     Allowed("prototypes.forward_loop_gluon/*", HOPPER, "spill", "see the next entry", 16, "3.9"),
     Allowed(
         "prototypes.forward_loop_gluon/*", HOPPER, "serialised",
