@@ -172,7 +172,7 @@ def group(monkeypatch):
         runner.contestants, "load", lambda name: type("", (), {"unsupported": staticmethod(lambda w, d: None)})
     )
     names = ("flash_delta", "fla", "flash_qla", "flashinfer")
-    group = Group("gdn-prefill", {"gpu": "Some GPU"}, dict.fromkeys(names, "1.0"), H200)
+    group = Group("gdn-prefill", {"gpu": "Some GPU"}, dict.fromkeys(names, "1.0"), H200, remark="Of two runs.")
     group.results += runner.run_group(list(rows("gdn-prefill").values())[:2], names, CPU, H200, 1.0)
     return group
 
@@ -225,7 +225,7 @@ def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
     (tmp_path / "docs").mkdir()
     markdown, page = write_benchmarks(tmp_path / "results", tmp_path / "docs")
     for text in (markdown.read_text(), page.read_text()):
-        for words in ("forward 16/32 1x32768", "flash_qla", "illegal address", "Some GPU", "2.00x"):
+        for words in ("forward 16/32 1x32768", "flash_qla", "illegal address", "Some GPU", "2.00x", "Of two runs."):
             assert words in text
     assert "**1.000**" in markdown.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org", "")

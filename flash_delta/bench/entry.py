@@ -119,8 +119,9 @@ class Entry:
         prepare, end = contestants.load(self.contestant).prepare, time.perf_counter() + LENGTHS_S
         with triton_compilations() as compiled:
             while len(host_ms) < LENGTHS and time.perf_counter() < end:
-                N = draw.randint(1, 256 if self.workload.kind == "decode" else 16)
-                T = 1 if self.workload.kind == "decode" else draw.randint(1, 8192 // N)
+                decode = self.workload.kind == "decode"
+                N = draw.randint(1, 256 if decode else 16)
+                T = 1 if decode else draw.randint(1, 8192 // N)
                 workload = replace(self.workload, N=N, T=T)
                 x = make_tensors(workload, self.device)
                 run = timed(workload, prepare(workload, x), x)

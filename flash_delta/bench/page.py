@@ -90,7 +90,7 @@ def _machine(group: Group) -> str:
         facts.append(
             f"copy {c.measured_bytes_per_s / 1e12:.2f} TB/s, bfloat16 {c.measured_flops_per_s / 1e12:.0f} TFLOP/s"
         )
-    return ", ".join(facts) + "."
+    return f"{', '.join(facts)}. {group.remark}".rstrip()
 
 
 def _section(folder: str, group: Group) -> Section:

@@ -54,6 +54,7 @@ class Group:
     versions: dict[str, str]  # of the contestants
     ceilings: Ceilings | None
     results: list[Result] = field(default_factory=list)
+    remark: str = ""  # what a reader has to know: of results that were put together from several runs, which
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,6 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload)
     if workload.packed and explain(op, **inputs, **chosen).backend is None:
-        inputs["cu_seqlens_cpu"] = x[
-            "cu_seqlens"
-        ].cpu()  # the torch backend plans on the host, and never reads a device
+        # The torch backend plans on the host and never reads a device.
+        inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
     return Call(lambda: op(**inputs, **chosen), inputs)
