@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import flash_delta
 from flash_delta.kernels.triton import backend, launch, launcher
 from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.tiles import Tile
+from flash_delta.kernels.triton.tiles import Chip, Tile, widest_float32
 from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Solved, Workspace
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
@@ -129,6 +129,13 @@ def test_what_it_cannot_do_it_says(op, changes, reason):
         x["g"] = -torch.rand(1, 4, 1, K)
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this: {reason}"):
         getattr(flash_delta, op)(**x, backend="triton")
+
+
+def test_float32_heads_that_fit_no_tile_are_known():
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
+    comba = p._replace(erase="undecayed")
+    assert [widest_float32(x, Chip("sm_90", 132)) for x in (p, comba)] == [128, 64]
+    assert [widest_float32(x, Chip("sm_80", 108)) for x in (p, comba)] == [64, 64]
 
 
 def test_inference_keeps_no_state_per_chunk():

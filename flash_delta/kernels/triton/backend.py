@@ -37,7 +37,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"K and V have to be multiples of 8 up to 256, they are {problem.K} and {problem.V}"
     if problem.dtype != torch.float32:
         return None
-    widest = widest_float32(chip_of(problem.device))
+    widest = widest_float32(problem, chip_of(problem.device))
     if max(problem.K, problem.V) > widest:
         return f"in float32 K and V fit this chip up to {widest}, they are {problem.K} and {problem.V}"
     return None
