@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,6 +50,7 @@ def check(
     case: Annotated[str | None, typer.Option(help="Only this case.")] = None,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
+    processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1)] = 4,
     results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.")] = None,
 ) -> None:
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
@@ -60,7 +63,7 @@ def check(
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
     jobs = list(_jobs(full, case, where))
     answers = []
-    for answer in track(_answers(jobs, where, backend, peers), "checking", total=len(jobs), console=console,
+    for answer in track(_answers(jobs, where, backend, peers, processes), "checking", total=len(jobs), console=console,
                         transient=True, disable=not console.is_terminal):  # fmt: skip
         answers.append(answer)
         if results is not None:
@@ -89,37 +92,73 @@ def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[tupl
         yield from (("stress", (stress,)) for stress in STRESS)
 
 
+class Worker:
+    """Judges one job after the other: on a GPU and for peers in processes of its own."""
+
+    def __init__(self, device: "torch.device", backend: str | None, peers: list[str]):
+        from flash_delta.bench import Peer
+        from flash_delta.testing import Isolated
+        from flash_delta.testing.matrix import Judge
+
+        self.isolated = Isolated(partial(Judge, device, backend), TIMEOUT_S) if device.type == "cuda" else None
+        self.judge = Judge(device, backend)
+        self.peers = {name: Isolated(partial(Peer, name, device), TIMEOUT_S) for name in peers}
+
+    def answer(self, method: str, arguments: tuple[Any, ...]) -> Answer:
+        from flash_delta.bench import PeerAnswer
+        from flash_delta.testing import Lost, Refused, first_line
+
+        stress = method == "stress"
+        op, case, dtype = (arguments[0].workload.member, arguments[0], "bfloat16") if stress else arguments
+        answer = Answer(op, dtype, case.name)
+        try:
+            if self.isolated is not None:
+                answer.cells = self.isolated.call(method, *arguments)
+            else:
+                answer.cells = getattr(self.judge, method)(*arguments)
+        except (Refused, Lost) as error:
+            answer.failure = str(error)
+        except RuntimeError as error:  # here, without a process in between
+            answer.failure = first_line(error)
+        for name, peer in self.peers.items() if not stress and dtype in PEERS_DTYPES else ():
+            try:
+                answer.peers[name] = peer.call("case", *arguments)
+            except (Refused, Lost) as error:
+                answer.peers[name] = PeerAnswer({}, str(error))
+        return answer
+
+    def stop(self) -> None:
+        for process in [*self.peers.values(), *([self.isolated] if self.isolated else [])]:
+            process.stop()
+
+
 def _answers(
-    jobs: list[tuple[str, tuple[Any, ...]]], device: "torch.device", backend: str | None, peers: str | None
-) -> Iterator[Answer]:
-    from flash_delta.bench import Peer, PeerAnswer, versions
-    from flash_delta.testing import Isolated, Lost, Refused, first_line
-    from flash_delta.testing.matrix import Judge
+    jobs: list[tuple[str, tuple[Any, ...]]], device: "torch.device", backend: str | None, peers: str | None,
+    processes: int,
+) -> Iterator[Answer]:  # fmt: skip
+    """In the order of the jobs; those that fill a GPU's memory, which come last, one at a time."""
+    from flash_delta.bench import versions
 
     names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
-    others = {name: Isolated(partial(Peer, name, device), TIMEOUT_S) for name in names}
-    judge = Judge(device, backend)
-    isolated = Isolated(partial(Judge, device, backend), TIMEOUT_S) if device.type == "cuda" else None
+    workers = [Worker(device, backend, names) for _ in range(processes if device.type == "cuda" else 1)]
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def answer(job: tuple[str, tuple[Any, ...]]) -> Answer:
+        worker = free.get()
+        try:
+            return worker.answer(*job)
+        finally:
+            free.put(worker)
+
     try:
-        for method, arguments in jobs:
-            stress = method == "stress"
-            op, case, dtype = (arguments[0].workload.member, arguments[0], "bfloat16") if stress else arguments
-            answer = Answer(op, dtype, case.name)
-            try:
-                answer.cells = isolated.call(method, *arguments) if isolated else getattr(judge, method)(*arguments)
-            except (Refused, Lost) as error:
-                answer.failure = str(error)
-            except RuntimeError as error:  # here, without a process in between
-                answer.failure = first_line(error)
-            for name, other in others.items() if not stress and dtype in PEERS_DTYPES else ():
-                try:
-                    answer.peers[name] = other.call("case", *arguments)
-                except (Refused, Lost) as error:
-                    answer.peers[name] = PeerAnswer({}, str(error))
-            yield answer
+        with ThreadPoolExecutor(len(workers)) as threads:
+            yield from threads.map(answer, [job for job in jobs if job[0] == "case"])
+        yield from (workers[0].answer(*job) for job in jobs if job[0] == "stress")
     finally:
-        for process in [*others.values(), *([isolated] if isolated else [])]:
-            process.stop()
+        for worker in workers:
+            worker.stop()
 
 
 def _table(answers: list[Answer], where: str) -> Table:

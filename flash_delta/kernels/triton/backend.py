@@ -1,9 +1,9 @@
 """The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs, gate kinds none and scalar.
 
 ``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once; ``scan`` walks
-the state through them. Backward: ``factor`` and ``scan`` again for the states, ``scan_backward`` right to left, then
-``pairs`` and the kernels of ``gradients`` for all chunks at once. Forward keeps what ``solve`` wrote for the backward
-pass, and with ``disable_recompute`` the rest.
+the state through them. Backward: ``factor`` again, ``scan`` for the states and beside it ``scan_backward`` right to
+left, then ``pairs`` and the kernels of ``gradients`` for all chunks at once. Forward keeps what ``solve`` wrote for the
+backward pass, and with ``disable_recompute`` the rest.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -37,7 +37,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"K and V have to be multiples of 8 up to 256, they are {problem.K} and {problem.V}"
     if problem.dtype != torch.float32:
         return None
-    widest = widest_float32(problem, chip_of(problem.device))
+    widest = widest_float32(chip_of(problem.device))
     if max(problem.K, problem.V) > widest:
         return f"in float32 K and V fit this chip up to {widest}, they are {problem.K} and {problem.V}"
     return None
@@ -77,6 +77,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
     again, kept = not saved, p.disable_recompute
+    recompute = again or not kept
     x = x._replace(A_log=_flat(x.A_log), dt_bias=_flat(x.dt_bias))
     memory = _saved(p, *saved), Workspace(p, *((Chain, Scores) if kept else (Factors, Residual, Chain, Scores)))
     d = launch.new_gradients(x)
@@ -88,10 +89,9 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         do, dfinal = c.more
         if again:
             launch.run_solve(c, solved)
-        if again or not kept:
+        if recompute:
             launch.run_factor(c, solved, factors, follows=again)
-            launch.run_scan(c, solved, factors, None, None, residual)
-        launch.run_scan_backward(c, factors, do, dfinal, chain, d.initial_state)
+        launch.run_scan_backward(c, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute)
         launch.run_pairs(c, solved, residual, chain, do, d, scores)
         launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores)
         launch.run_key_gradients(c, solved, factors, residual, chain, d, scores)

@@ -26,8 +26,8 @@ def follow(OVERLAP: tl.constexpr):
     launch). From here on that one has ended: what it wrote is there, what it read may be overwritten.
 
     Up to here a program reads nothing that its call's kernels write, and writes nothing but descriptors, into memory
-    that no kernel of its call has used: that of scan's descriptors is free again once it is launched, so scan_backward,
-    which may get it, does not follow.
+    that no kernel of its call has used: one kernel of a call has descriptors, since their memory is free again, and may
+    be the next one's, as soon as it is launched.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

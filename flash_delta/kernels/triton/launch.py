@@ -60,18 +60,16 @@ def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows
     launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)
 
 
-def run_scan(
-    c: Call, s: Solved, f: Factors, o: Tensor | None, final: Tensor | None, r: Residual | None, *choice: Tile
-) -> None:
-    """With ``o`` and ``final``, stage output; with ``r``, what the backward pass needs."""
+def run_scan(c: Call, s: Solved, f: Factors, o: Tensor, final: Tensor, r: Residual | None, *choice: Tile) -> None:
+    """Stage output, too; with ``r``, what the backward pass needs."""
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
-        for t in choice or scan_tiles("scan" if o is None or r is None else "scan_kept", p, c.shape.chip, every(c)):
+        for t in choice or scan_tiles("scan" if r is None else "scan_kept", p, c.shape.chip, every(c)):
             yield plan(
                 c, scan, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N + p.packed), t,
                 p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
-                INITIAL=x.initial_state is not None, OUTPUT=o is not None, SAVE=r is not None,
+                INITIAL=x.initial_state is not None, OUTPUT=True, SAVE=r is not None,
                 TMA=t.tma and fits_tma(x.q, c.keys, x.v), follows=True,
             )  # fmt: skip
 
@@ -80,19 +78,26 @@ def run_scan(
 
 
 def run_scan_backward(
-    c: Call, f: Factors, do: Tensor, dfinal: Tensor | None, chain: Chain, dinitial: Tensor | None, *choice: Tile
-) -> None:
+    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
+    dinitial: Tensor | None, *choice: Tile, recompute: bool,
+) -> None:  # fmt: skip
+    """``recompute``: writes ``r``, too, in programs of their own."""
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
-        for t in choice or scan_tiles("scan_backward", p, c.shape.chip, every(c)):
+        for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
             yield plan(
-                c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N), t,
-                p.N, p.T, strides(x.q), strides(c.keys), strides(do), states(p, dfinal), states(p, dinitial),
-                FINAL=dfinal is not None, INITIAL=dinitial is not None, TMA=t.tma and fits_tma(x.q, c.keys, do),
+                c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N * (1 + recompute)), t,
+                p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
+                states(p, dfinal), states(p, dinitial),
+                FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
+                TMA=t.tma and fits_tma(x.q, c.keys, x.v, do), follows=recompute,
             )  # fmt: skip
 
-    launch(c, scan_backward, (x.q, c.keys, do, x.cu_seqlens, *f, dfinal, *chain, dinitial), plans)
+    pointers = (
+        x.q, c.keys, x.v, do, x.cu_seqlens, s.A, *f, x.initial_state, dfinal, *r, *chain, dinitial
+    )  # fmt: skip
+    launch(c, scan_backward, pointers, plans)
 
 
 def run_pairs(

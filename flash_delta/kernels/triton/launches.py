@@ -45,7 +45,6 @@ CHUNKS = {
     "delta-rule-128": Case(gate="none"),
     "simple-gla-128": Case(erase=None),
 }
-FORMS = ("scan", "scan_kept", "scan_backward")
 SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128")}
 
 
@@ -73,18 +72,18 @@ class Kernels:
     def factor(self, t: Tile | None = None) -> None:
         launch.run_factor(self.c, self.solved, self.factors, t)
 
-    def scan(self, output: bool, save: bool, t: Tile) -> Tensors:
-        p, o, final = self.p, None, None
-        if output:
-            o, final = torch.empty_like(self.x.v), torch.empty(p.state_shape, device=p.device)
+    def scan(self, save: bool, t: Tile) -> Tensors:
+        o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
         launch.run_scan(self.c, self.solved, self.factors, o, final, self.residual if save else None, t)
         return {"o": o, "final_state": final}
 
-    def scan_backward(self, t: Tile) -> Tensors:
-        state = self.x.initial_state
+    def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
+        state, do = self.x.initial_state, self.x.v
         dinitial = None if state is None else torch.empty_like(state)
-        launch.run_scan_backward(self.c, self.factors, self.x.v, state, self.chain, dinitial, t)  # v for do
-        return self.chain._asdict()
+        launch.run_scan_backward(
+            self.c, self.solved, self.factors, self.residual, do, state, self.chain, dinitial, t, recompute=recompute
+        )
+        return self.chain._asdict() | (self.residual._asdict() if recompute else {})
 
     def gradients(self) -> None:
         c, p, x, s, f, do, d = self.c, self.p, self.x, self.solved, self.factors, self.x.v, launch.new_gradients(self.x)
@@ -115,29 +114,32 @@ def call_chunks(case: Case) -> None:
     kernels.gradients()
 
 
-def call_scans(case: Case, output: bool, save: bool, t: Tile, back: Tile | None) -> None:
-    kernels = Kernels(*problem_of(case))
-    kernels.scan(output, save, t)
-    if back is not None:
-        kernels.scan_backward(back)
+def call_scan(case: Case, save: bool, t: Tile) -> None:
+    Kernels(*problem_of(case)).scan(save, t)
+
+
+def call_scan_backward(case: Case, recompute: bool, t: Tile) -> None:
+    Kernels(*problem_of(case)).scan_backward(recompute, t)
 
 
 def launches(target: str) -> Iterator[Launch]:
-    """A scan has three forms: for the output, for the backward pass, and for both (``disable_recompute``)."""
+    """What a call keeps (``disable_recompute``), and what it then does not compute again, at one width."""
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in CHUNKS.items():
         yield Launch(name, partial(call_chunks, case))
     unaligned = {"gdn-128-unaligned": Case(gap=1)} if takes_tma(chip) else {}
     for name, case in (SCANS | unaligned).items():
         p, _ = problem_of(case)
-        forward, kept, backward = (scan_tiles(kernel, p, chip, every=True) for kernel in FORMS)
-        for t, both, back in zip(forward, kept, backward, strict=True):
-            scan = f"{name}-BV={t.BV}"
-            yield Launch(scan, partial(call_scans, case, True, False, t, back))
-            if name in ("gdn-128", "gdn-256"):  # narrower ones have registers to spare
-                yield Launch(f"{scan}-recomputed", partial(call_scans, case, False, True, t, None))
-            if name == "gdn-128":
-                yield Launch(f"{scan}-kept", partial(call_scans, case, True, True, both, None))
+        forms = {
+            "": ("scan", partial(call_scan, case, False)),
+            "-recomputed": ("scan_both", partial(call_scan_backward, case, True)),
+            "-saved": ("scan_kept", partial(call_scan, case, True)),
+            "-backward": ("scan_backward", partial(call_scan_backward, case, False)),
+        }
+        for form in forms if name == "gdn-128" else ("", "-recomputed"):
+            kernel, call = forms[form]
+            for t in scan_tiles(kernel, p, chip, every=True):
+                yield Launch(f"{name}-BV={t.BV}{form}", partial(call, t))
 
 
 def make(
@@ -172,11 +174,11 @@ def tune_factor(made: Tensors, t: Tile) -> Tensors:
 
 
 def tune_scan(made: Tensors, t: Tile) -> Tensors:
-    return kernels_on(made).scan(True, False, t)
+    return kernels_on(made).scan(False, t)
 
 
 def tune_scan_backward(made: Tensors, t: Tile) -> Tensors:
-    return kernels_on(made).scan_backward(t)
+    return kernels_on(made).scan_backward(True, t)
 
 
 def truth(made: Tensors) -> Tensors:

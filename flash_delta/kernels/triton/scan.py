@@ -8,7 +8,7 @@ they were given. One program walks a sequence with BV columns of one value head'
 packed sequences one more, which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
-``[slots, HV, C, V]``.
+``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
 """
 
 import triton
@@ -58,11 +58,10 @@ def scan(
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if OUTPUT:
         o_rows = rows_of(o, o_strides, row, hv)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
+    if PACKED and OUTPUT:  # noqa: SIM102 (a constant, then a number)
         if n == N:
-            if OUTPUT:
-                for token in range(start, stop, C):
-                    store_tile(o_rows, o_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+            for token in range(start, stop, C):
+                store_tile(o_rows, o_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
             return
     # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
     head = slot.to(tl.int64) * HV + hv

@@ -5,25 +5,37 @@
 
 Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V, K]``, dU~ ``[slots, HV, C, V]`` and at last
 the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV, N).
+
+RECOMPUTE: what `scan` had not saved is written by as many programs before these. Neither walk needs what the other
+one writes, and each waits for its own products most of the time: side by side they take little longer than one.
 """
 
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import bounds, lead, load_tile, matrix, rows_of, store_tile
-from flash_delta.kernels.triton.scan import load_rates, load_state, store_state
+from flash_delta.kernels.triton.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.scan import load_rates, load_state, scan, store_state
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def scan_backward(
-    q, p, do, cu_seqlens, X, Y, rates, dfinal, dstates, dU, dinitial, N, T,
-    q_strides, p_strides, do_strides, dfinal_strides, dinitial_strides,
+    q, p, v, do, cu_seqlens, A, X, Y, rates, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
+    q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    RECOMPUTE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    if RECOMPUTE:
+        if n < N:
+            scan(
+                q, p, v, cu_seqlens, A, X, Y, rates, initial_state, None, None, states, R, U, N, T,
+                q_strides, p_strides, v_strides, initial_strides, initial_strides,
+                H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, False, True, TMA, OVERLAP, PRECISION,
+            )  # fmt: skip
+            return
+        n -= N
     h = hv // (HV // H)
     row = n
     if PACKED:
@@ -47,6 +59,7 @@ def scan_backward(
     dS = tl.zeros([BV, BK], tl.float32)
     if FINAL:
         dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
+    follow(OVERLAP)
     e_q, e_p, b, gamma = load_rates(rates + (head + (chunks - 1) * HV) * (4 * C), i, chunks, C)
     for back in range(chunks):
         j = chunks - 1 - back

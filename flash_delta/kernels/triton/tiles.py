@@ -58,12 +58,10 @@ def family(target: str) -> str:
     return {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}.get(target, "sm_80")  # consumer chips, too
 
 
-def widest_float32(p: Problem, chip: Chip) -> int:
-    """The widest heads in float32 whose tiles fit: at 128 the gradients of keys take 180 KB of shared memory (sm_90a),
-    and 245 KB, more than there is, where the erase keys are tensors of their own (Comba)."""
-    if chip.target == "interpreter":
-        return 128
-    return 128 if family(chip.target) in ("sm_90", "gfx942") and p.erase != "undecayed" else 64
+def widest_float32(chip: Chip) -> int:
+    """The widest heads in float32 whose tiles fit: at 128 the gradients of keys take 160 KB of shared memory (sm_90a),
+    and 224 KB where the erase keys are tensors of their own (Comba)."""
+    return 128 if chip.target == "interpreter" or family(chip.target) in ("sm_90", "gfx942") else 64
 
 
 def overlaps(p: Problem, chip: Chip) -> bool:
@@ -92,11 +90,11 @@ TILES = {
     ("pairs", "sm_100"): (Tile(4, 1, 128), Tile(8, 1, 128), Tile(4, 1, 128)),
     ("query_gradients", "gfx942"): (Tile(4, 2, 64),) * 3,
     ("query_gradients", "sm_80"): (Tile(4, 2, 64), Tile(8, 2, 64), Tile(8, 2, 64)),
-    ("query_gradients", "sm_90"): (Tile(4, 3, 64), Tile(4, 3, 64), Tile(8, 2, 64)),
+    ("query_gradients", "sm_90"): (Tile(4, 1, 64), Tile(8, 1, 64, registers=128), Tile(8, 1, 64)),
     ("query_gradients", "sm_100"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
     ("key_gradients", "gfx942"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(4, 1, 16)),
     ("key_gradients", "sm_80"): (Tile(8, 1, 32), Tile(8, 1, 16), Tile(8, 1, 16)),
-    ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 1, 16)),
+    ("key_gradients", "sm_90"): (Tile(4, 1, 64), Tile(8, 1, 64, registers=128), Tile(8, 1, 64)),
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
     ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
     ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
@@ -116,7 +114,7 @@ FLOAT32 = {
     "scan_backward": Tile(8, 1, 16),
     "pairs": Tile(8, 1, 16),
     "query_gradients": Tile(8, 1, 16),
-    "key_gradients": Tile(8, 1, 32),
+    "key_gradients": Tile(8, 1, 16),
 }
 
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
@@ -140,9 +138,16 @@ SCANS = {
         Tile(4, 3, 64, tma=True),
         Tile(8, 2, 128, tma=True),
     ),
+    ("scan_both", "sm_90"): (
+        Tile(4, 4, 16, tma=True),
+        Tile(4, 3, 32, tma=True),
+        Tile(4, 3, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
     ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
+    ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
 }
 
 
@@ -153,9 +158,11 @@ def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
 def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose.
 
-    "scan_kept" is the scan that writes both the output and what the backward pass needs (``disable_recompute``).
+    "scan_kept" is the scan that writes both the output and what the backward pass needs (``disable_recompute``),
+    "scan_both" the backward scan beside which the forward one runs again.
     """
-    return _scan_tiles(kernel, chip, p.dtype, p.K, p.V, 0 if every else p.N * p.HV)
+    states = p.N * p.HV * (2 if kernel == "scan_both" else 1)
+    return _scan_tiles(kernel, chip, p.dtype, p.K, p.V, 0 if every else states)
 
 
 # Every launch asks: a remembered answer takes 0.3 us.
@@ -174,7 +181,8 @@ def _scan_tiles(kernel: str, chip: Chip, dtype: torch.dtype, K: int, V: int, sta
     """``states``: those that walk at once; 0: any number."""
     choices = SCANS.get((kernel, family(chip.target)))
     if choices is None or dtype == torch.float32 or max(K, V) > 128:
-        return (_tile(kernel.removesuffix("_kept"), chip.target, dtype, K, V),)
+        name = {"scan_kept": "scan", "scan_both": "scan_backward"}.get(kernel, kernel)
+        return (_tile(name, chip.target, dtype, K, V),)
     choices = tuple(t for t in choices if t.BV < 2 * V) or choices[:1]
     if not states:
         return choices
