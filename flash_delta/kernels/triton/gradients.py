@@ -1,14 +1,11 @@
 """What queries, keys and gates get, all chunks at once; dq and dk are written once, summed over a key head's heads.
 
-    dq = scale e^G . (dO S0^T) + dPD k                        dp = -e^H . (dV S0^T) + dpk k           dV = b . dU~
-    dk = e^{G_C - G} . (U dS1^T) + dPD^T q + dpk^T p          (and dp, where p is k)
+    dq = scale e^G . (dO S0^T) + dPD k                        dp = -e^H . (dV S0^T) - taken k         dV = b . dU~
+    dk = e^{G_C - G} . (U dS1^T) + dPD^T q - taken^T p        (and dp, where p is k)
     dg_t = pairs_t + what reads and erases in rows from t on + what writes in rows before t + gamma <S0, dS1>
 
-Columns are tokens here: a product has at least 64 rows for every four warps, or warps repeat each other's, and keys are
-128 where a chunk is 64.
-
-`pairs` has written dPD, dpk and pairs_t, with the norms in them: q, k and p are multiplied as they lie in memory. With
-a norm, y = r x has length 1, what is accumulated is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
+`pairs` has written dPD, taken and pairs_t, with the norms in them: q, k and p are multiplied as they lie in memory.
+With a norm, y = r x has length 1, what is accumulated is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
 
 `query_gradients` and `key_gradients`, grid (slots, H), leave the terms of dg in ``parts [slots, HV, 4, C]``: pairs_t +
 gamma <S0, dS1>, what is read, erased and written. `gates`, grid (slots, HV), sums them over just the rows that carry
@@ -35,9 +32,21 @@ from flash_delta.kernels.triton.pairs import load_block
 
 @triton.jit
 def norm_backward(z, x, r):
-    """z - y <y, z>, y = r x; columns are tokens."""
-    y = x * r[None, :]
-    return z - y * tl.sum(y * z, 0)[None, :]
+    """z - y <y, z>, y = r x."""
+    y = x * r[:, None]
+    return z - y * tl.sum(y * z, 1)[:, None]
+
+
+@triton.jit
+def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
+    """Of ``t``, to be added to ``z`` (OWN_SUMS) or with z in it already: both, what t adds to <x, .>, and <x, z>."""
+    sums = before
+    if GATE:
+        sums = tl.sum(x * t, 1)
+    if OWN_SUMS:
+        return z + t, sums, before
+    else:
+        return t, sums - before, sums
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -61,31 +70,36 @@ def query_gradients(
         if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
             store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             return
-    qq = tl.trans(load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK))  # [BK, C]
-    kk = tl.trans(load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK))
-    z = tl.zeros([BK, C], tl.float32)
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
+    OWN_SUMS: tl.constexpr = ty == tl.float32  # see key_gradients
+    z, before = tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
     for member in range(GROUP):
         hv = h * GROUP + member
         head = slot.to(tl.int64) * HV + hv
         do_rows = rows_of(do, do_strides, row, hv)
-        t = tl.zeros([BK, C], tl.float32)
+        e_q = tl.load(rates + head * 4 * C + i)  # scale e^G r_q
+        t = z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
         for w in range(0, V, BV):
             s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
             dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
-            t = tl.dot(tl.trans(s0), tl.trans(dO), t, input_precision=PRECISION)
-        t *= tl.load(rates + head * 4 * C + i)[None, :]  # scale e^G r_q
+            t = tl.dot((dO * e_q[:, None]).to(ty), s0, t, input_precision=PRECISION)
+        z, sums, before = add(z, t, qq, before, GATE, OWN_SUMS)
         if GATE:
-            tl.store(parts + head * 4 * C + C + i, tl.sum(qq * t, 0))
-        z += t
-        z = tl.dot(kk, tl.trans(load_block(dPD + head * C * C, 0, 0, C, C, C, C)), z, input_precision=PRECISION)
+            tl.store(parts + head * 4 * C + C + i, sums)
+        z = tl.dot(load_block(dPD + head * C * C, 0, 0, C, C, C, C), kk, z, input_precision=PRECISION)
+        if GATE and not OWN_SUMS:
+            before = tl.sum(qq * z, 1)
     if NORM:
         z = norm_backward(z, qq, tl.load(norms + (slot.to(tl.int64) * H + h) * 3 * C + i))
-    store_tile(dq_rows, out_strides, tl.trans(z.to(ty)), token, stop, 0, K, C, BK)
+    store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def key_gradients(
-    q, k, p, U, dU, states, dstates, dPD, dpk, vectors, norms, rates, cu_seqlens, dk, dp, parts, N, T,
+    q, k, p, U, dU, states, dstates, dPD, taken, vectors, norms, rates, cu_seqlens, dk, dp, parts, N, T,
     q_strides, k_strides, p_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
@@ -109,64 +123,82 @@ def key_gradients(
             if OWN_P:
                 store_tile(dp_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             return
-    kk = tl.trans(load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK))  # [BK, C]
-    qq = tl.trans(load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK))
+    kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
     pp = kk
     if OWN_P:
-        pp = tl.trans(load_tile(rows_of(p, p_strides, row, h), p_strides, token, stop, 0, K, C, BK))
+        pp = load_tile(rows_of(p, p_strides, row, h), p_strides, token, stop, 0, K, C, BK)
     rk = tl.full([C], 1.0, tl.float32)
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rk = tl.load(norm + C)
-    z, zp = tl.zeros([BK, C], tl.float32), tl.zeros([BK, C], tl.float32)
+    # Row sums of what is added to an accumulator are differences of the accumulator's. That costs float32 its last
+    # digits, so it gets an accumulator for each: it spills anyway, and would spill 700 bytes in 16 bits (sm_90a, K = V
+    # = 128).
+    OWN_SUMS: tl.constexpr = ty == tl.float32
+    d = tl.arange(0, BV)
+    z, zp = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    before, before_p = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for member in range(GROUP):
         head = slot.to(tl.int64) * HV + h * GROUP + member
-        rate, e_k = rates + head * 4 * C, rk
+        rate, e_k, through = rates + head * 4 * C, rk, 0.0
         if GATE:
-            part, first = parts + head * 4 * C + i, vectors + head * 4 * C
+            part, first = parts + head * 4 * C, vectors + head * 4 * C
             high, low = tl.load(first + C - 1) - tl.load(first + i), tl.load(first + 2 * C - 1) - tl.load(first + C + i)
-            e_k *= tl.exp(high + low)
-        t, through = tl.zeros([BK, C], tl.float32), 0.0
+            e_k = rk * tl.exp(high + low)
+        e_p = tl.load(rate + C + i) * tl.load(rate + 2 * C + i)  # b e^H r_p
+        t = zp if OWN_P else z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
         for w in range(0, V, BV):
-            ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
-            u = load_block(U + head * C * V, 0, w, C, V, C, BV)
-            t = tl.dot(tl.trans(ds1), tl.trans(u), t, input_precision=PRECISION)
-            if GATE:
-                s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
-                through += tl.sum(s0.to(tl.float32) * ds1.to(tl.float32))
-        t *= e_k[None, :]
-        if GATE:
-            tl.store(part, tl.load(part) + tl.load(rate + 3 * C) * through)
-            tl.store(part + 3 * C, tl.sum(kk * t, 0))
-        z += t
-        if ERASE:
-            t = tl.zeros([BK, C], tl.float32)
-            for w in range(0, V, BV):
-                s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
+            s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
+            if ERASE:
                 lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
-                t = tl.dot(tl.trans(s0), tl.trans(lam), t, input_precision=PRECISION)
-            t *= -(tl.load(rate + C + i) * tl.load(rate + 2 * C + i))[None, :]  # -b e^H r_p
+                t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
             if GATE:
-                tl.store(part + 2 * C, tl.sum(pp * t, 0))
-            if OWN_P:
-                zp += t
-            else:
-                z += t
-        z = tl.dot(qq, load_block(dPD + head * C * C, 0, 0, C, C, C, C), z, input_precision=PRECISION)
+                ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
+                # <S0, dS1> is the trace of a product: neither has to go through registers
+                rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)
+                through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
+        if GATE:
+            tl.store(part + i, tl.load(part + i) + tl.load(rate + 3 * C) * through)
         if ERASE:
-            scores = load_block(dpk + head * C * C, 0, 0, C, C, C, C)
             if OWN_P:
-                z = tl.dot(pp, scores, z, input_precision=PRECISION)
-                zp = tl.dot(kk, tl.trans(scores), zp, input_precision=PRECISION)
-            else:  # of one triangle each
-                z = tl.dot(kk, scores + tl.trans(scores), z, input_precision=PRECISION)
+                zp, sums, before_p = add(zp, t, pp, before_p, GATE, OWN_SUMS)
+            else:
+                z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
+            if GATE:
+                tl.store(part + 2 * C + i, sums)
+        t = z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
+        for w in range(0, V, BV):
+            u = load_block(U + head * C * V, 0, w, C, V, C, BV)
+            ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
+            t = tl.dot((u * e_k[:, None]).to(ty), ds1, t, input_precision=PRECISION)
+        z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
+        if GATE:
+            tl.store(part + 3 * C + i, sums)
+        pairs_qk = load_block(dPD + head * C * C, 0, 0, C, C, C, C)
+        z = tl.dot(tl.trans(pairs_qk), qq, z, input_precision=PRECISION)
+        if ERASE:
+            pairs_pk = load_block(taken + head * C * C, 0, 0, C, C, C, C)
+            z -= tl.dot(tl.trans(pairs_pk), pp, input_precision=PRECISION)
+            if OWN_P:
+                zp -= tl.dot(pairs_pk, kk, input_precision=PRECISION)
+            else:
+                z -= tl.dot(pairs_pk, kk, input_precision=PRECISION)
+        if GATE and not OWN_SUMS:
+            before = tl.sum(kk * z, 1)
+            if OWN_P:
+                before_p = tl.sum(pp * zp, 1)
     if NORM:
         z = norm_backward(z, kk, rk)
-    store_tile(dk_rows, out_strides, tl.trans(z.to(ty)), token, stop, 0, K, C, BK)
+    store_tile(dk_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
     if OWN_P:
         if NORM:
             zp = norm_backward(zp, pp, tl.load(norm + 2 * C))
-        store_tile(dp_rows, out_strides, tl.trans(zp.to(ty)), token, stop, 0, K, C, BK)
+        store_tile(dp_rows, out_strides, zp.to(ty), token, stop, 0, K, C, BK)
 
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch"])

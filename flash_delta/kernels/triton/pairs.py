@@ -8,8 +8,8 @@ L U is not formed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL is made of
 the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t.
 
 Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
-products q_i . k_j, and ``dpk``, that of p_i . k_j. The norms' r_q r_k, r_p r_k are in them, so that `gradients` can
-take q, k and p as they were given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
+products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
+that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
 (slots, HV).
 """
 
@@ -49,7 +49,7 @@ def times_ones(x, ones, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def pairs(
-    q, k, p, do, R, U, dU, vectors, norms, cu_seqlens, dv, dbeta, dPD, dpk, parts, N, T, scale, beta_top,
+    q, k, p, do, R, U, dU, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, N, T, scale, beta_top,
     q_strides, k_strides, p_strides, do_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
@@ -124,7 +124,7 @@ def pairs(
         if GATE:
             M *= decay(high_p, low_p, high, low)
         M = tl.where(strict, M * rp[:, None] * rk[None, :], 0.0)
-        tl.store(dpk + at, (M * -b[:, None]).to(ty))
+        tl.store(taken + at, (M * b[:, None]).to(ty))
         M *= pk  # L . (dU~ U^T)
         db -= tl.sum(M, 1)
         M *= b[:, None]  # -dL . L
