@@ -141,7 +141,8 @@ def family(tokens):
     from flash_delta.kernels.triton import launches
 
     launches.call_chunks(launches.Case(raw=True, tokens=tokens))
-    launches.call_scans(launches.Case(tokens=tokens), True, False, launches.Tile(4, 2, 32), launches.Tile(4, 2, 32))
+    launches.call_scan(launches.Case(tokens=tokens), False, launches.Tile(4, 2, 32))
+    launches.call_scan_backward(launches.Case(tokens=tokens), True, launches.Tile(4, 2, 32))
 
 
 def specialised_product(steps):
