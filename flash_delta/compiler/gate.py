@@ -51,7 +51,7 @@ ALLOWED = (
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,
     ),
     Allowed(f"{LIBRARY}/gdn-128-unaligned*", ("sm_100",), "spill", "tiles are made for the copy engine", 140),
-    Allowed(f"{LIBRARY}/gdn-128-unaligned*", HOPPER, "spill", "the same", 140, "3.9"),
+    Allowed(f"{LIBRARY}/gdn-128-unaligned*", HOPPER, "spill", "the same", 140),
     Allowed("prototypes.forward_loop_gluon/*", HOPPER, "spill", "see the next entry", 16, "3.9"),
     Allowed(
         "prototypes.forward_loop_gluon/*", HOPPER, "serialised",

@@ -107,14 +107,16 @@ TILES = {
 }
 WARP = Tile(1, 1)  # of solve and gates, on every chip: one warp, whose steps need no barrier
 
-# Of float32, which is there to be compared with; some spill whatever the tile (gate.py).
+# Of float32, which is there to be compared with; of heads up to 64 and up to 128 wide. Some spill whatever the tile
+# (gate.py).
 FLOAT32 = {
-    "factor": Tile(4, 1),  # with eight warps and heads of 16, Y is 4e-4 off on an H200 (Triton 3.6; docs/notes)
-    "scan": Tile(8, 1, 16),
-    "scan_backward": Tile(8, 1, 16),
-    "pairs": Tile(8, 1, 16),
-    "query_gradients": Tile(8, 1, 16),
-    "key_gradients": Tile(8, 1, 16),
+    # With eight warps and heads of 16, Y is 4e-4 off on an H200 (Triton 3.6; docs/notes).
+    "factor": (Tile(4, 1), Tile(4, 1)),
+    "scan": (Tile(8, 1, 16), Tile(8, 1, 16)),
+    "scan_backward": (Tile(8, 1, 16), Tile(8, 1, 16)),
+    "pairs": (Tile(8, 1, 16), Tile(8, 1, 16)),
+    "query_gradients": (Tile(8, 1, 16), Tile(8, 1, 16)),
+    "key_gradients": (Tile(8, 1, 32), Tile(8, 1, 16)),
 }
 
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
@@ -170,9 +172,9 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
 
 @lru_cache
 def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
-    if dtype == torch.float32:
-        return FLOAT32[kernel]
     width = max(K, V)
+    if dtype == torch.float32:
+        return FLOAT32[kernel][width > 64]
     return TILES[kernel, family(target)][(width > 64) + (width > 128)]
 
 
