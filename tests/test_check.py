@@ -55,6 +55,28 @@ def test_a_wrong_tensor_and_a_crash_are_named_and_cost_nothing_else(judge, tmp_p
     assert lines["gdn", "float32"]["errors"] == {"o": [1e-9, 1e-8, None]}
 
 
+def test_a_broken_run_goes_on_with_what_was_not_right(judge, tmp_path):
+    path = tmp_path / "check.json"
+    judge["kda", "float32"] = RuntimeError("no kernel")
+    assert run("--case", "ragged", "--json", path).exit_code == 1
+    before = json.loads(path.read_text())["cases"]
+    judge.clear()
+    judge["gdn", "float32"] = RuntimeError("judged twice")
+    result = run("--case", "ragged", "--json", path, "--resume")
+    assert result.exit_code == 0, result.output
+    after = json.loads(path.read_text())["cases"]
+    kept = [line for line in before if "failure" not in line]
+    assert after[:-1] == kept
+    assert after[-1] == {"op": "kda", "dtype": "float32", "case": "ragged", "errors": {"o": [1e-9, 1e-8, None]}}
+
+
+def test_results_of_another_machine_are_no_start(judge, tmp_path):
+    path = tmp_path / "check.json"
+    assert "resume: expected --json with the file to go on with" in run("--resume", "--json", path).output
+    path.write_text('{"machine": {"gpu": "another"}, "cases": []}')
+    assert "resume: expected results of this machine" in run("--resume", "--json", path).output
+
+
 def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
     cells = [
         Cell("gdn", "bfloat16", "ragged", "o", 3e-3, 7e-3, 1.5e-3),

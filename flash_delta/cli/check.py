@@ -1,13 +1,8 @@
 """`flash-delta check`: every op and gradient against the float64 reference, on this machine."""
 
-import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,33 +10,13 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_delta.cli.environment import require_device
+from flash_delta.cli.judging import Answer, Job, judge, names_of, read, write
 
 if TYPE_CHECKING:
     import torch
 
-    from flash_delta.bench import PeerAnswer
-    from flash_delta.testing.matrix import Cell
-
 COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
 DTYPES = ("float64", "float32", "bfloat16")
-PEERS_DTYPES = ("float32", "bfloat16")
-TIMEOUT_S = 600.0  # of one case in one process: a peer may tune for minutes
-
-
-@dataclass
-class Answer:
-    """What became of one case of one op in one dtype."""
-
-    op: str
-    dtype: str
-    case: str
-    cells: "list[Cell]" = field(default_factory=list)
-    failure: str | None = None  # nothing came back
-    peers: "dict[str, PeerAnswer]" = field(default_factory=dict)
-
-    @property
-    def right(self) -> bool:
-        return self.failure is None and all(cell.right for cell in self.cells)
 
 
 def check(
@@ -52,6 +27,7 @@ def check(
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
     processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1)] = 4,
     results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what --json's file has that is right.")] = False,
 ) -> None:
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
 
@@ -62,12 +38,14 @@ def check(
     console = Console()
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
     jobs = list(_jobs(full, case, where))
-    answers = []
-    for answer in track(_answers(jobs, where, backend, peers, processes), "checking", total=len(jobs), console=console,
+    answers = read(results, where) if resume else []
+    done = {(answer.op, answer.dtype, answer.case) for answer in answers}
+    jobs = [job for job in jobs if names_of(job) not in done]
+    for answer in track(judge(jobs, where, backend, peers, processes), "checking", total=len(jobs), console=console,
                         transient=True, disable=not console.is_terminal):  # fmt: skip
         answers.append(answer)
         if results is not None:
-            _write(results, answers, where)
+            write(results, answers, where)
     console.print(_table(answers, str(where)))
     for answer in answers:
         _print_wrong(console, answer)
@@ -77,8 +55,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Method of the judge and its arguments."""
+def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[Job]:
     from flash_delta.testing import CASES, MEMBERS
     from flash_delta.testing.matrix import STRESS
 
@@ -90,75 +67,6 @@ def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[tupl
             yield from (("case", (name, case, dtype)) for case in cases if case.applies(member))
     if full and not only and device.type == "cuda":
         yield from (("stress", (stress,)) for stress in STRESS)
-
-
-class Worker:
-    """Judges one job after the other: on a GPU and for peers in processes of its own."""
-
-    def __init__(self, device: "torch.device", backend: str | None, peers: list[str]):
-        from flash_delta.bench import Peer
-        from flash_delta.testing import Isolated
-        from flash_delta.testing.matrix import Judge
-
-        self.isolated = Isolated(partial(Judge, device, backend), TIMEOUT_S) if device.type == "cuda" else None
-        self.judge = Judge(device, backend)
-        self.peers = {name: Isolated(partial(Peer, name, device), TIMEOUT_S) for name in peers}
-
-    def answer(self, method: str, arguments: tuple[Any, ...]) -> Answer:
-        from flash_delta.bench import PeerAnswer
-        from flash_delta.testing import Lost, Refused, first_line
-
-        stress = method == "stress"
-        op, case, dtype = (arguments[0].workload.member, arguments[0], "bfloat16") if stress else arguments
-        answer = Answer(op, dtype, case.name)
-        try:
-            if self.isolated is not None:
-                answer.cells = self.isolated.call(method, *arguments)
-            else:
-                answer.cells = getattr(self.judge, method)(*arguments)
-        except (Refused, Lost) as error:
-            answer.failure = str(error)
-        except RuntimeError as error:  # here, without a process in between
-            answer.failure = first_line(error)
-        for name, peer in self.peers.items() if not stress and dtype in PEERS_DTYPES else ():
-            try:
-                answer.peers[name] = peer.call("case", *arguments)
-            except (Refused, Lost) as error:
-                answer.peers[name] = PeerAnswer({}, str(error))
-        return answer
-
-    def stop(self) -> None:
-        for process in [*self.peers.values(), *([self.isolated] if self.isolated else [])]:
-            process.stop()
-
-
-def _answers(
-    jobs: list[tuple[str, tuple[Any, ...]]], device: "torch.device", backend: str | None, peers: str | None,
-    processes: int,
-) -> Iterator[Answer]:  # fmt: skip
-    """In the order of the jobs; those that fill a GPU's memory, which come last, one at a time."""
-    from flash_delta.bench import versions
-
-    names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
-    workers = [Worker(device, backend, names) for _ in range(processes if device.type == "cuda" else 1)]
-    free: SimpleQueue[Worker] = SimpleQueue()
-    for worker in workers:
-        free.put(worker)
-
-    def answer(job: tuple[str, tuple[Any, ...]]) -> Answer:
-        worker = free.get()
-        try:
-            return worker.answer(*job)
-        finally:
-            free.put(worker)
-
-    try:
-        with ThreadPoolExecutor(len(workers)) as threads:
-            yield from threads.map(answer, [job for job in jobs if job[0] == "case"])
-        yield from (workers[0].answer(*job) for job in jobs if job[0] == "stress")
-    finally:
-        for worker in workers:
-            worker.stop()
 
 
 def _table(answers: list[Answer], where: str) -> Table:
@@ -204,26 +112,3 @@ def _print_wrong(console: Console, answer: Answer) -> None:
             console.print(
                 f"{place}: {cell.tensor} is off by {cell.error:.1e}, {cell.allowed:.1e} is allowed", style="red"
             )
-
-
-def _write(path: Path, answers: list[Answer], device: "torch.device") -> None:
-    """One line per case: [error, allowed, torch backend's error] by tensor, and the peers' errors."""
-    from flash_delta.bench import machine
-
-    def rounded(x: float | None) -> float | None:
-        return None if x is None else float(f"{x:.3g}")
-
-    lines = []
-    for a in answers:
-        line = {"op": a.op, "dtype": a.dtype, "case": a.case}
-        if a.failure is not None:
-            line["failure"] = a.failure
-        line["errors"] = {c.tensor: [rounded(c.error), rounded(c.allowed), rounded(c.reference)] for c in a.cells}
-        peers = {
-            name: {"errors": {t: rounded(e) for t, e in peer.errors.items()}, "reason": peer.reason}
-            for name, peer in a.peers.items()
-        }
-        lines.append(json.dumps(line | ({"peers": peers} if peers else {})))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(lines)
-    path.write_text(f'{{"machine": {json.dumps(machine(device))},\n "cases": [\n  {rows}\n]}}\n')

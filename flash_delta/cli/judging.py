@@ -1,0 +1,159 @@
+"""Who judges the cases of `flash-delta check`, several at a time, and their answers on disk."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from flash_delta.bench import PeerAnswer
+    from flash_delta.testing.matrix import Cell
+
+PEERS_DTYPES = ("float32", "bfloat16")
+TIMEOUT_S = 600.0  # of one case in one process: a peer may tune for minutes
+
+Job = tuple[str, tuple[Any, ...]]  # a method of the judge and its arguments
+
+
+@dataclass
+class Answer:
+    """What became of one case of one op in one dtype."""
+
+    op: str
+    dtype: str
+    case: str
+    cells: "list[Cell]" = field(default_factory=list)
+    failure: str | None = None  # nothing came back
+    peers: "dict[str, PeerAnswer]" = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        return self.failure is None and all(cell.right for cell in self.cells)
+
+
+def names_of(job: Job) -> tuple[str, str, str]:
+    """Op, dtype and case."""
+    method, arguments = job
+    if method == "stress":
+        (stress,) = arguments
+        return stress.workload.member, stress.workload.dtype, stress.name
+    op, case, dtype = arguments
+    return op, dtype, case.name
+
+
+class Worker:
+    """Judges one job after the other: on a GPU and for peers in processes of its own."""
+
+    def __init__(self, device: "torch.device", backend: str | None, peers: list[str]):
+        from flash_delta.bench import Peer
+        from flash_delta.testing import Isolated
+        from flash_delta.testing.matrix import Judge
+
+        self.isolated = Isolated(partial(Judge, device, backend), TIMEOUT_S) if device.type == "cuda" else None
+        self.judge = Judge(device, backend)
+        self.peers = {name: Isolated(partial(Peer, name, device), TIMEOUT_S) for name in peers}
+
+    def answer(self, job: Job) -> Answer:
+        from flash_delta.bench import PeerAnswer
+        from flash_delta.testing import Lost, Refused, first_line
+
+        method, arguments = job
+        answer = Answer(*names_of(job))
+        try:
+            if self.isolated is not None:
+                answer.cells = self.isolated.call(method, *arguments)
+            else:
+                answer.cells = getattr(self.judge, method)(*arguments)
+        except (Refused, Lost) as error:
+            answer.failure = str(error)
+        except RuntimeError as error:  # here, without a process in between
+            answer.failure = first_line(error)
+        for name, peer in self.peers.items() if method == "case" and answer.dtype in PEERS_DTYPES else ():
+            try:
+                answer.peers[name] = peer.call("case", *arguments)
+            except (Refused, Lost) as error:
+                answer.peers[name] = PeerAnswer({}, str(error))
+        return answer
+
+    def stop(self) -> None:
+        for process in [*self.peers.values(), *([self.isolated] if self.isolated else [])]:
+            process.stop()
+
+
+def judge(
+    jobs: list[Job], device: "torch.device", backend: str | None, peers: str | None,
+    processes: int,
+) -> Iterator[Answer]:  # fmt: skip
+    """In the order of the jobs; those that fill a GPU's memory, which come last, one at a time."""
+    from flash_delta.bench import versions
+
+    names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
+    workers = [Worker(device, backend, names) for _ in range(processes if device.type == "cuda" else 1)]
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def answer(job: Job) -> Answer:
+        worker = free.get()
+        try:
+            return worker.answer(job)
+        finally:
+            free.put(worker)
+
+    try:
+        with ThreadPoolExecutor(len(workers)) as threads:
+            yield from threads.map(answer, [job for job in jobs if job[0] == "case"])
+        for worker in workers[1:]:
+            worker.stop()
+        yield from (workers[0].answer(job) for job in jobs if job[0] == "stress")
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def write(path: Path, answers: list[Answer], device: "torch.device") -> None:
+    """One line per case: [error, allowed, torch backend's error] by tensor, and the peers' errors."""
+    from flash_delta.bench import machine
+
+    def rounded(x: float | None) -> float | None:
+        return None if x is None else float(f"{x:.3g}")
+
+    lines = []
+    for a in answers:
+        line = {"op": a.op, "dtype": a.dtype, "case": a.case}
+        if a.failure is not None:
+            line["failure"] = a.failure
+        line["errors"] = {c.tensor: [rounded(c.error), rounded(c.allowed), rounded(c.reference)] for c in a.cells}
+        peers = {
+            name: {"errors": {t: rounded(e) for t, e in peer.errors.items()}, "reason": peer.reason}
+            for name, peer in a.peers.items()
+        }
+        lines.append(json.dumps(line | ({"peers": peers} if peers else {})))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n  ".join(lines)
+    path.write_text(f'{{"machine": {json.dumps(machine(device))},\n "cases": [\n  {rows}\n]}}\n')
+
+
+def read(path: Path | None, device: "torch.device") -> list[Answer]:
+    """What ``write`` wrote on such a machine, of cases where everything is right."""
+    from flash_delta.bench import PeerAnswer, machine
+    from flash_delta.testing.matrix import Cell
+
+    if path is None or not path.exists():
+        raise ValueError(f"resume: expected --json with the file to go on with, got {path}")
+    written = json.loads(path.read_text())
+    if written["machine"] != machine(device):
+        raise ValueError(f"resume: expected results of this machine, {machine(device)}, got {written['machine']}")
+    answers = []
+    for line in written["cases"]:
+        op, dtype, case = line["op"], line["dtype"], line["case"]
+        cells = [Cell(op, dtype, case, tensor, *errors) for tensor, errors in line["errors"].items()]
+        peers = {name: PeerAnswer(**answer) for name, answer in line.get("peers", {}).items()}
+        answers.append(Answer(op, dtype, case, cells, line.get("failure"), peers))
+    return [answer for answer in answers if answer.right]
