@@ -38,12 +38,14 @@ def check(
     console = Console()
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
     jobs = list(_jobs(full, case, where))
+    order = {names_of(job): number for number, job in enumerate(jobs)}
     answers = read(results, where) if resume else []
-    done = {(answer.op, answer.dtype, answer.case) for answer in answers}
+    done = {answer.names for answer in answers}
     jobs = [job for job in jobs if names_of(job) not in done]
     for answer in track(judge(jobs, where, backend, peers, processes), "checking", total=len(jobs), console=console,
                         transient=True, disable=not console.is_terminal):  # fmt: skip
         answers.append(answer)
+        answers.sort(key=lambda answer: order.get(answer.names, len(order)))
         if results is not None:
             write(results, answers, where)
     console.print(_table(answers, str(where)))

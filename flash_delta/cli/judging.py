@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from flash_delta.testing.matrix import Cell
 
 PEERS_DTYPES = ("float32", "bfloat16")
-TIMEOUT_S = 600.0  # of one case in one process: a peer may tune for minutes
+TIMEOUT_S = 120.0  # of one case, its compilations included
+LONG_TIMEOUT_S = 600.0  # of a peer, which may tune for minutes, and at full size
 
 Job = tuple[str, tuple[Any, ...]]  # a method of the judge and its arguments
 
@@ -31,6 +32,10 @@ class Answer:
     cells: "list[Cell]" = field(default_factory=list)
     failure: str | None = None  # nothing came back
     peers: "dict[str, PeerAnswer]" = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        return self.op, self.dtype, self.case
 
     @property
     def right(self) -> bool:
@@ -50,14 +55,14 @@ def names_of(job: Job) -> tuple[str, str, str]:
 class Worker:
     """Judges one job after the other: on a GPU and for peers in processes of its own."""
 
-    def __init__(self, device: "torch.device", backend: str | None, peers: list[str]):
+    def __init__(self, device: "torch.device", backend: str | None, peers: list[str], timeout_s: float):
         from flash_delta.bench import Peer
         from flash_delta.testing import Isolated
         from flash_delta.testing.matrix import Judge
 
-        self.isolated = Isolated(partial(Judge, device, backend), TIMEOUT_S) if device.type == "cuda" else None
+        self.isolated = Isolated(partial(Judge, device, backend), timeout_s) if device.type == "cuda" else None
         self.judge = Judge(device, backend)
-        self.peers = {name: Isolated(partial(Peer, name, device), TIMEOUT_S) for name in peers}
+        self.peers = {name: Isolated(partial(Peer, name, device), LONG_TIMEOUT_S) for name in peers}
 
     def answer(self, job: Job) -> Answer:
         from flash_delta.bench import PeerAnswer
@@ -87,14 +92,14 @@ class Worker:
 
 
 def judge(
-    jobs: list[Job], device: "torch.device", backend: str | None, peers: str | None,
-    processes: int,
+    jobs: list[Job], device: "torch.device", backend: str | None, peers: str | None, processes: int
 ) -> Iterator[Answer]:  # fmt: skip
-    """In the order of the jobs; those that fill a GPU's memory, which come last, one at a time."""
+    """The answers as they come; those that fill a GPU's memory one at a time, at last."""
     from flash_delta.bench import versions
 
     names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
-    workers = [Worker(device, backend, names) for _ in range(processes if device.type == "cuda" else 1)]
+    count = processes if device.type == "cuda" else 1
+    workers = [Worker(device, backend, names, TIMEOUT_S) for _ in range(count)]
     free: SimpleQueue[Worker] = SimpleQueue()
     for worker in workers:
         free.put(worker)
@@ -106,15 +111,19 @@ def judge(
         finally:
             free.put(worker)
 
+    threads = ThreadPoolExecutor(count)
     try:
-        with ThreadPoolExecutor(len(workers)) as threads:
-            yield from threads.map(answer, [job for job in jobs if job[0] == "case"])
-        for worker in workers[1:]:
-            worker.stop()
-        yield from (workers[0].answer(job) for job in jobs if job[0] == "stress")
+        for done in as_completed([threads.submit(answer, job) for job in jobs if job[0] == "case"]):
+            yield done.result()
     finally:
+        threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.stop()
+    alone = Worker(device, backend, [], LONG_TIMEOUT_S)
+    try:
+        yield from (alone.answer(job) for job in jobs if job[0] == "stress")
+    finally:
+        alone.stop()
 
 
 def write(path: Path, answers: list[Answer], device: "torch.device") -> None:

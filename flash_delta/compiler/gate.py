@@ -45,7 +45,7 @@ ALLOWED = (
         "rows of 256; on sm_100 fewer than 16 warps want more tensor memory than there is", 450,
     ),
     Allowed(f"{LIBRARY}/gdn-256/key_gradients", HOPPER, "spill", "rows of 256", 250, "3.9"),
-    Allowed(f"{LIBRARY}/gdn-256*/scan_backward", ("sm_89", "sm_120"), "spill", "rows of 256", 40, "3.9"),
+    Allowed(f"{LIBRARY}/gdn-256*/scan_backward", HMMA, "spill", "rows of 256", 40, "3.9"),
     Allowed(
         f"{LIBRARY}/gdn-64-float32*", tuple(TARGETS), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,
