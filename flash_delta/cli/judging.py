@@ -93,7 +93,7 @@ class Worker:
 
 def judge(
     jobs: list[Job], device: "torch.device", backend: str | None, peers: str | None, processes: int
-) -> Iterator[Answer]:  # fmt: skip
+) -> Iterator[Answer]:
     """The answers as they come; those that fill a GPU's memory one at a time, at last."""
     from flash_delta.bench import versions
 
