@@ -93,22 +93,25 @@ def test_rows_behind_the_last_sequence_are_zero():
 
 
 def test_descriptors_and_pointers_load_the_same():
-    """Hopper's whole tiles: the interpreter has them, a CPU does not choose them."""
+    """Hopper's whole tiles, which a CPU does not choose; and what the backward pass computes again is the same."""
     x = arguments(torch.bfloat16)
-    inputs = Inputs(*(x[n].detach() for n in ("q", "k", "v", "g", "beta")), cu_seqlens=x["cu_seqlens"])
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
+    given = (x[n].detach() for n in ("q", "k", "v", "g", "beta"))
+    inputs = Inputs(*given, initial_state=torch.randn(p.state_shape), cu_seqlens=x["cu_seqlens"])
     c = make_call(p, inputs, ("test",))
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, 16, tma=tma)
-        solved, factors, r, chain = c.parts(Workspace(p, Solved, Factors, Residual, Chain))
-        o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
+        memory = Workspace(p, Solved, Factors, Residual, Residual, Chain)
+        memory.buffer.zero_()  # slots without a chunk stay as they are
+        solved, factors, saved, again, chain = c.parts(memory)
+        o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
         launch.run_solve(c, solved)
         launch.run_factor(c, solved, factors)
-        launch.run_scan(c, solved, factors, o, state, r, tile)
-        saved = [t.nan_to_num() for t in r]
-        launch.run_scan_backward(c, solved, factors, r, inputs.v, None, chain, None, tile, recompute=True)
-        outputs.append((o, state, *saved, *(t.nan_to_num() for t in (*r, *chain))))
+        launch.run_scan(c, solved, factors, o, state, saved, tile)
+        launch.run_scan_backward(c, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True)
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
+        outputs.append((o, state, dinitial, *again, *chain))
     for a, b in zip(*outputs, strict=True):
         assert torch.equal(a, b)
 

@@ -94,9 +94,7 @@ def run_scan_backward(
                 TMA=t.tma and fits_tma(x.q, c.keys, x.v, do), follows=recompute,
             )  # fmt: skip
 
-    pointers = (
-        x.q, c.keys, x.v, do, x.cu_seqlens, s.A, *f, x.initial_state, dfinal, *r, *chain, dinitial
-    )  # fmt: skip
+    pointers = (x.q, c.keys, x.v, do, x.cu_seqlens, s.A, *f, x.initial_state, dfinal, *r, *chain, dinitial)
     launch(c, scan_backward, pointers, plans)
 
 
