@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.bench import Peer, PeerAnswer
+from flash_delta.bench.judging import Answer
 from flash_delta.cli import check
 from flash_delta.cli.app import app
 from flash_delta.testing import CASES, MEMBERS
@@ -83,7 +84,7 @@ def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
         Cell("gdn", "bfloat16", "other", "dq", 9e-3, 7e-3),
     ]
     peers = {"fla": PeerAnswer({"o": 4e-3}, "no backward"), "cudnn": PeerAnswer({}, "it cannot")}
-    answer = check.Answer("gdn", "bfloat16", "ragged", cells, peers=peers)
+    answer = Answer("gdn", "bfloat16", "ragged", cells, peers=peers)
     columns = [list(column.cells) for column in check._table([answer], "here").columns]
     assert columns[2] == ["ours", "torch", "fla, 1 cases"]
     assert columns[3] == ["[default]3e-03", "[default]2e-03", "[default]4e-03"]

@@ -10,10 +10,11 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_delta.cli.environment import require_device
-from flash_delta.cli.judging import Answer, Job, judge, names_of, read, write
 
 if TYPE_CHECKING:
     import torch
+
+    from flash_delta.bench.judging import Answer, Job
 
 COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
 DTYPES = ("float64", "float32", "bfloat16")
@@ -34,6 +35,8 @@ def check(
     On a GPU the work runs in processes of its own, so that a crash costs one case. --full adds there what only shows at
     full size: 100 bitwise equal repeats, more than 1,024 blocks, tensors of more than 2^31 elements.
     """
+    from flash_delta.bench.judging import judge, names_of, read, write
+
     where = require_device(device)
     console = Console()
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
@@ -57,7 +60,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[Job]:
+def _jobs(full: bool, only: str | None, device: "torch.device") -> "Iterator[Job]":
     from flash_delta.testing import CASES, MEMBERS
     from flash_delta.testing.matrix import STRESS
 
@@ -71,7 +74,7 @@ def _jobs(full: bool, only: str | None, device: "torch.device") -> Iterator[Job]
         yield from (("stress", (stress,)) for stress in STRESS)
 
 
-def _table(answers: list[Answer], where: str) -> Table:
+def _table(answers: "list[Answer]", where: str) -> Table:
     """The worst error of each tensor, over all cases; beside ours the torch backend's and the peers'."""
     cases = len({answer.case for answer in answers})
     table = Table("op", "dtype", "whose", title=f"worst relative L2 error over {cases} cases on {where}")
@@ -103,7 +106,7 @@ def _worst(errors: list[tuple[float, bool]]) -> str:
     return f"[{'default' if right else 'red'}]{error:.0e}"
 
 
-def _print_wrong(console: Console, answer: Answer) -> None:
+def _print_wrong(console: Console, answer: "Answer") -> None:
     place = f"{answer.op} {answer.dtype}, case {answer.case!r}"
     if answer.failure is not None:
         console.print(f"{place}: {answer.failure}", style="red", markup=False)

@@ -27,11 +27,14 @@ class _Answer(NamedTuple):
 class Isolated:
     """Calls methods of ``make()``, which is made in a new process by the first call, and again after a crash.
 
-    ``caches`` are environment variables that the process gets set to empty folders, which go when it stops.
+    ``caches`` are environment variables that the process gets set to empty folders, which go when it stops; ``threads``
+    is how many it computes with on the CPU (None: torch's default, which is made for one process alone).
     """
 
-    def __init__(self, make: Callable[[], object], timeout_s: float, caches: tuple[str, ...] = ()):
-        self.make, self.timeout_s, self.caches = make, timeout_s, caches
+    def __init__(
+        self, make: Callable[[], object], timeout_s: float, caches: tuple[str, ...] = (), threads: int | None = None
+    ):
+        self.make, self.timeout_s, self.caches, self.threads = make, timeout_s, caches, threads
         self.process: multiprocessing.process.BaseProcess | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -66,7 +69,7 @@ class Isolated:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
         self.connection, theirs = context.Pipe()
         self.folder = tempfile.TemporaryDirectory(prefix="flash-delta-", ignore_cleanup_errors=True)
-        arguments = (theirs, self.make, self.caches, Path(self.folder.name))
+        arguments = (theirs, self.make, self.caches, self.threads, Path(self.folder.name))
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -77,12 +80,16 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _serve(connection: Connection, make: Callable[[], object], caches: tuple[str, ...], folder: Path) -> None:
+def _serve(
+    connection: Connection, make: Callable[[], object], caches: tuple[str, ...], threads: int | None, folder: Path
+) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     for variable in caches:
         os.environ[variable] = str(folder / variable.lower())
+    if threads is not None:
+        torch.set_num_threads(threads)
     served = make()
     while True:
         try:

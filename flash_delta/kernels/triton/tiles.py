@@ -65,13 +65,9 @@ def widest_float32(chip: Chip) -> int:
 
 
 def overlaps(p: Problem, chip: Chip) -> bool:
-    """Whether a kernel may start before the one before it has ended (chunk.follow).
-
-    float32 has no haste. Comba's gradients of heads of 128 did not come back on an H200 with it, which is not
-    understood (docs/notes): it goes without until it is.
-    """
+    """Whether a kernel may start before the one before it has ended (chunk.follow). float32 has no haste."""
     hopper_or_later = family(chip.target) in ("sm_90", "sm_100") or chip.target.startswith("sm_12")
-    return hopper_or_later and p.dtype != torch.float32 and p.erase != "undecayed"
+    return hopper_or_later and p.dtype != torch.float32
 
 
 def takes_tma(chip: Chip) -> bool:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from flash_delta.bench import PeerAnswer
-    from flash_delta.testing.matrix import Cell
+from flash_delta.bench.contestants import versions
+from flash_delta.bench.peer import Peer, PeerAnswer
+from flash_delta.bench.results import machine
+from flash_delta.testing import Isolated, Lost, Refused, first_line
+from flash_delta.testing.matrix import Cell, Judge
 
 PEERS_DTYPES = ("float32", "bfloat16")
 TIMEOUT_S = 120.0  # of one case, its compilations included
@@ -29,9 +31,9 @@ class Answer:
     op: str
     dtype: str
     case: str
-    cells: "list[Cell]" = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
     failure: str | None = None  # nothing came back
-    peers: "dict[str, PeerAnswer]" = field(default_factory=dict)
+    peers: dict[str, PeerAnswer] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -55,19 +57,15 @@ def names_of(job: Job) -> tuple[str, str, str]:
 class Worker:
     """Judges one job after the other: on a GPU and for peers in processes of its own."""
 
-    def __init__(self, device: "torch.device", backend: str | None, peers: list[str], timeout_s: float):
-        from flash_delta.bench import Peer
-        from flash_delta.testing import Isolated
-        from flash_delta.testing.matrix import Judge
-
-        self.isolated = Isolated(partial(Judge, device, backend), timeout_s) if device.type == "cuda" else None
-        self.judge = Judge(device, backend)
-        self.peers = {name: Isolated(partial(Peer, name, device), LONG_TIMEOUT_S) for name in peers}
+    def __init__(
+        self, device: torch.device, backend: str | None, peers: list[str], timeout_s: float, threads: int | None = None
+    ):
+        self.judge, self.isolated = Judge(device, backend), None
+        if device.type == "cuda":
+            self.isolated = Isolated(partial(Judge, device, backend), timeout_s, threads=threads)
+        self.peers = {name: Isolated(partial(Peer, name, device), LONG_TIMEOUT_S, threads=threads) for name in peers}
 
     def answer(self, job: Job) -> Answer:
-        from flash_delta.bench import PeerAnswer
-        from flash_delta.testing import Lost, Refused, first_line
-
         method, arguments = job
         answer = Answer(*names_of(job))
         try:
@@ -92,14 +90,15 @@ class Worker:
 
 
 def judge(
-    jobs: list[Job], device: "torch.device", backend: str | None, peers: str | None, processes: int
+    jobs: list[Job], device: torch.device, backend: str | None, peers: str | None, processes: int
 ) -> Iterator[Answer]:
     """The answers as they come; those that fill a GPU's memory one at a time, at last."""
-    from flash_delta.bench import versions
-
     names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
     count = processes if device.type == "cuda" else 1
-    workers = [Worker(device, backend, names, TIMEOUT_S) for _ in range(count)]
+    # The reference runs on the CPU. Threads of one process that wait for each other keep the cores that another one's
+    # need: with all cores for each of six processes, a case that takes seconds alone took more than two minutes.
+    threads = max(1, torch.get_num_threads() // count)
+    workers = [Worker(device, backend, names, TIMEOUT_S, threads) for _ in range(count)]
     free: SimpleQueue[Worker] = SimpleQueue()
     for worker in workers:
         free.put(worker)
@@ -111,12 +110,12 @@ def judge(
         finally:
             free.put(worker)
 
-    threads = ThreadPoolExecutor(count)
+    pool = ThreadPoolExecutor(count)
     try:
-        for done in as_completed([threads.submit(answer, job) for job in jobs if job[0] == "case"]):
+        for done in as_completed([pool.submit(answer, job) for job in jobs if job[0] == "case"]):
             yield done.result()
     finally:
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
         for worker in workers:
             worker.stop()
     alone = Worker(device, backend, [], LONG_TIMEOUT_S)
@@ -126,9 +125,8 @@ def judge(
         alone.stop()
 
 
-def write(path: Path, answers: list[Answer], device: "torch.device") -> None:
+def write(path: Path, answers: list[Answer], device: torch.device) -> None:
     """One line per case: [error, allowed, torch backend's error] by tensor, and the peers' errors."""
-    from flash_delta.bench import machine
 
     def rounded(x: float | None) -> float | None:
         return None if x is None else float(f"{x:.3g}")
@@ -149,11 +147,8 @@ def write(path: Path, answers: list[Answer], device: "torch.device") -> None:
     path.write_text(f'{{"machine": {json.dumps(machine(device))},\n "cases": [\n  {rows}\n]}}\n')
 
 
-def read(path: Path | None, device: "torch.device") -> list[Answer]:
+def read(path: Path | None, device: torch.device) -> list[Answer]:
     """What ``write`` wrote on such a machine, of cases where everything is right."""
-    from flash_delta.bench import PeerAnswer, machine
-    from flash_delta.testing.matrix import Cell
-
     if path is None or not path.exists():
         raise ValueError(f"resume: expected --json with the file to go on with, got {path}")
     written = json.loads(path.read_text())
