@@ -50,9 +50,9 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs) -> Outputs:
-    if p.raw_gate:
-        x = x._replace(A_log=_flat(x.A_log), dt_bias=_flat(x.dt_bias))
-    o, final = x.v.new_empty(x.v.shape), x.v.new_empty(p.state_shape, dtype=torch.float32)
+    x = _with_flat_parameters(x)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    final = x.v.new_empty(p.state_shape, dtype=torch.float32)
     kept = p.needs_grad and p.disable_recompute
     if not p.needs_grad:
         memory = (Workspace(p, Solved, Factors),)
@@ -78,7 +78,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     """
     again, kept = not saved, p.disable_recompute
     recompute = again or not kept
-    x = x._replace(A_log=_flat(x.A_log), dt_bias=_flat(x.dt_bias))
+    x = _with_flat_parameters(x)
     memory = _saved(p, *saved), Workspace(p, *((Chain, Scores) if kept else (Factors, Residual, Chain, Scores)))
     d = launch.new_gradients(x)
     new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
@@ -104,9 +104,14 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
 
 
-def _flat(t: Tensor | None) -> Tensor | None:
-    """A parameter per head, its elements side by side, as they nearly always are."""
-    return None if t is None else t.contiguous()
+def _with_flat_parameters(x: Inputs) -> Inputs:
+    """Parameters per head with their elements side by side, as they nearly always are."""
+    A_log, dt_bias = x.A_log, x.dt_bias
+    if A_log is not None and not A_log.is_contiguous():
+        x = x._replace(A_log=A_log.contiguous())
+    if dt_bias is not None and not dt_bias.is_contiguous():
+        x = x._replace(dt_bias=dt_bias.contiguous())
+    return x
 
 
 def _saved(p: Problem, buffer: Tensor | None = None) -> Workspace:

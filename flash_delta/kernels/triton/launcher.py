@@ -41,7 +41,7 @@ class Step(NamedTuple):
     function: int
     metadata: Any
     tma: bool
-    sources: tuple[tuple[int, int] | None, ...]  # of its pointers: which tensor, and bytes from its start
+    sources: tuple[tuple[int, int], ...]  # of its pointers: which tensor, and bytes from its start
     rest: tuple[Any, ...]  # the arguments behind them
 
 
@@ -140,7 +140,7 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
     for step in c.shape.steps:
         if step.tma:
             triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
-        addresses = [None if s is None else starts[s[0]] + s[1] for s in step.sources]
+        addresses = [starts[number] + offset for number, offset in step.sources]
         step.run(
             *step.grid, stream, step.function, step.metadata, None, None, None, *addresses, *step.rest
         )  # fmt: skip
@@ -173,13 +173,18 @@ def _alias(t: Tensor | None) -> Tensor | None:
 def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> Step:
     compiled = _compiled[id(kernel), c.shape.key, plan.tile]
     run = compiled.run  # loads it
-    sources = tuple(None if at is None else _source(c.tensors, at) for at in pointers)
+    sources = tuple(_source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())
     return Step(run, plan.grid, compiled.function, compiled.packed_metadata, plan.tile.tma, sources, rest)
 
 
-def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int) -> tuple[int, int]:
-    """A pointer as one of the tensors and an offset in bytes; a number points into a workspace, which is bytes."""
+def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> tuple[int, int]:
+    """A pointer as one of the tensors and an offset in bytes; a number points into a workspace, which is bytes.
+
+    None is a constant of the compiled kernel, whose launcher looks at no value for it.
+    """
+    if at is None:
+        return 0, 0
     for number, t in enumerate(tensors):
         if t is at:
             return number, 0
