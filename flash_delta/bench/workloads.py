@@ -18,6 +18,10 @@ def _gdn_prefill() -> Iterator[Workload]:
 def _gdn_training() -> Iterator[Workload]:
     for H, HV, N, T in ((16, 32, 1, 8192), (16, 32, 1, 32768), (4, 8, 1, 8192), (4, 8, 1, 32768), (16, 32, 8, 1024)):
         yield Workload("gdn-training", "training", "gdn", H, HV, N, T, packed=N > 1, states=False)
+    for T in (8192, 32768):
+        yield Workload(
+            "gdn-training", "training", "gdn", 16, 32, 1, T, packed=False, states=False, disable_recompute=True
+        )
 
 
 def _kda() -> Iterator[Workload]:

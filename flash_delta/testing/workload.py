@@ -33,11 +33,13 @@ class Workload:
     raw: bool = False  # the gate's and beta's activations run inside the op; else it gets log decays and strengths
     K: int = 128
     V: int = 128
+    disable_recompute: bool = False  # all is kept for the backward pass; else it computes most of it again
 
     @property
     def name(self) -> str:
         shape = f"batch {self.N}" if self.kind == "decode" else f"{self.N}x{self.T}"
-        return f"{self.H}/{self.HV} {shape}" + ("" if self.dtype == "bfloat16" else f" {self.dtype}")
+        dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
+        return f"{self.H}/{self.HV} {shape}{dtype}" + (" disable_recompute" if self.disable_recompute else "")
 
     @property
     def gate(self) -> str:
@@ -106,4 +108,6 @@ def options(workload: Workload) -> dict[str, bool | float]:
         chosen |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
         if w.lower_bound is not None:
             chosen["lower_bound"] = w.lower_bound
+    if w.disable_recompute:
+        chosen["disable_recompute"] = True
     return chosen

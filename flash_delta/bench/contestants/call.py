@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+NO_CHOICE = "it leaves no choice of what is kept for the backward pass"
+
 
 class Call(NamedTuple):
     """One library's call of a workload, in its own layouts. States may be updated in place: results are read once."""

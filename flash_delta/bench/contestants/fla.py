@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves
 from flash_delta.testing import Workload, options
 
@@ -20,7 +20,11 @@ DELEGATES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
-    return "its Triton kernels need a GPU" if device.type != "cuda" else None
+    if device.type != "cuda":
+        return "its Triton kernels need a GPU"
+    if workload.disable_recompute and workload.member == "gdn":
+        return NO_CHOICE
+    return None
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:

@@ -7,7 +7,7 @@ Blackwell: on other GPUs it refuses to be imported.
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves
 from flash_delta.testing import Workload
 
@@ -24,6 +24,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return "it has no op for decoding"
     if workload.raw:
         return "it takes log decays and write strengths, not their raw activations"
+    if workload.disable_recompute:
+        return NO_CHOICE
     if (workload.K, workload.V) != (128, 128) or workload.dtype not in ("bfloat16", "float16"):
         return "it takes K = V = 128 in bfloat16 or float16 only"
     return None

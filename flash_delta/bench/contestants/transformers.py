@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import naive_gdn_gate, naive_kda_lowerbound_gate
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves
 from flash_delta.testing import Workload
 
@@ -18,6 +18,8 @@ CACHES = ()
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
+    if workload.disable_recompute:
+        return NO_CHOICE
     return "its fallback cannot keep packed sequences apart" if workload.packed and workload.N != 1 else None
 
 
