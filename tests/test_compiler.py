@@ -145,6 +145,13 @@ def family(tokens):
     launches.call_scan_backward(launches.Case(tokens=tokens), True, launches.Tile(4, 2, 32))
 
 
+def channels(tokens):
+    """Those of its kernels that are there for a decay per channel, and those that have another form with it."""
+    from flash_delta.kernels.triton import launches
+
+    launches.call_chunks(launches.Case(gate="channel", raw=True, tokens=tokens))
+
+
 def specialised_product(steps):
     from faulty_kernels import multiply
 
@@ -152,7 +159,9 @@ def specialised_product(steps):
 
 
 @needs_triton
-@pytest.mark.parametrize(("launch", "first", "total"), [("family", 8, 8), ("specialised_product", 1, 2)])
+@pytest.mark.parametrize(
+    ("launch", "first", "total"), [("family", 8, 8), ("channels", 6, 6), ("specialised_product", 1, 2)]
+)
 def test_random_lengths_compile_nothing_new(launch, first, total):
     """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""
     with clean_processes(1) as (pool, _):

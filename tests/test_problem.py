@@ -129,7 +129,7 @@ def test_backend_wish_is_obeyed_or_refused(monkeypatch):
 
 
 def test_explain():
-    x = arguments("kda")
+    x = arguments("kda") | {"return_intermediate_states": True}
     explanation = flash_delta.explain(flash_delta.chunk_kda, **x)
     assert explanation.backend == "torch"
     first, second, third = str(explanation).split("\n")

@@ -14,7 +14,7 @@ import flash_delta
 from flash_delta.kernels.triton import backend, launch, launcher
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip, Tile, widest_float32
-from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -102,14 +102,14 @@ def test_descriptors_and_pointers_load_the_same():
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, 16, tma=tma)
-        memory = Workspace(p, Solved, Factors, Residual, Residual, Chain)
+        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, Chain)
         memory.buffer.zero_()  # slots without a chunk stay as they are
-        solved, factors, saved, again, chain = c.parts(memory)
+        channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
-        launch.run_solve(c, solved)
-        launch.run_factor(c, solved, factors)
-        launch.run_scan(c, solved, factors, o, state, saved, tile)
-        launch.run_scan_backward(c, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True)
+        launch.run_solve(c, channels, solved)
+        launch.run_factor(c, channels, solved, factors)
+        launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
+        launch.run_scan_backward(c, channels, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
         outputs.append((o, state, dinitial, *again, *chain))
     for a, b in zip(*outputs, strict=True):
@@ -121,7 +121,7 @@ def test_descriptors_and_pointers_load_the_same():
     [
         ("chunk_gated_delta_rule", {"k": 12}, "K and V have to be multiples of 8 up to 256, they are 12 and 16"),
         ("chunk_gated_delta_rule", {"dtype": torch.float64}, "it computes in float32, the tensors are float64"),
-        ("chunk_kda", {}, "it has no decay per channel yet"),
+        ("chunk_kda", {"return_intermediate_states": True}, "it does not return the states of chunks"),
         ("fused_recurrent_gated_delta_rule", {}, "it runs whole chunks, not token by token"),
     ],
 )
@@ -130,7 +130,7 @@ def test_what_it_cannot_do_it_says(op, changes, reason):
     q, v = torch.randn(1, 4, 1, K, dtype=dtype), torch.randn(1, 4, 1, 16, dtype=dtype)
     x = {"q": q, "k": q, "v": v, "beta": torch.rand(1, 4, 1), "g": -torch.rand(1, 4, 1)}
     if op == "chunk_kda":
-        x["g"] = -torch.rand(1, 4, 1, K)
+        x |= {"g": -torch.rand(1, 4, 1, K)} | changes
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this: {reason}"):
         getattr(flash_delta, op)(**x, backend="triton")
 
@@ -167,22 +167,22 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
 
     def call(q, k):
         inputs = Inputs(q, k, x["v"].detach(), x["g"].detach(), x["beta"].detach(), cu_seqlens=x["cu_seqlens"])
-        memory = Workspace(p, Solved, Factors)
+        memory = Workspace(p, Channels, Solved, Factors)
         c = make_call(p, inputs, ("test",))._replace(direct=True)
         monkeypatch.setattr(launcher, "_ready", {c.shape.key})
 
         def kernels(c):
-            solved, factors = c.parts(memory)
-            launch.run_solve(c, solved)
-            launch.run_factor(c, solved, factors)
+            channels, solved, factors = c.parts(memory)
+            launch.run_solve(c, channels, solved)
+            launch.run_factor(c, channels, solved, factors)
 
         launcher.run(c, kernels, memory.buffer)
         solve, factor = launched[-2:]
-        assert solve[:6] == (len(memory.views()[0].A), p.H, 1, 7, 1, 2)
-        solved, factors = memory.views()
+        _, solved, factors = memory.views()
+        assert solve[:6] == (len(solved.A), p.H, 1, 7, 1, 2)
         assert solve[9:12] == tuple(t.data_ptr() for t in (q, k, k))
         assert factor[9:11] == (q.data_ptr(), k.data_ptr())
-        pairs = zip(factor[12:18], (*solved, *factors), strict=True)
+        pairs = zip(factor[14:20], (*solved, *factors), strict=True)
         assert all(address == t.data_ptr() for address, t in pairs if t is not None)
         return c.shape
 

@@ -1,9 +1,10 @@
-"""The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs, gate kinds none and scalar.
+"""The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs.
 
+With a decay per channel ``channel`` forms all that depends on it, which the others then read instead of q and k.
 ``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once; ``scan`` walks
 the state through them. Backward: ``factor`` again, ``scan`` for the states and beside it ``scan_backward`` right to
-left, then ``pairs`` and the kernels of ``gradients`` for all chunks at once. Forward keeps what ``solve`` wrote for the
-backward pass, and with ``disable_recompute`` the rest.
+left, then ``pairs`` and the kernels of ``gradients`` or ``channel_gradients`` for all chunks at once. Forward keeps
+what ``solve`` wrote for the backward pass, and with ``disable_recompute`` the rest.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,16 @@ from flash_delta.kernels.triton import launch
 from flash_delta.kernels.triton.chunk import count_slots
 from flash_delta.kernels.triton.launcher import Call, make_call, run
 from flash_delta.kernels.triton.tiles import chip_of, widest_float32
-from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved, Workspace
+from flash_delta.kernels.triton.workspace import (
+    Chain,
+    Channels,
+    Factors,
+    HeadGradients,
+    Residual,
+    Scores,
+    Solved,
+    Workspace,
+)
 from flash_delta.problem import Inputs, Outputs, Problem
 
 WIDTHS = range(8, 257, 8)
@@ -29,8 +39,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it needs a GPU, the tensors are on {problem.device}"
     if problem.recurrent:
         return "it runs whole chunks, not token by token"
-    if problem.gate == "channel":
-        return "it has no decay per channel yet"
+    if problem.keep_states:
+        return "it does not return the states of chunks"
     if problem.dtype == torch.float64:
         return "it computes in float32, the tensors are float64"
     if problem.K not in WIDTHS or problem.V not in WIDTHS:
@@ -55,15 +65,17 @@ def forward(p: Problem, x: Inputs) -> Outputs:
     final = x.v.new_empty(p.state_shape, dtype=torch.float32)
     kept = p.needs_grad and p.disable_recompute
     if not p.needs_grad:
-        memory = (Workspace(p, Solved, Factors),)
+        memory = (Workspace(p, Solved, Factors, Channels),)
     else:
-        memory = (_saved(p),) if kept else (_saved(p), Workspace(p, Factors))
+        memory = (_saved(p),) if kept else (_saved(p), Workspace(p, Factors, Channels))
 
     def kernels(c: Call) -> None:
-        solved, factors, residual = (*c.parts(*memory), None)[:3]
-        launch.run_solve(c, solved)
-        launch.run_factor(c, solved, factors)
-        launch.run_scan(c, solved, factors, o, final, residual)
+        solved, factors, channels, residual = (*c.parts(*memory), None)[:4]
+        if p.gate == "channel":
+            launch.run_channel(c, solved, channels)
+        launch.run_solve(c, channels, solved)
+        launch.run_factor(c, channels, solved, factors)
+        launch.run_scan(c, channels, solved, factors, o, final, residual)
 
     with _on(p.device):
         call = make_call(p, x, ("forward", kept), memo=p.memo)
@@ -79,23 +91,32 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     again, kept = not saved, p.disable_recompute
     recompute = again or not kept
     x = _with_flat_parameters(x)
-    memory = _saved(p, *saved), Workspace(p, *((Chain, Scores) if kept else (Factors, Residual, Chain, Scores)))
-    d = launch.new_gradients(x)
-    new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
+    own = () if kept else (Factors, Channels, Residual)
+    memory = _saved(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
+    d, widths = launch.new_gradients(x), (p.K,) if p.gate == "channel" else ()
+    new = partial(torch.empty, count_slots(p), p.HV, *widths, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
 
     def kernels(c: Call) -> None:
-        solved, factors, residual, chain, scores = c.parts(*memory)
+        solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
         do, dfinal = c.more
+        if p.gate == "channel" and (again or not kept):
+            launch.run_channel(c, solved, channels)
         if again:
-            launch.run_solve(c, solved)
+            launch.run_solve(c, channels, solved)
         if recompute:
-            launch.run_factor(c, solved, factors, follows=again)
-        launch.run_scan_backward(c, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute)
-        launch.run_pairs(c, solved, residual, chain, do, d, scores)
+            launch.run_factor(c, channels, solved, factors, follows=again or p.gate == "channel")
+        launch.run_scan_backward(
+            c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute
+        )
+        launch.run_pairs(c, channels, solved, residual, chain, do, d, scores)
+        if p.gate == "channel":
+            launch.run_channel_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
+            launch.run_key_head_gradients(c, solved, heads, d)
+            return
         launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores)
         launch.run_key_gradients(c, solved, factors, residual, chain, d, scores)
-        if x.g is not None:
+        if p.gate == "scalar":
             launch.run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with _on(p.device):
@@ -116,13 +137,16 @@ def _with_flat_parameters(x: Inputs) -> Inputs:
 
 def _saved(p: Problem, buffer: Tensor | None = None) -> Workspace:
     """What forward saves for backward, and with ``disable_recompute`` all of it."""
-    groups = (Solved, Factors, Residual) if p.disable_recompute else (Solved,)
+    groups = (Solved, Factors, Channels, Residual) if p.disable_recompute else (Solved,)
     return Workspace(p, *groups, buffer=buffer)
 
 
 def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """The gradient of a parameter per head, from its float32 sums per chunk."""
-    return None if like is None else sums.sum(0).reshape(like.shape).to(like.dtype)
+    """The gradient of a parameter, from its float32 sums per chunk and head, or per chunk, head and channel."""
+    if like is None:
+        return None
+    over = 0 if like.numel() == sums.shape[1:].numel() else (0, 2)
+    return sums.sum(over).reshape(like.shape).to(like.dtype)
 
 
 def _on(device: torch.device) -> AbstractContextManager:

@@ -121,3 +121,14 @@ def load_row(x, strides, token, stop, C: tl.constexpr):
 def store_row(x, strides, row, token, stop, C: tl.constexpr):
     i = token + tl.arange(0, C)
     tl.store(x + i.to(tl.int64) * strides[1], row.to(x.dtype.element_ty), mask=i < stop)
+
+
+@triton.jit
+def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
+    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. No masks and short offsets where it can be."""
+    r, c = tl.arange(0, BH), tl.arange(0, BW)
+    at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
+    if HEIGHT % BH == 0 and WIDTH % BW == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(row + r < HEIGHT)[:, None] & (column + c < WIDTH)[None, :], other=0.0)

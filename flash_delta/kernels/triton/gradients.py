@@ -21,13 +21,13 @@ from flash_delta.kernels.triton.chunk import (
     find_chunk,
     follow,
     lead,
+    load_block,
     load_row,
     load_tile,
     rows_of,
     store_row,
     store_tile,
 )
-from flash_delta.kernels.triton.pairs import load_block
 
 
 @triton.jit

@@ -11,6 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from flash_delta.kernels.triton.channel import channel
+from flash_delta.kernels.triton.channel_gradients import channel_gradients, key_head_gradients
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
@@ -19,8 +21,17 @@ from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan
 from flash_delta.kernels.triton.scan_backward import scan_backward
 from flash_delta.kernels.triton.solve import solve
-from flash_delta.kernels.triton.tiles import WARP, Tile, overlaps, precision, scan_tiles, tile
-from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved
+from flash_delta.kernels.triton.tiles import (
+    HEADS,
+    WARP,
+    Tile,
+    overlaps,
+    precision,
+    scan_tiles,
+    thread_per_channel,
+    tile,
+)
+from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, HeadGradients, Residual, Scores, Solved
 from flash_delta.problem import Inputs, Problem
 
 
@@ -33,21 +44,36 @@ def new_gradients(x: Inputs) -> Inputs:
     return Inputs(like(x.q), like(x.k), like(x.v), like(x.g), like(x.beta), like(x.p), like(x.initial_state))
 
 
-def run_solve(c: Call, s: Solved) -> None:
+def run_channel(c: Call, s: Solved, ch: Channels) -> None:
+    """The strengths and norms in ``s``, too, which `solve` writes where there is no decay per channel."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, channel, (count_slots(p), p.HV, 1), thread_per_channel(block(p.K)),
+            p.N, p.T, p.scale, p.lower_bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
+            batch(x.beta), tokens(x.beta),
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)
+    launch(c, channel, pointers, plans)
+
+
+def run_solve(c: Call, ch: Channels, s: Solved) -> None:
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
         yield plan(
             c, solve, (count_slots(p), p.H, 1), WARP,
             p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
-            batch(x.beta), tokens(x.beta),
+            batch(x.beta), tokens(x.beta), follows=p.gate == "channel",
         )  # fmt: skip
 
-    pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *s)
+    pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, ch.L, *s)
     launch(c, solve, pointers, plans)
 
 
-def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
+def run_factor(c: Call, ch: Channels, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
     """``follows``: the launch before it was this call's."""
     p, x = c.p, c.x
 
@@ -57,10 +83,12 @@ def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows
             p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
         )  # fmt: skip
 
-    launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)
+    launch(c, factor, (x.q, x.k, x.cu_seqlens, ch.P, ch.Kd, *s, *f), plans)
 
 
-def run_scan(c: Call, s: Solved, f: Factors, o: Tensor, final: Tensor, r: Residual | None, *choice: Tile) -> None:
+def run_scan(
+    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, r: Residual | None, *choice: Tile
+) -> None:
     """Stage output, too; with ``r``, what the backward pass needs."""
     p, x = c.p, c.x
 
@@ -70,15 +98,15 @@ def run_scan(c: Call, s: Solved, f: Factors, o: Tensor, final: Tensor, r: Residu
                 c, scan, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N + p.packed), t,
                 p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
                 INITIAL=x.initial_state is not None, OUTPUT=True, SAVE=r is not None,
-                TMA=t.tma and fits_tma(x.q, c.keys, x.v), follows=True,
+                TMA=t.tma and fits_tma(x.v, *outside(c)), follows=True,
             )  # fmt: skip
 
-    pointers = (x.q, c.keys, x.v, x.cu_seqlens, s.A, *f, x.initial_state, o, final, *(r or (None,) * 3))
-    launch(c, scan, pointers, plans)
+    read = (*readers(c, ch), x.v, x.cu_seqlens, s.A, *f, ch.gamma, x.initial_state)
+    launch(c, scan, (*read, o, final, *(r or (None,) * 3)), plans)
 
 
 def run_scan_backward(
-    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
     dinitial: Tensor | None, *choice: Tile, recompute: bool,
 ) -> None:  # fmt: skip
     """``recompute``: writes ``r``, too, in programs of their own."""
@@ -91,16 +119,18 @@ def run_scan_backward(
                 p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
                 states(p, dfinal), states(p, dinitial),
                 FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
-                TMA=t.tma and fits_tma(x.q, c.keys, x.v, do), follows=recompute,
+                TMA=t.tma and fits_tma(x.v, do, *outside(c)), follows=recompute,
             )  # fmt: skip
 
-    pointers = (x.q, c.keys, x.v, do, x.cu_seqlens, s.A, *f, x.initial_state, dfinal, *r, *chain, dinitial)
+    read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *f, ch.gamma, x.initial_state, dfinal)
+    pointers = (*read, *r, *chain, dinitial)
     launch(c, scan_backward, pointers, plans)
 
 
 def run_pairs(
-    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores, t: Tile | None = None
-) -> None:
+    c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores,
+    t: Tile | None = None,
+) -> None:  # fmt: skip
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
@@ -111,8 +141,8 @@ def run_pairs(
             BK=min(chosen.BV, block(p.K)), follows=True,  # steps of its loop over K, too
         )  # fmt: skip
 
-    pointers = (x.q, x.k, c.keys, do, r.R, r.U, chain.dU, s.vectors, s.norms, x.cu_seqlens, d.v, d.beta, *scores)
-    launch(c, pairs, pointers, plans)
+    read = (x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, s.vectors, s.norms, x.cu_seqlens)
+    launch(c, pairs, (*read, d.v, d.beta, *scores), plans)
 
 
 def run_query_gradients(
@@ -161,6 +191,40 @@ def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | N
     launch(c, gates, pointers, plans)
 
 
+def run_channel_gradients(
+    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
+    dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
+) -> None:  # fmt: skip
+    """dg; dq and dk of every value head; and of A_log and dt_bias ``[slots, HV, K]``, to be summed."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        chosen = t or tile("channel_gradients", p, c.shape.chip)
+        W = min(16 * chosen.warps, block(p.K))  # channels of one program, 16 a warp
+        yield plan(
+            c, channel_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
+            p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
+            W=W, follows=True,
+        )  # fmt: skip
+
+    pointers = (
+        x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
+        s.vectors, s.norms, x.cu_seqlens, *heads, dg, dA_log, ddt_bias,
+    )  # fmt: skip
+    launch(c, channel_gradients, pointers, plans)
+
+
+def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) -> None:
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, key_head_gradients, (count_slots(p), p.H, 1), HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True
+        )  # fmt: skip
+
+    launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, *heads, d.q, d.k), plans)
+
+
 def plan(
     c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
 ) -> Plan:
@@ -168,13 +232,24 @@ def plan(
     p, x, overlap = c.p, c.x, overlaps(c.p, c.shape.chip)
     constants = {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
-        "GATE": p.gate == "scalar", "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
+        "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
+        "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p, c.shape.chip),
         "OVERLAP": overlap,
     } | own  # fmt: skip
     used = {name: constants[name] for name in kernel.arg_names if name in constants}
     return Plan(grid, t, scalars, used, follows and overlap)
+
+
+def readers(c: Call, ch: Channels) -> tuple[Any, Any]:
+    """What reads and what erases, as the scans take it."""
+    return (c.x.q, c.keys) if c.p.gate != "channel" else (ch.Qg, ch.Kg)
+
+
+def outside(c: Call) -> tuple[Tensor, ...]:
+    """Those of ``readers`` that the caller laid out."""
+    return (c.x.q, c.keys) if c.p.gate != "channel" else ()
 
 
 def every(c: Call) -> bool:

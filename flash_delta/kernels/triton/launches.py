@@ -14,7 +14,16 @@ from flash_delta.kernels.triton import launch
 from flash_delta.kernels.triton.chunk import count_slots
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip, Tile, scan_tiles, takes_tma
-from flash_delta.kernels.triton.workspace import Chain, Factors, Residual, Scores, Solved, Workspace
+from flash_delta.kernels.triton.workspace import (
+    Chain,
+    Channels,
+    Factors,
+    HeadGradients,
+    Residual,
+    Scores,
+    Solved,
+    Workspace,
+)
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import chunked, stages
 from flash_delta.reference.tokens import TokenReader
@@ -30,6 +39,7 @@ class Case(NamedTuple):
     gate: str = "scalar"
     erase: str | None = "decayed"
     raw: bool = False  # with norms and activations
+    lower_bound: float | None = None
     tokens: int = 128
     gap: int = 0  # elements between heads: odd ones keep the copy engine away
 
@@ -44,17 +54,24 @@ CHUNKS = {
     "comba-128-raw": Case(erase="undecayed", raw=True),
     "delta-rule-128": Case(gate="none"),
     "simple-gla-128": Case(erase=None),
+    "kda-64": Case(64, gate="channel"),
+    "kda-128": Case(gate="channel"),
+    "kda-128-raw": Case(gate="channel", raw=True),
+    "kda-128-bounded": Case(gate="channel", raw=True, lower_bound=-5.0),
 }
-SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128")}
+SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128", "kda-128")}
 
 
-def describe(x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False) -> Problem:
+def describe(
+    x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False, lower_bound: float | None = None
+) -> Problem:
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     packed = x.cu_seqlens is not None
     N = x.cu_seqlens.numel() - 1 if packed else B
     return Problem(
         "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5,
-        lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_gate=raw, raw_beta=raw,
+        lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_gate=raw,
+        lower_bound=lower_bound, raw_beta=raw,
     )  # fmt: skip
 
 
@@ -63,52 +80,66 @@ class Kernels:
 
     def __init__(self, p: Problem, x: Inputs):
         self.p, self.x, self.c = p, x, make_call(p, x, ("launches",))._replace(direct=False)
-        parts = self.c.parts(Workspace(p, Solved, Factors, Residual, Chain, Scores))
-        self.solved, self.factors, self.residual, self.chain, self.scores = parts
+        groups = (Channels, Solved, Factors, Residual, Chain, Scores, HeadGradients)
+        parts = self.c.parts(Workspace(p, *groups))
+        self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
+
+    def channel(self) -> None:
+        launch.run_channel(self.c, self.solved, self.channels)
 
     def solve(self) -> None:
-        launch.run_solve(self.c, self.solved)
+        launch.run_solve(self.c, self.channels, self.solved)
 
     def factor(self, t: Tile | None = None) -> None:
-        launch.run_factor(self.c, self.solved, self.factors, t)
+        launch.run_factor(self.c, self.channels, self.solved, self.factors, t)
 
     def scan(self, save: bool, t: Tile) -> Tensors:
         o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
-        launch.run_scan(self.c, self.solved, self.factors, o, final, self.residual if save else None, t)
+        residual = self.residual if save else None
+        launch.run_scan(self.c, self.channels, self.solved, self.factors, o, final, residual, t)
         return {"o": o, "final_state": final}
 
     def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
         state, do = self.x.initial_state, self.x.v
         dinitial = None if state is None else torch.empty_like(state)
         launch.run_scan_backward(
-            self.c, self.solved, self.factors, self.residual, do, state, self.chain, dinitial, t, recompute=recompute
-        )
+            self.c, self.channels, self.solved, self.factors, self.residual, do, state, self.chain, dinitial, t,
+            recompute=recompute,
+        )  # fmt: skip
         return self.chain._asdict() | (self.residual._asdict() if recompute else {})
 
     def gradients(self) -> None:
         c, p, x, s, f, do, d = self.c, self.p, self.x, self.solved, self.factors, self.x.v, launch.new_gradients(self.x)
-        launch.run_pairs(c, s, self.residual, self.chain, do, d, self.scores)
+        launch.run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores)
+        sums = torch.empty(count_slots(p), p.HV, p.K, device=p.device)
+        sums = [None if t is None else sums for t in (x.A_log, x.dt_bias)]
+        if p.gate == "channel":
+            launch.run_channel_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, d.g, *sums)
+            launch.run_key_head_gradients(c, s, self.heads, d)
+            return
         launch.run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
         launch.run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
         if p.gate == "scalar" and p.K == 128:  # `gates` knows no width
-            sums = torch.empty(count_slots(p), p.HV, device=p.device)
-            launch.run_gates(c, s, self.scores, d.g, *(None if t is None else sums for t in (x.A_log, x.dt_bias)))
+            launch.run_gates(c, s, self.scores, d.g, *sums)
 
 
 def problem_of(case: Case) -> tuple[Problem, Inputs]:
     new = partial(torch.empty, device="meta")
     H, HV, T, D = 2, 4, case.tokens, case.width
     q, v = (new(1, T, heads, D + case.gap, dtype=case.dtype)[..., :D] for heads in (H, HV))
-    g = None if case.gate == "none" else new(1, T, HV)
+    g = {"none": None, "scalar": new(1, T, HV), "channel": new(1, T, HV, D, dtype=case.dtype)}[case.gate]
     beta = None if case.erase is None else new(1, T, HV)
-    per_head = new(HV) if case.raw else None
+    A_log = new(HV) if case.raw else None
+    dt_bias = new(HV * D) if case.raw and case.gate == "channel" else A_log
     own = q if case.erase == "undecayed" else None
-    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, D), per_head, per_head, new(3, dtype=torch.int32))
-    return describe(x, case.gate, case.erase, case.raw), x
+    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, D), A_log, dt_bias, new(3, dtype=torch.int32))
+    return describe(x, case.gate, case.erase, case.raw, case.lower_bound), x
 
 
 def call_chunks(case: Case) -> None:
     kernels = Kernels(*problem_of(case))
+    if case.gate == "channel":
+        kernels.channel()
     kernels.solve()
     kernels.factor()
     kernels.gradients()

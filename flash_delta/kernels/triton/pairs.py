@@ -5,7 +5,8 @@
     pairs_t = sum over j < t <= i of (dP . P + dL . L)_ij         its part of dg
 
 L U is not formed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL is made of the same product. Where the erase reads
-the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t.
+the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t. With a decay per
+channel (CHANNEL) L is read, and what is written has no decay in it: `channel_gradients` applies it.
 
 Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
 products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
@@ -16,19 +17,17 @@ that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``p
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_tile, rows_of, store_row, store_tile
+from flash_delta.kernels.triton.chunk import (
+    find_chunk,
+    follow,
+    lead,
+    load_block,
+    load_tile,
+    rows_of,
+    store_row,
+    store_tile,
+)
 from flash_delta.kernels.triton.factor import decay
-
-
-@triton.jit
-def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
-    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. No masks and short offsets where it can be."""
-    r, c = tl.arange(0, BH), tl.arange(0, BW)
-    at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
-    if HEIGHT % BH == 0 and WIDTH % BW == 0:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(row + r < HEIGHT)[:, None] & (column + c < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -49,12 +48,12 @@ def times_ones(x, ones, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def pairs(
-    q, k, p, do, R, U, dU, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, N, T, scale, beta_top,
+    q, k, p, do, R, U, dU, L, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, N, T, scale, beta_top,
     q_strides, k_strides, p_strides, do_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     follow(OVERLAP)
@@ -79,7 +78,7 @@ def pairs(
     first = vectors + head * 4 * C
     b = tl.load(first + 2 * C + i)
     qk, pk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    if GATE or HAS_BETA:
+    if (GATE or HAS_BETA) and not CHANNEL:
         q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
         p_rows = rows_of(p, p_strides, row, h)
         for w in range(0, K, BK):
@@ -123,11 +122,14 @@ def pairs(
     if ERASE:
         if GATE:
             M *= decay(high_p, low_p, high, low)
+        if CHANNEL:  # the norms are in L already
+            db -= tl.sum(M * tl.load(L + at, mask=strict, other=0.0).to(tl.float32), 1)
         M = tl.where(strict, M * rp[:, None] * rk[None, :], 0.0)
         tl.store(taken + at, (M * b[:, None]).to(ty))
-        M *= pk  # L . (dU~ U^T)
-        db -= tl.sum(M, 1)
-        M *= b[:, None]  # -dL . L
+        if not CHANNEL:
+            M *= pk  # L . (dU~ U^T)
+            db -= tl.sum(M, 1)
+            M *= b[:, None]  # -dL . L
     if HAS_BETA:
         if RAW_BETA:
             db *= b * (1.0 - b / beta_top)

@@ -4,8 +4,9 @@
 
 The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
 are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
-they were given. One program walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N), and with
-packed sequences one more, which writes zeros behind the last.
+they were given; a decay per channel (CHANNEL) cannot wait so long: then q and p are Qg and Kg (channel.py). One program
+walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N), and with packed sequences one more,
+which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
@@ -31,21 +32,27 @@ def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit
-def load_rates(rates, i, chunks, C: tl.constexpr):
-    """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read."""
-    some = i < chunks * C
-    e_q, e_p = tl.load(rates + i, mask=some, other=0.0), tl.load(rates + C + i, mask=some, other=0.0)
-    b = tl.load(rates + 2 * C + i, mask=some, other=0.0)
-    return e_q, e_p, b, tl.load(rates + 3 * C, mask=chunks > 0, other=0.0)
+def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
+    """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read.
+
+    With CHANNEL gamma is [1, BK], and the first two, which are in Qg and Kg, are not to be used.
+    """
+    at, some = rates + head * (4 * C) + i, i < chunks * C
+    b = tl.load(at + 2 * C, mask=some, other=0.0)
+    if CHANNEL:
+        return b, b, b, tl.load(gammas + head * K + c, mask=c < tl.minimum(chunks, 1) * K, other=0.0)[None, :]
+    else:
+        e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
+        return e_q, e_p, b, tl.load(rates + head * (4 * C) + 3 * C, mask=chunks > 0, other=0.0)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def scan(
-    q, p, v, cu_seqlens, A, X, Y, rates, initial_state, o, final_state, states, R_out, U_out, N, T,
+    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, N, T,
     q_strides, p_strides, v_strides, initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, OUTPUT: tl.constexpr,
-    SAVE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
@@ -71,10 +78,14 @@ def scan(
     k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
     vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, TMA)
+    q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
+    if CHANNEL:
+        q_rows, p_rows, q_stop = q + head * C * K, p + head * C * K, rows
+        q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
-        ps = matrix(rows_of(p, p_strides, row, h), p_strides, stop, K, C, BK, TMA)
+        ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
     if OUTPUT:
-        qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
+        qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
         Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
         os = matrix(o_rows, o_strides, stop, V, C, BV, TMA)
     if SAVE:
@@ -89,27 +100,28 @@ def scan(
     follow(OVERLAP)
     # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
     # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
-    e_q, e_p, b, gamma = load_rates(rates + head * (4 * C), i, chunks, C)
+    e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
     for j in range(chunks):
         token, at = start + j * C, j * (HV * C)
+        q_token = at if CHANNEL else token
         x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
         R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
         s = S.to(ty)
         if SAVE:
             store_tile(Ss, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
         if ERASE:
-            pp = load_tile(ps, p_strides, token, stop, 0, K, C, BK, TMA)
+            pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
             E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
         if OUTPUT:
-            qq = load_tile(qs, q_strides, token, stop, 0, K, C, BK, TMA)
+            qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
             O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
         if ERASE:
-            R -= E * e_p[None, :]
+            R -= E if CHANNEL else E * e_p[None, :]
         r = (R * b[None, :]).to(ty)  # [BV, C]
         S = tl.dot(r, x, S * gamma, input_precision=PRECISION)
         if OUTPUT:
             y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-            O = tl.dot(r, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+            O = tl.dot(r, tl.trans(y), O if CHANNEL else O * e_q[None, :], input_precision=PRECISION)
             store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
         if SAVE:
             u = r
@@ -118,6 +130,7 @@ def scan(
                 u = tl.dot(r, tl.trans(a), input_precision=PRECISION).to(ty)
             store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
             store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
-        e_q, e_p, b, gamma = load_rates(rates + (head + tl.minimum(j + 1, chunks - 1) * HV) * (4 * C), i, chunks, C)
+        later = head + tl.minimum(j + 1, chunks - 1) * HV
+        e_q, e_p, b, gamma = load_rates(rates, gammas, later, i, c, chunks, C, K, CHANNEL)
     if OUTPUT:
         store_state(final_state, final_strides, S, n, hv, d, c, V, K)

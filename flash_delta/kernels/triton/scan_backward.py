@@ -19,20 +19,21 @@ from flash_delta.kernels.triton.scan import load_rates, load_state, scan, store_
 
 @triton.jit(do_not_specialize=["N", "T"])
 def scan_backward(
-    q, p, v, do, cu_seqlens, A, X, Y, rates, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
+    q, p, v, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
     q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    RECOMPUTE: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    RECOMPUTE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     if RECOMPUTE:
         if n < N:
             scan(
-                q, p, v, cu_seqlens, A, X, Y, rates, initial_state, None, None, states, R, U, N, T,
+                q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U, N, T,
                 q_strides, p_strides, v_strides, initial_strides, initial_strides,
-                H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, False, True, TMA, OVERLAP, PRECISION,
+                H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, False, True, CHANNEL, TMA, OVERLAP,
+                PRECISION,
             )  # fmt: skip
             return
         n -= N
@@ -53,32 +54,38 @@ def scan_backward(
     dSs = matrix(dstates + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
     dUs = matrix(dU + head * C * V, v_matrix, rows, V, C, BV, TMA)
     dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, TMA)
-    qs = matrix(rows_of(q, q_strides, row, h), q_strides, stop, K, C, BK, TMA)
+    q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
+    if CHANNEL:  # as in scan
+        q_rows, p_rows, q_stop = q + head * C * K, p + head * C * K, rows
+        q_strides, p_strides = k_matrix, k_matrix
+    qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
     if ERASE:
-        ps = matrix(rows_of(p, p_strides, row, h), p_strides, stop, K, C, BK, TMA)
+        ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
     dS = tl.zeros([BV, BK], tl.float32)
     if FINAL:
         dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
     follow(OVERLAP)
-    e_q, e_p, b, gamma = load_rates(rates + (head + (chunks - 1) * HV) * (4 * C), i, chunks, C)
+    e_q, e_p, b, gamma = load_rates(rates, gammas, head + (chunks - 1) * HV, i, c, chunks, C, K, CHANNEL)
     for back in range(chunks):
         j = chunks - 1 - back
         token, at = start + j * C, j * (HV * C)
+        q_token = at if CHANNEL else token
         dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, TMA))  # [BV, C]
         y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
         x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
-        qq = load_tile(qs, q_strides, token, stop, 0, K, C, BK, TMA)
+        qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
         s = dS.to(ty)
         store_tile(dSs, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
         lam = tl.dot(dO, y, input_precision=PRECISION)
         lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma
-        dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
+        dO = dO if CHANNEL else (dO * e_q[None, :]).to(ty)
+        dS = tl.dot(dO, qq, dS, input_precision=PRECISION)
         if ERASE:
-            pp = load_tile(ps, p_strides, token, stop, 0, K, C, BK, TMA)
-            erased = lam * (e_p * b)[None, :]
+            pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
+            erased = lam * (b if CHANNEL else e_p * b)[None, :]
             dS = tl.dot(-erased.to(ty), pp, dS, input_precision=PRECISION)
         store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, V, C, BV, TMA)
-        e_q, e_p, b, gamma = load_rates(rates + (head + tl.maximum(j - 1, 0) * HV) * (4 * C), i, chunks, C)
+        e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
     if INITIAL:
         store_state(dinitial, dinitial_strides, dS, n, hv, d, c, V, K)

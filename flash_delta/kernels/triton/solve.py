@@ -12,13 +12,14 @@ register, what a product takes for B. Decays are part of M, from later to earlie
 G is summed in float64 and kept as two float32, whose differences are right although G is large. Writes, per chunk and
 value head, ``A [C, C]`` and the vectors ``[4, C]``: G, what float32 left of it (both with a gate), b, and the log decay
 (if g was raw); and per key head with a norm the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots, H), one warp.
+With a decay per channel (CHANNEL) `channel` has written L, b and the norms, and only A is left to do.
 """
 
 import triton
 import triton.language as tl
 
 from flash_delta.kernels.triton.activation import log_decay, strength
-from flash_delta.kernels.triton.chunk import find_chunk, lead, load_row, load_tile, rows_of
+from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, load_row, load_tile, rows_of
 
 LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0; a gate of -inf stays a number
 
@@ -142,6 +143,21 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def load_score(L, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
+    return load_block(L, 16 * i, 16 * j, C, C, 16, 16).to(tl.float32)
+
+
+@triton.jit
+def load_scores(L, C: tl.constexpr):
+    """What ``score_blocks`` returns, as `channel` wrote it."""
+    return (
+        load_score(L, 0, 0, C), load_score(L, 1, 0, C), load_score(L, 1, 1, C), load_score(L, 2, 0, C),
+        load_score(L, 2, 1, C), load_score(L, 2, 2, C), load_score(L, 3, 0, C), load_score(L, 3, 1, C),
+        load_score(L, 3, 2, C), load_score(L, 3, 3, C),
+    )  # fmt: skip
+
+
+@triton.jit
 def score_blocks(
     k, p, norms, token, stop, k_strides, p_strides, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     NORM: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,47 +202,53 @@ def score_blocks(
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch"])
 def solve(
-    q, k, p, g, beta, A_log, dt_bias, cu_seqlens, A, vectors, norms, N, T, beta_top,
+    q, k, p, g, beta, A_log, dt_bias, cu_seqlens, L, A, vectors, norms, N, T, beta_top,
     q_strides, k_strides, p_strides, g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if (token >= stop) | (n >= N):
         return
-    W: tl.constexpr = min(BK, 512 // k.dtype.element_ty.primitive_bitwidth)  # wider ones take too many registers
-    for member in range(HV // H):
-        hv = h * (HV // H) + member
-        cumulate(
-            g, beta, A_log, dt_bias, vectors + (slot.to(tl.int64) * HV + hv) * 4 * C, row, hv, token, stop, beta_top,
-            (g_batch, g_strides[0], g_strides[1]), (beta_batch, beta_strides[0], beta_strides[1]),
-            C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
-        )  # fmt: skip
-    k_rows, p_rows = rows_of(k, k_strides, row, h), rows_of(p, p_strides, row, h)
-    if NORM:
-        norms += (slot.to(tl.int64) * H + h) * 3 * C
-        i = tl.arange(0, C)
-        tl.store(norms + i, reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W))
-        lengths = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
-        tl.store(norms + C + i, lengths)
-        if OWN_P:
-            lengths = reciprocal_lengths(p_rows, p_strides, token, stop, K, C, W)
-        tl.store(norms + 2 * C + i, lengths)
+    if CHANNEL:
+        follow(OVERLAP)  # otherwise it is the first kernel of its call
+    else:
+        W: tl.constexpr = min(BK, 512 // k.dtype.element_ty.primitive_bitwidth)  # wider ones take too many registers
+        for member in range(HV // H):
+            hv = h * (HV // H) + member
+            cumulate(
+                g, beta, A_log, dt_bias, vectors + (slot.to(tl.int64) * HV + hv) * 4 * C, row, hv, token, stop,
+                beta_top, (g_batch, g_strides[0], g_strides[1]), (beta_batch, beta_strides[0], beta_strides[1]),
+                C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
+            )  # fmt: skip
+        k_rows, p_rows = rows_of(k, k_strides, row, h), rows_of(p, p_strides, row, h)
+        if NORM:
+            norms += (slot.to(tl.int64) * H + h) * 3 * C
+            i = tl.arange(0, C)
+            tl.store(norms + i, reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W))
+            lengths = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
+            tl.store(norms + C + i, lengths)
+            if OWN_P:
+                lengths = reciprocal_lengths(p_rows, p_strides, token, stop, K, C, W)
+            tl.store(norms + 2 * C + i, lengths)
     if ERASE:
-        tl.debug_barrier()  # what was written above is read below, by other threads
-        s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = score_blocks(
-            k_rows, p_rows, norms, token, stop, k_strides, p_strides, K, C, W, NORM, OWN_P, PRECISION
-        )
+        if not CHANNEL:
+            tl.debug_barrier()  # what was written above is read below, by other threads
+            s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = score_blocks(
+                k_rows, p_rows, norms, token, stop, k_strides, p_strides, K, C, W, NORM, OWN_P, PRECISION
+            )
         # float16 is as fine as tf32: with keys 0.9-correlated and b up to 2, A is off by 3e-3, in bfloat16 by 2.5e-2
         PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16"
         zero = tl.zeros([16, 16], tl.float32)
         for member in range(HV // H):
             head = slot.to(tl.int64) * HV + h * (HV // H) + member
             v, a = vectors + head * 4 * C, A + head * C * C
+            if CHANNEL:
+                s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = load_scores(L + head * C * C, C)
             r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
             tl.store(a + r * C + c, tl.zeros([C, C], k.dtype.element_ty), mask=r // 16 < c // 16)
             # tokens 0 to 31

@@ -93,6 +93,10 @@ TILES = {
     ("key_gradients", "sm_80"): (Tile(8, 1, 32), Tile(8, 1, 16), Tile(8, 1, 16)),
     ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 1, 16)),
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
+    ("channel_gradients", "gfx942"): (Tile(4, 1, 64),) * 3,
+    ("channel_gradients", "sm_80"): (Tile(4, 1, 64),) * 3,
+    ("channel_gradients", "sm_90"): (Tile(4, 1, 64),) * 3,
+    ("channel_gradients", "sm_100"): (Tile(4, 1, 64),) * 3,
     ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
     ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
     ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
@@ -102,7 +106,9 @@ TILES = {
     ("scan_backward", "sm_90"): (Tile(8, 2, 16),) * 3,
     ("scan_backward", "sm_100"): (Tile(8, 2, 16),) * 3,
 }
-WARP = Tile(1, 1)  # of solve and gates, on every chip: one warp, whose steps need no barrier
+# On every chip:
+WARP = Tile(1, 1)  # of solve and gates: one warp, whose steps need no barrier
+HEADS = Tile(8, 1)  # of key_head_gradients, which moves memory
 
 # Of float32, which is there to be compared with; of heads up to 64 and up to 128 wide. Some spill whatever the tile
 # (gate.py).
@@ -114,6 +120,7 @@ FLOAT32 = {
     "pairs": (Tile(8, 1, 16), Tile(8, 1, 16)),
     "query_gradients": (Tile(8, 1, 16), Tile(8, 1, 16)),
     "key_gradients": (Tile(8, 1, 32), Tile(8, 1, 16)),
+    "channel_gradients": (Tile(4, 1, 32), Tile(4, 1, 32)),
 }
 
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
@@ -148,6 +155,11 @@ SCANS = {
     ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
 }
+
+
+def thread_per_channel(width: int) -> Tile:
+    """Of `channel`."""
+    return Tile(max(1, width // 32), 1)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:

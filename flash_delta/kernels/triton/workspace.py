@@ -24,6 +24,17 @@ class Solved(NamedTuple):
     norms: Any  # [slots, H, 3, C] float32: of q, k, p; None without a norm
 
 
+class Channels(NamedTuple):
+    """What `channel` writes: with a decay per channel, what the other kernels read instead of q and k; else None."""
+
+    Qg: Any  # [slots, HV, C, K]
+    Kg: Any  # [slots, HV, C, K]
+    Kd: Any  # [slots, HV, C, K]
+    P: Any  # [slots, HV, C, C]
+    L: Any  # [slots, HV, C, C]; never bfloat16
+    gamma: Any  # [slots, HV, K] float32
+
+
 class Factors(NamedTuple):
     """What `factor` writes."""
 
@@ -52,7 +63,16 @@ class Scores(NamedTuple):
 
     queries: Any  # [slots, HV, C, C]: the gradient of q . k in a chunk
     keys: Any  # [slots, HV, C, C]: of p . k, its sign turned
-    parts: Any  # [slots, HV, 4, C] float32: of the gates' gradients, each kernel's own row; None without a gate
+    parts: (
+        Any  # [slots, HV, 4, C] float32: of the gates' gradients, each kernel's own row; None without a gate per head
+    )
+
+
+class HeadGradients(NamedTuple):
+    """What `channel_gradients` writes for `key_head_gradients`, a value head each; else None."""
+
+    dq: Any  # [slots, HV, C, K]
+    dk: Any  # [slots, HV, C, K]
 
 
 class Part(NamedTuple):
@@ -100,13 +120,17 @@ def _layout(
     l2norm: bool,
 ) -> Layout:  # fmt: skip
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
-    state, rows = ((HV, V, K), dtype), ((HV, C, V), dtype)
+    state, rows, keys = ((HV, V, K), dtype), ((HV, C, V), dtype), ((HV, C, K), dtype)
+    fine = torch.float32 if dtype == torch.float32 else torch.float16
+    channels = (keys, keys, keys, square, ((HV, C, C), fine), ((HV, K), torch.float32))
     tensors = {
         Solved: (None if erase is None else square, vectors, ((H, 3, C), torch.float32) if l2norm else None),
-        Factors: (((HV, C, K), dtype), square, vectors),
+        Channels: channels if gate == "channel" else (None,) * 6,
+        Factors: (keys, square, vectors),
         Residual: (state, rows, rows),
         Chain: (state, rows),
-        Scores: (square, square, None if gate == "none" else vectors),
+        Scores: (square, square, vectors if gate == "scalar" else None),
+        HeadGradients: (keys, keys) if gate == "channel" else (None, None),
     }
     start, placed = 0, []
     for group in groups:

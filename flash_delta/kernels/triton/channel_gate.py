@@ -1,0 +1,48 @@
+"""The log decay of one key channel and token, as given or made of its raw activation (Kimi Delta Attention)."""
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.triton.activation import softplus
+
+BITS = tl.constexpr(1.4426950408889634)  # log2(e): kernels count in bits
+LEAST = tl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small
+
+
+@triton.jit
+def parameters(
+    A_log, dt_bias, hv, c, K: tl.constexpr, RAW_GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Of the channels ``c`` of one value head: e^A_log and the bias, [W]; 1 and 0 where there is none."""
+    rate, bias = tl.full(c.shape, 1.0, tl.float32), tl.zeros(c.shape, tl.float32)
+    if RAW_GATE:
+        if HAS_A:
+            rate *= tl.exp(tl.load(A_log + hv).to(tl.float32))
+        if HAS_BIAS:
+            bias = tl.load(dt_bias + hv * K + c, mask=c < K, other=0.0).to(tl.float32)
+    return rate, bias
+
+
+@triton.jit
+def log_decay(a, rate, bias, live, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """In nats and at least ``LEAST``, of activations ``a`` of any shape; 0 where not ``live``.
+
+    ``-rate softplus(a + bias)``, with a bound ``lower_bound sigmoid(rate (a + bias))``.
+    """
+    g = a.to(tl.float32)
+    if RAW_GATE:
+        x = g + bias
+        g = lower_bound / (1.0 + tl.exp(tl.minimum(-rate * x, 80.0))) if BOUNDED else -rate * softplus(x)
+        g = tl.where(live, g, 0.0)
+    return tl.maximum(g, LEAST)
+
+
+@triton.jit
+def gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr):
+    """Gradients of the activations ``a`` and, element by element, of A_log, from ``dg``, those of their log decay."""
+    x, dg = a.to(tl.float32) + bias, tl.where(live, dg, 0.0)
+    if BOUNDED:  # 1 - sigmoid would have no digits near 0
+        da = dg * (decay * rate) / (1.0 + tl.exp(tl.minimum(rate * x, 80.0)))
+        return da, da * x
+    else:
+        return -dg * rate / (1.0 + tl.exp(tl.minimum(-x, 80.0))), dg * decay

@@ -1,0 +1,136 @@
+"""Kimi Delta Attention on the Triton backend, in Triton's interpreter; on a GPU: `flash-delta check`."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
+
+import flash_delta
+from flash_delta.kernels.triton import launch
+from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.tiles import Tile
+from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.problem import Inputs
+from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, run, truth
+
+KDA = MEMBERS["kda"]
+BY_NAME = {case.name: case for case in CASES}
+CELLS = [
+    ("packed", "bfloat16", {"HV": 1, "T": 72, "lengths": (0, 1, 0, 65, 0)}),
+    ("in-kernel", "float32", {"HV": 2, "T": 30}),
+    ("in-kernel-packed", "float32", {"HV": 2, "T": 16, "lengths": (0, 5, 9)}),
+    ("in-kernel-strong", "bfloat16", {"HV": 1, "T": 24}),
+    ("lower-bound", "bfloat16", {"HV": 1, "T": 66}),
+    ("lower-bound", "float16", {"HV": 1, "T": 24}),
+    ("strong-decay", "float16", {"HV": 2, "T": 24}),
+    ("extreme-decay", "float32", {"HV": 1, "T": 40}),
+    ("negative-eigenvalues", "float32", {"HV": 2, "T": 7}),
+    ("grouped-by-3", "float32", {"HV": 3, "T": 7}),
+    ("state-v-first", "bfloat16", {"HV": 2, "T": 7}),
+    ("wide-keys", "float32", {"HV": 1, "T": 7}),
+    ("saved", "bfloat16", {"HV": 1, "T": 66}),
+    ("no-tokens", "float32", {}),
+    ("no-sequences", "float32", {}),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "changes"), CELLS)
+def test_against_the_recurrence(case, dtype, changes):
+    """Every output and gradient is as near as a kernel's may be."""
+    case, dtype = replace(BY_NAME[case], **{"B": 1, "H": 1} | changes), getattr(torch, dtype)
+    want = truth(KDA, make_inputs(case, KDA, dtype))
+    got = run(KDA, make_inputs(case, KDA, dtype), "triton")
+    with products_in(dtype):
+        reference = run(KDA, make_inputs(case, KDA, dtype), "torch")
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        assert relative_error(got[tensor], value) <= limit, tensor
+
+
+def mixed(T, K=16, seed=0, least=-1000.0):
+    """Log decays from 0 to -1000, mixed over channels and tokens: blocks that are split, and others."""
+    gen = torch.Generator().manual_seed(seed)
+    q, k = (torch.nn.functional.normalize(torch.randn(1, T, 1, K, generator=gen), dim=-1) for _ in range(2))
+    kinds = torch.tensor([0.0, 0.0, -0.1, -0.1, -0.1, -5.0, -5.0, -40.0, -100.0, -1000.0]).clamp(min=least)
+    g = kinds[torch.randint(len(kinds), (1, T, 1, K), generator=gen)]
+    g[:, 16:32] = -0.1
+    x = {"q": q, "k": k, "v": torch.randn(1, T, 1, 16, generator=gen), "g": g}
+    return x | {"beta": torch.rand(1, T, 1, generator=gen)}
+
+
+def changed(x, dtype):
+    return {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+
+
+def gradients(x, backend, until=None, op=KDA.op):
+    """Of a loss on the outputs, of the first ``until`` tokens or of all, and the final state."""
+    o, state = op(**x, output_final_state=True, backend=backend)
+    loss = o.sum() + state.sum() if until is None else o[:, :until].sum()
+    return torch.autograd.grad(loss, list(x.values()))
+
+
+def test_decays_of_all_sizes_side_by_side():
+    x = mixed(70, K=24) | {"initial_state": torch.randn(1, 1, 24, 16)}
+    got, want = gradients(changed(x, torch.float32), "triton"), gradients(changed(x, torch.float64), "torch")
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_token_changes_what_comes_before_it(dtype):
+    """Bitwise, also where what comes after makes a block of mild decays one with unsafe rows."""
+    x, other = changed(mixed(40, least=-5.0), dtype), changed(mixed(40, seed=1), dtype)
+    with torch.no_grad():
+        o, _ = KDA.op(**x, backend="triton")
+        for t in (21, 32):
+            y = {name: torch.cat([x[name][:, :t], other[name][:, t:]], 1) for name in x}
+            o_changed, _ = KDA.op(**y, backend="triton")
+            assert torch.equal(o[:, :t], o_changed[:, :t])
+            assert not torch.equal(o[:, t:], o_changed[:, t:])
+
+
+def test_no_token_changes_gradients_of_what_comes_before_it():
+    """Bitwise, of a loss on the past; in bfloat16, how a block is split depends on all its decays."""
+    x, other, t = changed(mixed(40, least=-5.0), torch.float32), changed(mixed(40, seed=1), torch.float32), 21
+    y = {name: torch.cat([x[name][:, :t], other[name][:, t:]], 1).detach().requires_grad_() for name in x}
+    for a, b in zip(gradients(x, "triton", t), gradients(y, "triton", t), strict=True):
+        assert torch.equal(a[:, :t], b[:, :t])
+        assert a[:, :t].any()
+        assert not a[:, t:].any()
+
+
+def test_one_gate_for_all_channels_is_gated_delta_net():
+    x = mixed(66)
+    g = -torch.rand(1, 66, 1)
+    got = gradients(changed(x | {"g": g[..., None].expand(-1, -1, -1, 16)}, torch.float32), "triton")
+    want = gradients(changed(x | {"g": g}, torch.float32), "triton", op=flash_delta.chunk_gated_delta_rule)
+    for name, a, b in zip(x, got, want, strict=True):
+        assert relative_error(a.sum(-1) if name == "g" else a, b) < 1e-6, name
+
+
+def test_descriptors_and_pointers_load_what_channel_wrote():
+    """As in test_triton_kernels.py: the interpreter has them, a CPU does not choose them."""
+    x = changed(mixed(70), torch.bfloat16)
+    inputs = Inputs(*(x[name].detach() for name in ("q", "k", "v", "g", "beta")))
+    p = flash_delta.explain(KDA.op, **x, backend="triton").problem
+    c = make_call(p, inputs, ("test",))
+    outputs = []
+    for tma in (False, True):
+        tile = Tile(4, 1, 16, tma=tma)
+        channels, solved, factors, r, chain = c.parts(Workspace(p, Channels, Solved, Factors, Residual, Chain))
+        o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
+        launch.run_channel(c, solved, channels)
+        launch.run_solve(c, channels, solved)
+        launch.run_factor(c, channels, solved, factors)
+        launch.run_scan(c, channels, solved, factors, o, state, r, tile)
+        saved = [t.nan_to_num() for t in r]
+        launch.run_scan_backward(c, channels, solved, factors, r, inputs.v, None, chain, None, tile, recompute=True)
+        outputs.append((o, state, *saved, *(t.nan_to_num() for t in (*r, *chain))))
+    for a, b in zip(*outputs, strict=True):
+        assert torch.equal(a, b)
