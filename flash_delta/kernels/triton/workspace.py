@@ -63,9 +63,7 @@ class Scores(NamedTuple):
 
     queries: Any  # [slots, HV, C, C]: the gradient of q . k in a chunk
     keys: Any  # [slots, HV, C, C]: of p . k, its sign turned
-    parts: (
-        Any  # [slots, HV, 4, C] float32: of the gates' gradients, each kernel's own row; None without a gate per head
-    )
+    parts: Any  # [slots, HV, 4, C] float32: of the gates' gradients, each kernel's own row; None but with a scalar gate
 
 
 class HeadGradients(NamedTuple):
