@@ -1,6 +1,7 @@
 # make demo   trains a small hybrid model on the CPU, lets it write and reports on it: under five minutes on two cores
 # make test   style and tests
-# make triton every kernel by the oldest and the newest Triton that are supported: compiled for all targets, interpreted
+# make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
+#             TARGETS="sm_90a ...", and interpreted
 # make clean  removes what these made
 PYTHON ?= python3
 BIN := .venv/bin
@@ -28,7 +29,7 @@ test: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 	PYTHONPATH=$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest
 
 triton: .venv/installed $(OLDEST_AND_NEWEST)
-	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile || exit; done
+	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
 
 .venv/installed: pyproject.toml constraints.txt
