@@ -109,7 +109,9 @@ def test_descriptors_and_pointers_load_the_same():
         launch.run_solve(c, channels, solved)
         launch.run_factor(c, channels, solved, factors)
         launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
-        launch.run_scan_backward(c, channels, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True)
+        launch.run_scan_backward(
+            c, channels, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True
+        )
         assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
         outputs.append((o, state, dinitial, *again, *chain))
     for a, b in zip(*outputs, strict=True):
