@@ -119,10 +119,14 @@ class Rough:
     def cache(self):
         return os.environ["SOME_CACHE_DIR"]
 
+    def threads(self):
+        return torch.get_num_threads()
+
 
 def test_isolation(capfd):
-    isolated = Isolated(Rough, timeout_s=20, caches=("SOME_CACHE_DIR",))
+    isolated = Isolated(Rough, timeout_s=20, caches=("SOME_CACHE_DIR",), threads=3)
     try:
+        assert isolated.call("threads") == 3
         assert isolated.call("answer", 1) == 2
         first = isolated.process.pid
         with pytest.raises(Refused, match=r"^RuntimeError: no kernel for this$"):

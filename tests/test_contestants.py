@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flash_delta.bench.contestants import NAMES, load
+from flash_delta.bench.contestants.call import NO_CHOICE
 from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.testing import Workload, assert_accurate, make_tensors
 
@@ -63,8 +64,10 @@ def test_what_runs_on_a_cpu(name):
     assert all(variable.isupper() for variable in module.CACHES)
     for workload in WORKLOADS:
         reason = module.unsupported(workload, torch.device("cpu"))
-        if name == "flash_delta" or (name == "transformers" and (not workload.packed or workload.N == 1)):
-            assert reason is None or workload.disable_recompute
+        if name == "transformers" and workload.disable_recompute:
+            assert reason == NO_CHOICE
+        elif name == "flash_delta" or (name == "transformers" and (not workload.packed or workload.N == 1)):
+            assert reason is None
         else:
             assert ("packed" if name == "transformers" else "GPU") in reason
 
@@ -84,8 +87,8 @@ def test_what_runs_on_hopper(name, monkeypatch):
     unsupported, device = load(name).unsupported, torch.device("cuda")
     for workload in WORKLOADS:
         reason = unsupported(workload, device)
-        if workload.disable_recompute and name != "flash_delta":
-            assert isinstance(reason, str)
+        if workload.disable_recompute and name in ("fla", "flash_qla"):
+            assert reason == NO_CHOICE
         elif workload.group in HOPPER[name]:
             assert reason is None
             small = unsupported(replace(workload, K=64), device)

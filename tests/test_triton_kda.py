@@ -123,14 +123,15 @@ def test_descriptors_and_pointers_load_what_channel_wrote():
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, 16, tma=tma)
-        channels, solved, factors, r, chain = c.parts(Workspace(p, Channels, Solved, Factors, Residual, Chain))
+        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, Chain)
+        channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
         launch.run_channel(c, solved, channels)
         launch.run_solve(c, channels, solved)
         launch.run_factor(c, channels, solved, factors)
-        launch.run_scan(c, channels, solved, factors, o, state, r, tile)
-        saved = [t.nan_to_num() for t in r]
-        launch.run_scan_backward(c, channels, solved, factors, r, inputs.v, None, chain, None, tile, recompute=True)
-        outputs.append((o, state, *saved, *(t.nan_to_num() for t in (*r, *chain))))
+        launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
+        launch.run_scan_backward(c, channels, solved, factors, again, inputs.v, None, chain, None, tile, recompute=True)
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
+        outputs.append((o, state, *again, *chain))
     for a, b in zip(*outputs, strict=True):
         assert torch.equal(a, b)

@@ -100,7 +100,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     def kernels(c: Call) -> None:
         solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
         do, dfinal = c.more
-        if p.gate == "channel" and (again or not kept):
+        if p.gate == "channel" and recompute:
             launch.run_channel(c, solved, channels)
         if again:
             launch.run_solve(c, channels, solved)
