@@ -147,7 +147,7 @@ def load_gates(
         at = token + 16 * J
         some = (c < K)[:, None] & (at + o < stop)[None, :]
         a = load_channels(g, g_strides, at, stop, c, K)
-        gj = log_decay(a, rate[:, None], bias[:, None], some, lower_bound, RAW_GATE, BOUNDED) * BITS
+        gj = log_decay(a, rate[:, None], bias[:, None], some, lower_bound, BITS, RAW_GATE, BOUNDED)
         kes += (load_channels(k, k_strides, at, stop, c, K) * tl.exp2(sum_of(gj, o[:, None] > o[None, :], PARTS)),)
         firsts += (tl.sum(tl.where((o == 0)[None, :], gj, 0.0), 1),)
         totals += (tl.sum(gj, 1),)
@@ -251,7 +251,7 @@ def channel_gradients(
         at = token + 16 * (3 - back)
         live = (c < K)[:, None] & (at + o < stop)[None, :]
         a = load_channels(g, g_strides, at, stop, c, K)  # and made again: fewer registers
-        decay = log_decay(a, rate[:, None], bias[:, None], live, lower_bound, RAW_GATE, BOUNDED)
+        decay = log_decay(a, rate[:, None], bias[:, None], live, lower_bound, 1.0, RAW_GATE, BOUNDED)
         kk, gi = load_channels(k, k_strides, at, stop, c, K), decay * BITS
         qq = load_channels(q, q_strides, at, stop, c, K)
         grown = sum_of(gi, (o[:, None] > 0) & (o[:, None] <= o[None, :]), PARTS)

@@ -35,15 +35,16 @@ def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr
 def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
     """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read.
 
-    With CHANNEL gamma is [1, BK], and the first two, which are in Qg and Kg, are not to be used.
+    With CHANNEL gamma is [1, BK], and the decays of rows are in Qg and Kg.
     """
     at, some = rates + head * (4 * C) + i, i < chunks * C
+    e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
     b = tl.load(at + 2 * C, mask=some, other=0.0)
     if CHANNEL:
-        return b, b, b, tl.load(gammas + head * K + c, mask=c < tl.minimum(chunks, 1) * K, other=0.0)[None, :]
+        gamma = tl.load(gammas + head * K + c, mask=c < tl.minimum(chunks, 1) * K, other=0.0)[None, :]
     else:
-        e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
-        return e_q, e_p, b, tl.load(rates + head * (4 * C) + 3 * C, mask=chunks > 0, other=0.0)
+        gamma = tl.load(rates + head * (4 * C) + 3 * C, mask=chunks > 0, other=0.0)
+    return e_q, e_p, b, gamma
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -116,12 +117,12 @@ def scan(
             qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
             O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
         if ERASE:
-            R -= E if CHANNEL else E * e_p[None, :]
+            R -= E * e_p[None, :]
         r = (R * b[None, :]).to(ty)  # [BV, C]
         S = tl.dot(r, x, S * gamma, input_precision=PRECISION)
         if OUTPUT:
             y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-            O = tl.dot(r, tl.trans(y), O if CHANNEL else O * e_q[None, :], input_precision=PRECISION)
+            O = tl.dot(r, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
             store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
         if SAVE:
             u = r

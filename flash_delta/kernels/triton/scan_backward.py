@@ -79,12 +79,10 @@ def scan_backward(
         lam = tl.dot(dO, y, input_precision=PRECISION)
         lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma
-        dO = dO if CHANNEL else (dO * e_q[None, :]).to(ty)
-        dS = tl.dot(dO, qq, dS, input_precision=PRECISION)
+        dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
         if ERASE:
             pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
-            erased = lam * (b if CHANNEL else e_p * b)[None, :]
-            dS = tl.dot(-erased.to(ty), pp, dS, input_precision=PRECISION)
+            dS = tl.dot(-(lam * (e_p * b)[None, :]).to(ty), pp, dS, input_precision=PRECISION)
         store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, V, C, BV, TMA)
         e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
     if INITIAL:

@@ -157,9 +157,9 @@ SCANS = {
 }
 
 
-def thread_per_channel(width: int) -> Tile:
+def thread_per_two_channels(width: int) -> Tile:
     """Of `channel`."""
-    return Tile(max(1, width // 32), 1)
+    return Tile(max(1, width // 64), 1)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
