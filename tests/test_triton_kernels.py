@@ -184,7 +184,7 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
         assert solve[:6] == (len(solved.A), p.H, 1, 7, 1, 2)
         assert solve[9:12] == tuple(t.data_ptr() for t in (q, k, k))
         assert factor[9:11] == (q.data_ptr(), k.data_ptr())
-        pairs = zip(factor[14:20], (*solved, *factors), strict=True)
+        pairs = zip(factor[15:21], (*solved, *factors), strict=True)
         assert all(address == t.data_ptr() for address, t in pairs if t is not None)
         return c.shape
 
