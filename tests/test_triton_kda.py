@@ -128,7 +128,6 @@ def test_descriptors_and_pointers_load_what_channel_wrote():
         o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
         launch.run_channel(c, solved, channels)
         launch.run_solve(c, channels, solved)
-        launch.run_factor(c, channels, solved, factors)
         launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
         launch.run_scan_backward(c, channels, solved, factors, again, inputs.v, None, chain, None, tile, recompute=True)
         assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))

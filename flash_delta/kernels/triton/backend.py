@@ -1,8 +1,8 @@
 """The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs.
 
-With a decay per channel ``channel`` forms all that depends on it, which the others then read instead of q and k.
 ``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once; ``scan`` walks
-the state through them. Backward: ``factor`` again, ``scan`` for the states and beside it ``scan_backward`` right to
+the state through them. With a decay per channel ``channel`` forms all that depends on it, for ``solve`` and, instead of
+``factor``, for ``scan``. Backward: ``factor`` (``channel``) again, ``scan`` for the states and beside it ``scan_backward`` right to
 left, then ``pairs`` and the kernels of ``gradients`` or ``channel_gradients`` for all chunks at once. Forward keeps
 what ``solve`` wrote for the backward pass, and with ``disable_recompute`` the rest.
 """
@@ -74,7 +74,8 @@ def forward(p: Problem, x: Inputs) -> Outputs:
         if p.gate == "channel":
             launch.run_channel(c, solved, channels)
         launch.run_solve(c, channels, solved)
-        launch.run_factor(c, channels, solved, factors)
+        if p.gate != "channel":
+            launch.run_factor(c, solved, factors)
         launch.run_scan(c, channels, solved, factors, o, final, residual)
 
     with _on(p.device):
@@ -104,8 +105,8 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
             launch.run_channel(c, solved, channels)
         if again:
             launch.run_solve(c, channels, solved)
-        if recompute:
-            launch.run_factor(c, channels, solved, factors, follows=again or p.gate == "channel")
+        if p.gate != "channel" and recompute:
+            launch.run_factor(c, solved, factors, follows=again)
         launch.run_scan_backward(
             c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute
         )

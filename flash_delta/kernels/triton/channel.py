@@ -1,10 +1,10 @@
 """Stages ``cumulate`` and ``scores`` with a decay per key channel: all that a chunk's tokens are to each other.
 
-    Qg = q . e^G      Kg = k . e^G      Kh = k . e^{G_h - G}      gamma = e^{G_C}      late = e^{G_C - G_{C/2}}
+    Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc   i >= j           L_ij = sum_c k_ic e^{G_ic - G_jc} k_jc   i > j
 
-with G_h the G at the end of a token's half of the chunk. Norms, and the scale, are in P and L but not in the others: as
-without a decay per channel they are applied to what is made of these (factor.py).
+Norms, and the scale, are in P and L but not in the others: as without a decay per channel `scan` applies them to
+accumulators (``rates``).
 
 A decay per channel has to be split between the two factors of a score, ``(q e^{G_i - r}) (k e^{r - G_j})``. Rows come
 in blocks of 16 tokens, and r is G at a block's first token, for the columns of the other half G at that half's end: for
@@ -17,10 +17,10 @@ One thread owns two neighbouring channels, which it loads and stores as one word
 one per token: sums over tokens stay in a register, and are summed for the differences that are needed, so that nothing
 cancels. Exponents are in bits (log2).
 
-Writes Qg, Kg, Kh ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` (of L the blocks on and below the diagonal; in
-float16 where inputs have 16 bits, as `solve` multiplies), gamma, late ``[slots, HV, K]``, and what `solve` writes
-without a decay per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms, the same bits where these were saved.
-Grid (slots HV).
+Writes Qg, Kg, Kd ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` (of L the blocks on and below the diagonal; in
+float16 where inputs have 16 bits, as `solve` multiplies), gamma ``[slots, HV, K]``; what `solve` writes without a decay
+per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms, the same bits where these were saved; and what
+`factor` does: ``rates [slots, HV, 4, C]``, the norms of q, with the scale, and of k, and b. Grid (slots HV).
 """
 
 import triton
@@ -172,7 +172,7 @@ def explicit_scores(
 
 @triton.jit
 def half_chunk(
-    q_rows, k_rows, g_rows, Qg, Kg, Kh, P, L, norms, G, g_next, half, token, stop, c, rate, bias, scale, lower_bound,
+    q_rows, k_rows, g_rows, Qg, Kg, Kd, P, L, norms, G, g_next, half, token, stop, c, rate, bias, scale, lower_bound,
     q_strides, k_strides, g_strides, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +215,7 @@ def half_chunk(
         if half > 0:
             far = pairs_of(times(qe, e_since), times(ke, e_since), BK).to(ty)
             for J in tl.static_range(2):
-                columns = tl.trans(load_block(Kh, 16 * J, 0, C, K, 16, BK))
+                columns = tl.trans(load_block(Kd, 16 * J, 0, C, K, 16, BK))
                 multiply(P, L, norms, far, columns, I, J, scale, False, C, NORM, PRECISION)
         # 2^fallen is exact to 1e-5 in this product
         latest = times(own, tl.exp2(fallen)) if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
@@ -224,8 +224,8 @@ def half_chunk(
         else:
             near = tile_of(times(early, tl.exp2(gates[0]))).to(ty)
             multiply(P, L, norms, rows, near, I, I - 1, scale, False, C, NORM, PRECISION)
-            store_rows(Kh + 32 * half * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
-            store_rows(Kh + (32 * half + 16) * K, latest, c, K)
+            store_rows(Kd + 32 * half * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
+            store_rows(Kd + (32 * half + 16) * K, latest, c, K)
         G += fallen
         since += fallen
         lowest = tl.minimum(lowest, fallen)
@@ -234,8 +234,8 @@ def half_chunk(
 
 @triton.jit(do_not_specialize=["N", "T", "beta_batch"])
 def channel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kh, P, L, gamma, late, vectors, norms, N, T, scale, lower_bound,
-    beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, N, T, scale,
+    lower_bound, beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
@@ -256,14 +256,19 @@ def channel(
     i, c = tl.arange(0, C), tl.arange(0, BK)
     q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
     g_rows = rows_of(g, g_strides, row, hv)
+    of_q, of_k, rates = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), rates + head * 4 * C + i
     if NORM:  # every value head writes the same numbers
         W: tl.constexpr = min(BK, 64)
         norms += (slot.to(tl.int64) * H + h) * 3 * C
-        tl.store(norms + i, reciprocal_lengths(q_rows, q_strides, token, stop, K, C, W))
-        lengths = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
-        tl.store(norms + C + i, lengths)
-        tl.store(norms + 2 * C + i, lengths)
-        tl.debug_barrier()  # what was written above is read below, by other threads
+        of_q = reciprocal_lengths(q_rows, q_strides, token, stop, K, C, W)
+        of_k = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
+        tl.store(norms + i, of_q)
+        tl.store(norms + C + i, of_k)
+        tl.store(norms + 2 * C + i, of_k)
+    tl.store(rates, of_q * scale)
+    tl.store(rates + C, of_k)
+    tl.debug_barrier()  # what was written above is read below, by other threads
+    tl.store(rates + 2 * C, tl.load(vectors + head * 4 * C + 2 * C + i))
     P, L, tile = P + head * C * C, L + head * C * C, head * C * K
     tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
@@ -272,13 +277,17 @@ def channel(
     stop = tl.minimum(stop, token + C)
     for half in range(2):  # not unrolled: instructions have a cache, too
         G, g_next, since, fell = half_chunk(
-            q_rows, k_rows, g_rows, Qg + tile, Kg + tile, Kh + tile, P, L, norms, G, g_next, half, token, stop, c, rate,
+            q_rows, k_rows, g_rows, Qg + tile, Kg + tile, Kd + tile, P, L, norms, G, g_next, half, token, stop, c, rate,
             bias, scale, lower_bound, q_strides, k_strides, g_strides, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
         )  # fmt: skip
         lowest = tl.minimum(lowest, fell)
-        tl.debug_barrier()  # Kh is read by other threads
+        tl.debug_barrier()  # Kd is read by other threads
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
-    tl.store(late + head * K + c, tl.exp2(since), mask=c < K)
+    # so far the first half is decayed up to its own end
+    HALF: tl.constexpr = C // 2
+    early, j = load_block(Kd + tile, 0, 0, C, K, HALF, BK), tl.arange(0, HALF)[:, None]
+    early = (early * tl.exp2(since)[None, :]).to(ty)
+    tl.store(Kd + tile + j * K + c[None, :], early, mask=(c < K)[None, :])
     if not BOUNDED:  # noqa: SIM102 (a constant, then a number)
         if tl.min(lowest, 0) < LOOK:
             tl.debug_barrier()  # rows that were written above are written again, by other threads

@@ -5,15 +5,14 @@
 
 Writes X ``[slots, HV, C, K]`` and Y ``[slots, HV, C, C]`` in the dtype of k, and the factors that the scan applies to
 accumulators, ``rates [slots, HV, 4, C]``: scale e^G of the rows that read, e^H of those that erase, b, and gamma.
-Norms are part of them. Grid (slots, H): q k^T is formed once for the value heads of a key head. With a decay per
-channel (CHANNEL) P and Kh, which is k decayed up to the end of its half of the chunk, are there already, and gamma
-is not among the rates.
+Norms are part of them. Grid (slots, H): q k^T is formed once for the value heads of a key head. (With a decay per
+channel `scan` works with P, Kd and A themselves.)
 """
 
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, load_tile, rows_of
+from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_tile, rows_of
 
 
 @triton.jit
@@ -34,29 +33,12 @@ def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
     return high, low, high_p, low_p, tl.load(vectors + C - 1), tl.load(vectors + 2 * C - 1)
 
 
-@triton.jit
-def from_halves(
-    A, Kh, late, norms, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr
-):
-    """X: what the first half of the tokens wrote falls by ``late`` until the chunk's end."""
-    HALF: tl.constexpr = C // 2
-    j, c = tl.arange(0, HALF), tl.arange(0, BK)
-    fall = tl.load(late + c, mask=c < K, other=0.0)[None, :]
-    x = tl.zeros([C, BK], tl.float32)
-    for half in tl.static_range(2):
-        a, kh = load_block(A, half * HALF, 0, C, C, HALF, C), load_block(Kh, half * HALF, 0, C, K, HALF, BK)
-        if NORM:
-            a = (a * tl.load(norms + C + half * HALF + j)[:, None]).to(kh.dtype)
-        x = tl.dot(tl.trans(a), kh, x * fall, input_precision=PRECISION)
-    return x
-
-
 @triton.jit(do_not_specialize=["N", "T"])
 def factor(
-    q, k, cu_seqlens, P, Kh, late, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
+    q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, CHANNEL: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
@@ -66,34 +48,29 @@ def factor(
     i, c = tl.arange(0, C), tl.arange(0, BK)
     ty: tl.constexpr = k.dtype.element_ty
     square = i[:, None] * C + i[None, :]
-    if not CHANNEL:
-        qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
-        kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
-        scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     follow(OVERLAP)
     first = slot.to(tl.int64) * HV + h * (HV // H)
     rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
         rq, rk, rp = tl.load(norms + i), tl.load(norms + C + i), tl.load(norms + 2 * C + i)
-    if not CHANNEL:
-        scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
+    scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
     for member in range(HV // H):
         head = first + member
         v = vectors + head * 4 * C
         b = tl.load(v + 2 * C + i)
         e_q, e_p, e_k, gamma = scale * rq, rp, rk, tl.full([C], 1.0, tl.float32)
-        if CHANNEL:
-            y = tl.load(P + head * C * C + square)
-        else:
-            y = scores  # P
-            if GATE:
-                high, low, high_p, low_p, last_high, last_low = load_gate(v, i, C, UNDECAYED)
-                e_q *= tl.exp(high + low)
-                e_p *= tl.exp(high_p + low_p)
-                e_k *= tl.exp((last_high - high) + (last_low - low))
-                gamma *= tl.exp(last_high + last_low)
-                y = y * decay(high, low, high, low)
+        y = scores  # P
+        if GATE:
+            high, low, high_p, low_p, last_high, last_low = load_gate(v, i, C, UNDECAYED)
+            e_q *= tl.exp(high + low)
+            e_p *= tl.exp(high_p + low_p)
+            e_k *= tl.exp((last_high - high) + (last_low - low))
+            gamma *= tl.exp(last_high + last_low)
+            y = y * decay(high, low, high, low)
         at = rates + head * 4 * C + i
         tl.store(at, e_q)
         tl.store(at + C, e_p)
@@ -103,9 +80,7 @@ def factor(
             a = tl.load(A + head * C * C + square)
             y = tl.dot(y.to(ty), a, input_precision=PRECISION)
         tl.store(Y + head * C * C + square, y.to(ty))
-        if CHANNEL:
-            x = from_halves(A + head * C * C, Kh + head * C * K, late + head * K, norms, K, BK, C, NORM, PRECISION)
-        elif ERASE:
+        if ERASE:
             decayed = (a * e_k[:, None]).to(ty)  # e_k in A is fewer numbers
             x = tl.dot(tl.trans(decayed), kk, input_precision=PRECISION)
         else:

@@ -73,7 +73,7 @@ def run_solve(c: Call, ch: Channels, s: Solved) -> None:
     launch(c, solve, pointers, plans)
 
 
-def run_factor(c: Call, ch: Channels, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
+def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
     """``follows``: the launch before it was this call's."""
     p, x = c.p, c.x
 
@@ -83,7 +83,7 @@ def run_factor(c: Call, ch: Channels, s: Solved, f: Factors, t: Tile | None = No
             p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
         )  # fmt: skip
 
-    launch(c, factor, (x.q, x.k, x.cu_seqlens, ch.P, ch.Kh, ch.late, *s, *f), plans)
+    launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)
 
 
 def run_scan(
@@ -101,7 +101,7 @@ def run_scan(
                 TMA=t.tma and fits_tma(x.v, *outside(c)), follows=True,
             )  # fmt: skip
 
-    read = (*readers(c, ch), x.v, x.cu_seqlens, s.A, *f, ch.gamma, x.initial_state)
+    read = (*readers(c, ch), x.v, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state)
     launch(c, scan, (*read, o, final, *(r or (None,) * 3)), plans)
 
 
@@ -122,7 +122,7 @@ def run_scan_backward(
                 TMA=t.tma and fits_tma(x.v, do, *outside(c)), follows=recompute,
             )  # fmt: skip
 
-    read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *f, ch.gamma, x.initial_state, dfinal)
+    read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state, dfinal)
     pointers = (*read, *r, *chain, dinitial)
     launch(c, scan_backward, pointers, plans)
 
@@ -245,6 +245,11 @@ def plan(
 def readers(c: Call, ch: Channels) -> tuple[Any, Any]:
     """What reads and what erases, as the scans take it."""
     return (c.x.q, c.keys) if c.p.gate != "channel" else (ch.Qg, ch.Kg)
+
+
+def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
+    """What the scans apply to R or, with a decay per channel, to U; and the rates."""
+    return tuple(f) if ch.P is None else (ch.Kd, ch.P, ch.rates)
 
 
 def outside(c: Call) -> tuple[Tensor, ...]:

@@ -91,7 +91,7 @@ class Kernels:
         launch.run_solve(self.c, self.channels, self.solved)
 
     def factor(self, t: Tile | None = None) -> None:
-        launch.run_factor(self.c, self.channels, self.solved, self.factors, t)
+        launch.run_factor(self.c, self.solved, self.factors, t)
 
     def scan(self, save: bool, t: Tile) -> Tensors:
         o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
@@ -141,7 +141,8 @@ def call_chunks(case: Case) -> None:
     if case.gate == "channel":
         kernels.channel()
     kernels.solve()
-    kernels.factor()
+    if case.gate != "channel":
+        kernels.factor()
     kernels.gradients()
 
 

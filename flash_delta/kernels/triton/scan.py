@@ -2,11 +2,16 @@
 
     R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
 
+With a decay per channel (CHANNEL) R is solved for here, U = A (b . R), and with rows decayed by channel (channel.py)
+
+    R = v - Kg S0             S1 = gamma . S0 + Kd^T U         O = scale Qg S0 + P U
+
+for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that they save is one small product of five.
+
 The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
 are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
-they were given; a decay per channel (CHANNEL) cannot wait so long: then q and p are Qg and Kg (channel.py). One program
-walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N), and with packed sequences one more,
-which writes zeros behind the last.
+they were given; of Qg and Kg only norms are left. One program walks a sequence with BV columns of one value head's
+state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
@@ -35,7 +40,7 @@ def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr
 def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
     """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read.
 
-    With CHANNEL gamma is [1, BK], and the decays of rows are in Qg and Kg.
+    With CHANNEL gamma is [1, BK], the decays of rows are in Qg and Kg, and e_p is also the norm of the keys.
     """
     at, some = rates + head * (4 * C) + i, i < chunks * C
     e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
@@ -93,8 +98,8 @@ def scan(
         Ss = matrix(states + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
         Rs = matrix(R_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
         Us = matrix(U_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
-        if ERASE:
-            As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
+    if ERASE and (SAVE or CHANNEL):
+        As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
     S = tl.zeros([BV, BK], tl.float32)
     if INITIAL:
         S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
@@ -119,16 +124,19 @@ def scan(
         if ERASE:
             R -= E * e_p[None, :]
         r = (R * b[None, :]).to(ty)  # [BV, C]
-        S = tl.dot(r, x, S * gamma, input_precision=PRECISION)
+        u, written, read = r, r, r
+        if ERASE and (SAVE or CHANNEL):
+            a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
+            U = tl.dot(r, tl.trans(a), input_precision=PRECISION)
+            u = U.to(ty)
+            if CHANNEL:
+                written, read = (U * e_p[None, :]).to(ty), u
+        S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
         if OUTPUT:
             y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-            O = tl.dot(r, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+            O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
             store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
         if SAVE:
-            u = r
-            if ERASE:
-                a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-                u = tl.dot(r, tl.trans(a), input_precision=PRECISION).to(ty)
             store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
             store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
         later = head + tl.minimum(j + 1, chunks - 1) * HV

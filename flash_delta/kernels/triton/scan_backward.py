@@ -3,6 +3,8 @@
     dU~ = X dS1 + Y^T dO        dV = b . dU~
     dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^H . p)^T dV
 
+and with a decay per channel, where `scan` solves for U itself, dU~ = A^T (Kd dS1 + P^T dO).
+
 Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V, K]``, dU~ ``[slots, HV, C, V]`` and at last
 the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV, N).
 
@@ -53,6 +55,8 @@ def scan_backward(
     Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
     dSs = matrix(dstates + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
     dUs = matrix(dU + head * C * V, v_matrix, rows, V, C, BV, TMA)
+    if CHANNEL:
+        As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
     dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, TMA)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
     if CHANNEL:  # as in scan
@@ -76,8 +80,13 @@ def scan_backward(
         qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
         s = dS.to(ty)
         store_tile(dSs, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
-        lam = tl.dot(dO, y, input_precision=PRECISION)
-        lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
+        if CHANNEL:
+            lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * e_p[None, :]
+            lam = tl.dot(dO, y, lam, input_precision=PRECISION).to(ty)
+            lam = tl.dot(lam, load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA), input_precision=PRECISION)
+        else:
+            lam = tl.dot(dO, y, input_precision=PRECISION)
+            lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma
         dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
         if ERASE:

@@ -156,6 +156,38 @@ SCANS = {
     ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
 }
 
+# The same with a decay per channel, where they load A, too.
+CHANNEL_SCANS = {
+    ("scan", "sm_90"): (
+        Tile(4, 4, 16, tma=True),
+        Tile(4, 4, 32, tma=True),
+        Tile(4, 3, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
+    ("scan_kept", "sm_90"): (
+        Tile(4, 3, 16, tma=True),
+        Tile(4, 3, 32, tma=True),
+        Tile(4, 2, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
+    ("scan_backward", "sm_90"): (
+        Tile(4, 3, 16, tma=True),
+        Tile(4, 3, 32, tma=True),
+        Tile(4, 2, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
+    ("scan_both", "sm_90"): (
+        Tile(4, 3, 16, tma=True),
+        Tile(4, 3, 32, tma=True),
+        Tile(4, 2, 64, tma=True),
+        Tile(8, 2, 128, tma=True),
+    ),
+    ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+    ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+    ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+    ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+}
+
 
 def thread_per_two_channels(width: int) -> Tile:
     """Of `channel`."""
@@ -173,7 +205,7 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
     "scan_both" the backward scan beside which the forward one runs again.
     """
     states = p.N * p.HV * (2 if kernel == "scan_both" else 1)
-    return _scan_tiles(kernel, chip, p.dtype, p.K, p.V, 0 if every else states)
+    return _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0 if every else states)
 
 
 # Every launch asks: a remembered answer takes 0.3 us.
@@ -188,9 +220,11 @@ def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def _scan_tiles(kernel: str, chip: Chip, dtype: torch.dtype, K: int, V: int, states: int) -> tuple[Tile, ...]:
+def _scan_tiles(
+    kernel: str, channel: bool, chip: Chip, dtype: torch.dtype, K: int, V: int, states: int
+) -> tuple[Tile, ...]:
     """``states``: those that walk at once; 0: any number."""
-    choices = SCANS.get((kernel, family(chip.target)))
+    choices = (CHANNEL_SCANS if channel else SCANS).get((kernel, family(chip.target)))
     if choices is None or dtype == torch.float32 or max(K, V) > 128:
         name = {"scan_kept": "scan", "scan_both": "scan_backward"}.get(kernel, kernel)
         return (_tile(name, chip.target, dtype, K, V),)

@@ -29,15 +29,15 @@ class Channels(NamedTuple):
 
     Qg: Any  # [slots, HV, C, K]
     Kg: Any  # [slots, HV, C, K]
-    Kh: Any  # [slots, HV, C, K]
+    Kd: Any  # [slots, HV, C, K]
     P: Any  # [slots, HV, C, C]
     L: Any  # [slots, HV, C, C]; never bfloat16
     gamma: Any  # [slots, HV, K] float32
-    late: Any  # [slots, HV, K] float32
+    rates: Any  # [slots, HV, 4, C] float32
 
 
 class Factors(NamedTuple):
-    """What `factor` writes."""
+    """What `factor` writes; None with a decay per channel."""
 
     X: Any  # [slots, HV, C, K]
     Y: Any  # [slots, HV, C, C]
@@ -121,11 +121,11 @@ def _layout(
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
     state, rows, keys = ((HV, V, K), dtype), ((HV, C, V), dtype), ((HV, C, K), dtype)
     fine = torch.float32 if dtype == torch.float32 else torch.float16
-    channels = (keys, keys, keys, square, ((HV, C, C), fine), ((HV, K), torch.float32), ((HV, K), torch.float32))
+    channels = (keys, keys, keys, square, ((HV, C, C), fine), ((HV, K), torch.float32), vectors)
     tensors = {
         Solved: (None if erase is None else square, vectors, ((H, 3, C), torch.float32) if l2norm else None),
         Channels: channels if gate == "channel" else (None,) * 7,
-        Factors: (keys, square, vectors),
+        Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
         Residual: (state, rows, rows),
         Chain: (state, rows),
         Scores: (square, square, vectors if gate == "scalar" else None),
