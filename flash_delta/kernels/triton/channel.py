@@ -28,7 +28,7 @@ import triton.language as tl
 
 from flash_delta.kernels.triton.channel_gate import BITS, log_decay, parameters
 from flash_delta.kernels.triton.chunk import find_chunk, lead, load_block, load_tile, rows_of
-from flash_delta.kernels.triton.solve import cumulate, reciprocal_lengths
+from flash_delta.kernels.triton.solve import cumulate
 
 # Bits that a channel falls within a block of 16 tokens; e^-76 is 2^-109.6, and with a bounded gate it is e^-75 at most.
 # Sums are rounded in different orders: a row that is unsafe by its own sum always sees to it that it is looked at, and
@@ -36,6 +36,21 @@ from flash_delta.kernels.triton.solve import cumulate, reciprocal_lengths
 LOOK = tl.constexpr(-109.0)
 UNSAFE = tl.constexpr(-110.0)
 DROP = tl.constexpr(112.0)
+
+
+@triton.jit
+def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
+    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]: from the products of 16 rows with each other."""
+    B: tl.constexpr = C // 16
+    b, i, c = tl.arange(0, B)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, W)[None, None, :]
+    j = token + 16 * b + i
+    squares = tl.zeros([B, 16, 16], tl.float32)
+    for column in range(0, K, W):
+        at = j.to(tl.int64) * strides[1] + (column + c) * strides[3]
+        tile = tl.load(x + at, mask=(j < stop) & (column + c < K), other=0.0)
+        squares = tl.dot(tile, tl.permute(tile, (0, 2, 1)), squares, input_precision=PRECISION)
+    squares = tl.sum(tl.where(i == tl.arange(0, 16)[None, None, :], squares, 0.0), 2)
+    return tl.rsqrt(tl.reshape(squares, [C]) + 1e-6)
 
 
 @triton.jit
@@ -107,18 +122,20 @@ def store_rows(out, x, c, K: tl.constexpr):
 
 @triton.jit
 def multiply(
-    P, L, norms, rows, columns, I, J, scale, DIAGONAL: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+    P, L, norms, rows, weights, columns, I, J, DIAGONAL: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the block of P and L in row block I and column block J. ``rows [32, W]``: of q and k in turn."""
+    """Writes the block of P and L in row block I and column block J.
+
+    ``rows [32, W]``: of q and k in turn; ``weights [32, 1]``: their norms, and the scale.
+    """
     scores = tl.dot(rows, columns, input_precision=PRECISION)
     r, o = tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
     if DIAGONAL:
         scores = tl.where(r // 2 >= o + r % 2, scores, 0.0)
-    weights = tl.where(r % 2 == 0, scale, 1.0)
-    if NORM:
-        weights *= tl.load(norms + r % 2 * C + 16 * I + r // 2) * tl.load(norms + C + 16 * J + o)
     scores *= weights
+    if NORM:
+        scores *= tl.load(norms + C + 16 * J + o)
     at = (16 * I + r // 2) * C + 16 * J + o
     tl.store(P + at, scores.to(P.dtype.element_ty), mask=r % 2 == 0)
     tl.store(L + at, scores.to(L.dtype.element_ty), mask=r % 2 == 1)
@@ -192,8 +209,7 @@ def half_chunk(
         fallen = tl.zeros([BK], tl.float32)  # since the block's first token
         gates, qe, ke, own = (), (), (), ()
         for m in tl.static_range(16):  # token by token: few numbers at a time
-            live = c < tl.where(at + m < stop, K, 0)
-            gates += (log_decay(g[m], rate, bias, live, lower_bound, BITS, RAW_GATE, BOUNDED),)
+            gates += (log_decay(g[m], rate, bias, at + m < stop, lower_bound, BITS, RAW_GATE, BOUNDED),)
             if m == 0:
                 G += gates[0]
                 since += gates[0]
@@ -210,20 +226,24 @@ def half_chunk(
                 grown = tl.where(grown > DROP, -1024.0, grown)
             own += (k[m].to(tl.float32) * tl.exp2(grown),)
         rows = pairs_of(qe, ke, BK).to(WIDE)
-        multiply(P, L, norms, rows, tile_of(own).to(WIDE), I, I, scale, True, C, NORM, PRECISION)
+        r = tl.arange(0, 32)[:, None]
+        weights = tl.where(r % 2 == 0, scale, 1.0)
+        if NORM:
+            weights *= tl.load(norms + r % 2 * C + 16 * I + r // 2)
+        multiply(P, L, norms, rows, weights, tile_of(own).to(WIDE), I, I, True, C, NORM, PRECISION)
         rows = rows.to(ty)
         if half > 0:
             far = pairs_of(times(qe, e_since), times(ke, e_since), BK).to(ty)
             for J in tl.static_range(2):
                 columns = tl.trans(load_block(Kd, 16 * J, 0, C, K, 16, BK))
-                multiply(P, L, norms, far, columns, I, J, scale, False, C, NORM, PRECISION)
+                multiply(P, L, norms, far, weights, columns, I, J, False, C, NORM, PRECISION)
         # 2^fallen is exact to 1e-5 in this product
         latest = times(own, tl.exp2(fallen)) if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
         if b == 0:
             early = latest
         else:
             near = tile_of(times(early, tl.exp2(gates[0]))).to(ty)
-            multiply(P, L, norms, rows, near, I, I - 1, scale, False, C, NORM, PRECISION)
+            multiply(P, L, norms, rows, weights, near, I, I - 1, False, C, NORM, PRECISION)
             store_rows(Kd + 32 * half * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
             store_rows(Kd + (32 * half + 16) * K, latest, c, K)
         G += fallen
@@ -256,12 +276,13 @@ def channel(
     i, c = tl.arange(0, C), tl.arange(0, BK)
     q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
     g_rows = rows_of(g, g_strides, row, hv)
+    g_next = load_rows(g_rows, g_strides, token, stop, c, K)
     of_q, of_k, rates = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), rates + head * 4 * C + i
     if NORM:  # every value head writes the same numbers
-        W: tl.constexpr = min(BK, 64)
+        W: tl.constexpr = BK
         norms += (slot.to(tl.int64) * H + h) * 3 * C
-        of_q = reciprocal_lengths(q_rows, q_strides, token, stop, K, C, W)
-        of_k = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
+        of_q = reciprocal_lengths(q_rows, q_strides, token, stop, K, C, W, PRECISION)
+        of_k = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W, PRECISION)
         tl.store(norms + i, of_q)
         tl.store(norms + C + i, of_k)
         tl.store(norms + 2 * C + i, of_k)
@@ -273,7 +294,6 @@ def channel(
     tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     G, since, lowest = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
-    g_next = load_rows(g_rows, g_strides, token, stop, c, K)
     stop = tl.minimum(stop, token + C)
     for half in range(2):  # not unrolled: instructions have a cache, too
         G, g_next, since, fell = half_chunk(
@@ -289,7 +309,7 @@ def channel(
     early = (early * tl.exp2(since)[None, :]).to(ty)
     tl.store(Kd + tile + j * K + c[None, :], early, mask=(c < K)[None, :])
     if not BOUNDED:  # noqa: SIM102 (a constant, then a number)
-        if tl.min(lowest, 0) < LOOK:
+        if tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
             tl.debug_barrier()  # rows that were written above are written again, by other threads
             explicit_scores(
                 q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,

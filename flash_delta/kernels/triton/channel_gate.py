@@ -31,15 +31,14 @@ def log_decay(a, rate, bias, live, lower_bound, unit, RAW_GATE: tl.constexpr, BO
     """
     if not RAW_GATE:
         return tl.maximum(a.to(tl.float32), LEAST) * unit
-    x = a.to(tl.float32) + bias
     if not BOUNDED:
-        g = tl.maximum(-rate * softplus(x), LEAST) * unit
-    elif a.dtype == tl.float32:
-        g = lower_bound * unit / (1.0 + tl.exp2(rate * -BITS * x))
-    else:  # half of a division's instructions; 4e-7 off
-        root = tl.rsqrt(1.0 + tl.exp2(rate * -BITS * x))
-        g = lower_bound * unit * root * root
-    return tl.where(live, g, 0.0)
+        return tl.where(live, tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST) * unit, 0.0)
+    lowest = tl.where(live, lower_bound * unit, 0.0)
+    if a.dtype == tl.float32:
+        return lowest / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
+    else:  # fewer instructions, here and at a division; 4e-7 off
+        root = tl.rsqrt(1.0 + tl.exp2(a.to(tl.float32) * (rate * -BITS) + bias * (rate * -BITS)))
+        return lowest * root * root
 
 
 @triton.jit

@@ -80,7 +80,7 @@ def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr
     for column in range(0, K, W):
         tile = load_tile(x, strides, token, stop, column, K, C, W).to(tl.float32)
         squares += tile * tile
-    return 1.0 / tl.sqrt(tl.sum(squares, 1) + 1e-6)
+    return tl.rsqrt(tl.sum(squares, 1) + 1e-6)
 
 
 @triton.jit
