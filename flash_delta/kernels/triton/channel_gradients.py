@@ -8,15 +8,20 @@
 `pairs` has written dPD and taken, the gradients of q_i . k_j and of p_i . k_j (sign turned), with the norms in them: q
 and k are multiplied as they lie in memory, and with a norm y = r x what is accumulated is z = r dy (see gradients.py).
 
-A tile is [W, 16]: W channels, a row of the accumulators each, of a block of 16 tokens. So decayed copies go into the
-next product from registers, and are multiplied with 16 x 16 blocks of dPD and taken. The decay of a pair is split at
-the first token of the row's block, ``(q_i e^{G_i - r}) (k_j e^{r - G_j})``: for the columns of earlier blocks both
-factors are at most 1. Within the block the second one is as large as a channel falls there; where that is more than
-``MILD``, the block is halved again and again, and r is the first token of a later half: no factor is above 1.
+A tile is [W, 32]: W channels, a row of the accumulators each, of half a chunk. So decayed copies go into the next
+product from registers, and what they are multiplied with, the same for all channels, waits in shared memory. The decay
+of a pair is split at a place between its tokens, ``(q_i e^{G_i - r}) (k_j e^{r - G_j})``:
+
+* between the halves of the chunk r is G at the earlier half's end, and both factors are at most 1: those that the state
+  before and behind the chunk is read and written with, but for a half's whole decay;
+* between the two blocks of 16 tokens of a half r is G at the later one's first token, and both are at most 1;
+* in a block r is G at its first token. The second factor is as large as a channel falls there; where that is more than
+  ``MILD``, and where numbers are no bfloat16, a half is halved again and again instead: no factor is above 1.
+
 Exponents are sums of just the gates that a factor carries, by products with ones, whatever came before.
 
 A gate's gradient is summed over just what carries the gate, so that nothing cancels: what rows add to dq and dp counts
-up to their own tokens, what columns add to dk from the token behind them on, and blocks between the two get all of it.
+up to their own tokens, what columns add to dk from the token behind them on, and tokens between the two get all of it.
 In a block that is not halved it is the difference of two sums that all its pairs are in. What a pair adds to either is
 the product of the same three rounded numbers, and cancels up to float32's rounding: good enough for bfloat16.
 
@@ -27,7 +32,6 @@ kernel of its own, because row sums over all channels would have to wait for oth
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.channel import store_channels
 from flash_delta.kernels.triton.channel_gate import BITS, gate_backward, log_decay, parameters
 from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, load_tile, rows_of, store_tile
 from flash_delta.kernels.triton.gradients import norm_backward
@@ -37,169 +41,238 @@ MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15
 
 @triton.jit
 def load_channels(x, strides, token, stop, c, K: tl.constexpr):
-    """``[W, 16]``: channels c of 16 tokens."""
-    o = tl.arange(0, 16)
+    """``[W, 32]``: channels c of 32 tokens."""
+    o = tl.arange(0, 32)
     at = o[None, :] * strides[1] + c[:, None] * strides[3]  # short: 64 bits would be registers
     first = x + token.to(tl.int64) * strides[1]
     return tl.load(first + at, mask=(c < K)[:, None] & (token + o < stop)[None, :], other=0.0)
 
 
 @triton.jit
-def load_scores(x, I: tl.constexpr, J: tl.constexpr, C: tl.constexpr):
-    return load_block(x, 16 * I, 16 * J, C, C, 16, 16)
+def store_channels(out, x, stride, c, live):
+    o = tl.arange(0, 32)
+    tl.store(out + o[None, :] * stride + c[:, None], x.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def sum_of(x, carried, PARTS: tl.constexpr):
-    """Column t: the sum of those x whose row of ``carried [16, 16]`` has t. x in parts of 8 bits, exact products."""
-    ones = carried.to(tl.bfloat16)
-    part = x.to(tl.bfloat16)
-    out = tl.dot(part, ones)
-    for _ in tl.static_range(PARTS - 1):
-        x -= part.to(tl.float32)
-        part = x.to(tl.bfloat16)
-        out = tl.dot(part, ones, out)
-    return out
-
-
-@triton.jit
-def columns(aq, ap, qe, pe, ke, dP, dL, PRECISION: tl.constexpr):
-    """Adds to ``aq`` and ``ap`` what the columns ``ke`` say to the rows; and what the rows ``qe``, ``pe`` say back."""
-    aq = tl.dot(ke, tl.trans(dP), aq, input_precision=PRECISION)
-    ap = tl.dot(ke, tl.trans(dL), ap, input_precision=PRECISION)
-    back = tl.dot(qe, dP, input_precision=PRECISION)
-    back = tl.dot(pe, dL, back, input_precision=PRECISION)
-    return aq, ap, back
-
-
-@triton.jit
-def halves(zq, zk, dg, q, k, g, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what every earlier half of ``2 half`` tokens and the later one say to each other."""
-    o = tl.arange(0, 16)
-    r, c = o[:, None], o[None, :]
-    middle = (c & -half) | half
-    carried = ((middle < r) & (r <= c)) | ((c < r) & (r <= middle))  # by token c, gate r
-    e = tl.exp2(sum_of(g, carried, PARTS))
-    ke, qe = (k * e).to(k.dtype), (q * e).to(q.dtype)
-    below = (((r ^ c) & -half) == half) & (r > c)
-    dP, dL = tl.where(below, dP, 0.0), tl.where(below, dL, 0.0)
-    aq = tl.dot(ke, tl.trans(dP), input_precision=PRECISION)
-    ak = tl.dot(qe, dP, input_precision=PRECISION)
-    ak = tl.dot(ke, dL + tl.trans(dL), ak, input_precision=PRECISION)  # later keys erase, earlier ones write
-    dg += sum_of(qe.to(tl.float32) * aq + ke.to(tl.float32) * ak, tl.trans(carried.to(tl.int32)), 3)
-    return zq + e * aq, zk + e * ak, dg
-
-
-@triton.jit
-def within(
-    aq, ap, zq, zk, dg, qe, pe, q, k, g, grown, dP, dL, BOUNDED: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what the tokens of one block say to each other; also returns what to take from the sums of rows."""
-    o = tl.arange(0, 16)
-    below = o[:, None] > o[None, :]
-    dP, dL = tl.where(below, dP, 0.0), tl.where(below, dL, 0.0)
-    y = tl.zeros(aq.shape, tl.float32)
-    mild = k.dtype == tl.bfloat16  # float16 has no such numbers, float32 more digits than a difference leaves
-    if mild and not BOUNDED:
-        mild = tl.min(grown) >= -MILD
-    if mild:
-        fall = tl.exp2(-grown)
-        ke = (k * fall).to(k.dtype)
-        aq, ap, back = columns(aq, ap, qe, pe, ke, dP, dL, PRECISION)
-        zk, y = zk + fall * back, ke.to(tl.float32) * back
-    else:
-        for level in range(4):
-            zq, zk, dg = halves(zq, zk, dg, q, k, g, dP, dL, 1 << level, PARTS, PRECISION)
-    return aq, ap, zq, zk, y, dg
-
-
-@triton.jit
-def replaced(xs, J: tl.constexpr, x):
-    return xs[:J] + (x,) + xs[J + 1 :]  # noqa: RUF005 (Triton)
-
-
-@triton.jit
-def earlier(
-    aq, ap, zks, over, qe, pe, kes, between, dPD, taken, I: tl.constexpr, J: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what the columns of block J and the rows of block I behind it say to each other."""
-    dP, dL = load_scores(dPD, I, J, C), -load_scores(taken, I, J, C)
-    fall = tl.exp2(between)[:, None]
-    ke = (kes[J] * fall).to(qe.dtype)
-    aq, ap, back = columns(aq, ap, qe, pe, ke, dP, dL, PRECISION)
-    for T in tl.static_range(J + 1, I):
-        over = replaced(over, T, over[T] + tl.sum(ke.to(tl.float32) * back, 1))
-    return aq, ap, replaced(zks, J, zks[J] + fall * back), over
+def store_half(out, x, c, K: tl.constexpr):
+    store_channels(out, x, K, c, (c < K)[:, None])
 
 
 @triton.jit
 def load_gates(
-    g, k, g_strides, k_strides, rate, bias, lower_bound, token, stop, c, K: tl.constexpr, RAW_GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, PARTS: tl.constexpr,
+    g, strides, A_log, dt_bias, lower_bound, unit, hv, token, stop, c, K: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of four blocks: k, decayed up to the block's end; in bits the log decay of the first token, of the block, of the
-    blocks before it."""
-    o = tl.arange(0, 16)
-    kes, firsts, totals, starts = (), (), (), (tl.zeros(c.shape, tl.float32),)
-    for J in tl.static_range(4):
-        at = token + 16 * J
-        some = (c < K)[:, None] & (at + o < stop)[None, :]
-        a = load_channels(g, g_strides, at, stop, c, K)
-        gj = log_decay(a, rate[:, None], bias[:, None], some, lower_bound, BITS, RAW_GATE, BOUNDED)
-        kes += (load_channels(k, k_strides, at, stop, c, K) * tl.exp2(sum_of(gj, o[:, None] > o[None, :], PARTS)),)
-        firsts += (tl.sum(tl.where((o == 0)[None, :], gj, 0.0), 1),)
-        totals += (tl.sum(gj, 1),)
-        starts += (starts[J] + totals[J],)
-    return kes, firsts, totals, starts
+    """``[W, 32]``: the activations, their log decay, where there are any; and ``parameters``."""
+    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    live = (c < K)[:, None] & (token + tl.arange(0, 32) < stop)[None, :]
+    a = load_channels(g, strides, token, stop, c, K)
+    decays = log_decay(a, rate[:, None], bias[:, None], live, lower_bound, unit, RAW_GATE, BOUNDED)
+    return a, decays, live, rate, bias
 
 
 @triton.jit
-def write(z, ds1, U, J: tl.constexpr, w, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
-    u = load_block(U, 16 * J, w, C, V, 16, BV)
-    return tl.dot(tl.trans(ds1), tl.trans(u), z, input_precision=PRECISION)
+def leading(x):
+    """The bits of a float32 that bfloat16 has, by a mask: a number that is rounded and looked at is converted alone,
+    not two at once, and that is slow."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def writes(
-    kes, totals, U, states, dstates, norms, column, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What the tokens of four blocks write into the state: of dk, but for the decay up to the block's end; the sums of
-    k . dk; and rows of S0 . dS1."""
-    z0, z1 = tl.zeros([W, 16], tl.float32), tl.zeros([W, 16], tl.float32)
-    z2, z3 = tl.zeros([W, 16], tl.float32), tl.zeros([W, 16], tl.float32)
-    through = tl.zeros([W], tl.float32)
-    for w in range(0, V, BV):
-        ds1 = load_block(dstates, w, column, V, K, BV, W)
-        through += tl.sum(load_block(states, w, column, V, K, BV, W).to(tl.float32) * ds1.to(tl.float32), 0)
-        z0, z1 = write(z0, ds1, U, 0, w, C, V, BV, PRECISION), write(z1, ds1, U, 1, w, C, V, BV, PRECISION)
-        z2, z3 = write(z2, ds1, U, 2, w, C, V, BV, PRECISION), write(z3, ds1, U, 3, w, C, V, BV, PRECISION)
-    zks, wrote, rest = (z0, z1, z2, z3), (), tl.zeros([W], tl.float32)
-    for back in tl.static_range(4):
-        z = zks[3 - back] * tl.exp2(rest)[:, None]
-        if NORM:
-            z *= tl.load(norms + C + 16 * (3 - back) + tl.arange(0, 16))[None, :]
-        zks, wrote = replaced(zks, 3 - back, z), (tl.sum(kes[3 - back] * z, 1),) + wrote  # noqa: RUF005 (Triton)
-        rest += totals[3 - back]
-    return zks, wrote, through
+def rounded(x):
+    """As bfloat16 would round it."""
+    return leading((x.to(tl.int32, bitcast=True) + 32768).to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def reads(
-    do, do_strides, dU, states, token, stop, i, column, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+def in_parts(x, PARTS: tl.constexpr):
+    """x in parts of 8 bits, whose products with zeros and ones are exact."""
+    parts = ()
+    for _ in tl.static_range(PARTS - 1):
+        part = leading(x)
+        parts += (part.to(tl.bfloat16),)
+        x -= part
+    return parts + (x.to(tl.bfloat16),)  # noqa: RUF005 (Triton knows no star)
+
+
+@triton.jit
+def sum_of(parts, carried, out, PARTS: tl.constexpr):
+    """Column t: ``out`` and the sum of those whose row of ``carried [32, 32]`` has t."""
+    ones = carried.to(tl.bfloat16)
+    for m in tl.static_range(PARTS):
+        out = tl.dot(parts[m], ones, out)
+    return out
+
+
+@triton.jit
+def decay(gates, carried, PARTS: tl.constexpr):
+    return tl.exp2(sum_of(gates, carried, tl.zeros(gates[0].shape, tl.float32), PARTS))
+
+
+@triton.jit
+def add_sums(dg, x, carried, PARTS: tl.constexpr):
+    """Adds to every gate r those x whose column of ``carried`` has r."""
+    return sum_of(in_parts(x, PARTS), tl.trans(carried.to(tl.bfloat16)), dg, PARTS)
+
+
+@triton.jit
+def to_rows(aq, ap, ke, dP, dL, PRECISION: tl.constexpr):
+    """Adds what the columns ``ke`` say to the rows."""
+    aq = tl.dot(ke, tl.trans(dP), aq, input_precision=PRECISION)
+    return aq, tl.dot(ke, tl.trans(dL), ap, input_precision=PRECISION)
+
+
+@triton.jit
+def to_columns(back, qe, pe, dP, dL, PRECISION: tl.constexpr):
+    """Adds what the rows say to the columns."""
+    back = tl.dot(qe, dP, back, input_precision=PRECISION)
+    return tl.dot(pe, dL, back, input_precision=PRECISION)
+
+
+@triton.jit
+def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds what every earlier part of ``half`` tokens and the later one behind it say to each other."""
+    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    middle = (t & -half) | half
+    carried = ((middle < r) & (r <= t)) | ((t < r) & (r <= middle))  # by token t, gate r
+    e = decay(gates, carried, PARTS)
+    ke, qe = (k * e).to(k.dtype), (q * e).to(q.dtype)
+    below = (((r ^ t) & -half) == half) & (r > t)
+    dP, dL = tl.where(below, dP, 0.0), tl.where(below, dL, 0.0)
+    zero = tl.zeros(zq.shape, tl.float32)
+    aq, ak = to_rows(zero, zero, ke, dP, dL, PRECISION)  # later keys erase,
+    ak = to_columns(ak, qe, ke, dP, dL, PRECISION)  # earlier ones write
+    dg = add_sums(dg, qe.to(tl.float32) * aq + ke.to(tl.float32) * ak, carried, 3)
+    return zq + e * aq, zk + e * ak, dg
+
+
+@triton.jit
+def blocks(
+    zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What 16 tokens, of the chunk those from i on, read and erase in the state: S0 dO^T and S0 dU^T, ``[W, 16]``."""
-    read, erased = tl.zeros([W, 16], tl.float32), tl.zeros([W, 16], tl.float32)
-    for w in range(0, V, BV):
-        s0 = load_block(states, w, column, V, K, BV, W)
-        dO = load_tile(do, do_strides, token, stop, w, V, 16, BV)
-        read = tl.dot(tl.trans(s0), tl.trans(dO), read, input_precision=PRECISION)
-        lam = load_block(dU, i, w, C, V, 16, BV)
-        erased = tl.dot(tl.trans(s0), tl.trans(lam), erased, input_precision=PRECISION)
-    return read, erased
+    """Adds what the tokens of two blocks say to each other. ``since``: decay of the tokens behind a block's first,
+    which are ``carried``."""
+    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    ty: tl.constexpr = k.dtype
+    zero = tl.zeros(zq.shape, tl.float32)
+    own, other = (r > t) & (r // 16 == t // 16), (r >= 16) & (t < 16)
+    dP_own, dL_own = tl.where(own, dP, 0.0), tl.where(own, dL, 0.0)
+    dP_next, dL_next = tl.where(other, dP, 0.0), tl.where(other, dL, 0.0)
+    between = (t < r) & (r <= 16)
+    # to rows
+    fall, e16 = tl.exp2(-since), decay(gates, between, PARTS)
+    ke = rounded(k * fall)
+    aq, ap = to_rows(zero, zero, ke.to(ty), dP_own, dL_own, PRECISION)
+    aq, ap = to_rows(aq, ap, (k * e16).to(ty), dP_next, dL_next, PRECISION)
+    e = tl.exp2(since)
+    qe, pe = rounded(q * e), rounded(k * e)
+    y = qe * aq + pe * ap
+    store_half(dq, zq + e * aq, c, K)
+    zk += e * ap
+    # to columns; dk is stored as soon as it can be: what it is made of fills registers up to there
+    qe, pe = qe.to(ty), pe.to(ty)
+    back = to_columns(zero, qe, pe, dP_own, dL_own, PRECISION)
+    y -= ke * back
+    next = e16 * to_columns(zero, qe, pe, dP_next, dL_next, PRECISION)
+    store_half(dk, zk + fall * back + next, c, K)
+    dg = add_sums(dg, y, carried, 3)
+    return add_sums(dg, k * next, between, PARTS)
+
+
+@triton.jit
+def within(
+    zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what the tokens of half a chunk say to each other, stores dq and dk, and returns dg."""
+    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    carried = (t // 16 * 16 < r) & (r <= t)
+    since = sum_of(gates, carried, tl.zeros(zq.shape, tl.float32), PARTS)
+    # how often halved; float16 has no such numbers as a block wants, float32 more digits than a difference leaves
+    if k.dtype != tl.bfloat16:
+        levels = 5
+    elif BOUNDED:
+        levels = 0
+    else:
+        levels = tl.where(tl.min(since) >= -MILD, 0, 5)
+    for level in range(levels):
+        zq, zk, dg = halves(zq, zk, dg, q, k, gates, dP, dL, 1 << level, PARTS, PRECISION)
+    if levels > 0:
+        store_half(dq, zq, c, K)
+        store_half(dk, zk, c, K)
+    for _ in range(1 - levels // 5):  # if levels == 0; Triton 3.6 takes no products in a branch here
+        dg = blocks(zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K, PARTS, PRECISION)
+    return dg
+
+
+@triton.jit
+def state_product(state, rows, factor, PRECISION: tl.constexpr):
+    """``state^T rows^T``, every column times its factor."""
+    return tl.dot(tl.trans(state), tl.trans(rows), input_precision=PRECISION) * factor[None, :]
+
+
+@triton.jit
+def token_factors(norms, b, scale, I, C: tl.constexpr, NORM: tl.constexpr):
+    """Of half I of the chunk: what reads, erases and writes in the state are multiplied with."""
+    i = 32 * I + tl.arange(0, 32)
+    reads, erases, writes = tl.full([32], scale, tl.float32), -tl.load(b + i), tl.full([32], 1.0, tl.float32)
+    if NORM:
+        writes = tl.load(norms + C + i)
+        reads, erases = reads * tl.load(norms + i), erases * writes
+    return reads, erases, writes
+
+
+@triton.jit
+def load_scores(dPD, taken, I, J, C: tl.constexpr):
+    """dP and dL between the halves I and J."""
+    return load_block(dPD, 32 * I, 32 * J, C, C, 32, 32), -load_block(taken, 32 * I, 32 * J, C, C, 32, 32)
+
+
+@triton.jit
+def half_chunk(
+    q, k, dO, lam, U, s0, ds1, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, c, I,
+    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
+
+    ``ke``, ``written``: the earlier half's keys, decayed up to its end, and what its columns get from behind that;
+    ``past``: its decay; ``rest``: what is carried by all gates of this half. Up to the later half's end ``written``
+    and ``rest`` are decayed there: it comes first, and adds what its rows say to columns of the earlier one and read in
+    the state.
+    """
+    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    ty: tl.constexpr = k.dtype
+    zero = tl.zeros(q.shape, tl.float32)
+    reads, erases, writes = token_factors(norms, b, scale, I, C, NORM)
+    gates = in_parts(g, PARTS)
+    dP, dL = load_scores(dPD, taken, I, I, C)
+    own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # no gate is between
+    e = decay(gates, r <= t, PARTS)
+    zq, zk = e * state_product(s0, dO, reads, PRECISION), e * state_product(s0, lam, erases, PRECISION)
+    if I == 1:
+        future = tl.exp2(tl.sum(g, 1))
+        written, rest, through = written * future[:, None], rest * future, through * future
+        zq, zk = zq * past[:, None], zk * past[:, None]
+    here, back = rest, written
+    dg = add_sums(zero, q * zq + k * zk, r <= t, PARTS)
+    if I == 1:
+        rest = through + tl.sum(tl.where(t == 0, dg, 0.0), 1)
+        dP_next, dL_next = load_scores(dPD, taken, 1, 0, C)
+        u = load_block(U, 32, 0, C, V, 32, BV)
+        written = to_columns(written, (q * e).to(ty), (k * e).to(ty), dP_next, dL_next, PRECISION)
+        aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
+        aq, ap = e * aq, e * ap
+        zq, zk, dg = zq + aq, zk + ap, add_sums(dg, q * aq + k * ap, r <= t, PARTS)
+        back = state_product(ds1, u, writes, PRECISION)
+    dg += here[:, None]
+    back *= decay(gates, r > t, PARTS)
+    dg = add_sums(dg, k * back, r > t, PARTS)
+    zq, zk, dq, dk = zq + own * k, zk + back + own * q, dq + 32 * I * K, dk + 32 * I * K
+    dg = within(zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K, BOUNDED, PARTS, PRECISION)
+    return dg, written, rest
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -217,13 +290,12 @@ def channel_gradients(
     BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
     part, slot, hv = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
-    o, c = tl.arange(0, 16), part * W + tl.arange(0, W)
+    o, c = tl.arange(0, 32), part * W + tl.arange(0, W)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # what e^-76 gets wrong is nothing
     head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
     strides = (T.to(tl.int64) * HV * K, HV * K, K, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
-    zero = tl.zeros([W, 16], tl.float32)
     if PACKED:  # noqa: SIM102 (a constant, then a number)
         if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
             store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
@@ -235,63 +307,43 @@ def channel_gradients(
     q, k = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
     g, do = rows_of(g, g_strides, row, hv), rows_of(do, do_strides, row, hv)
     U, dU, dPD, taken = U + head * C * V, dU + head * C * V, dPD + head * C * C, taken + head * C * C
-    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
-    kes, firsts, totals, starts = load_gates(
-        g, k, g_strides, k_strides, rate, bias, lower_bound, token, stop, c, K, RAW_GATE, BOUNDED, PARTS
-    )
-    states, dstates = states + head * V * K, dstates + head * V * K
+    dq, dk = dq + head * C * K, dk + head * C * K
+    b = vectors + head * 4 * C + 2 * C
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
-    zks, wrote, after = writes(kes, totals, U, states, dstates, norms, part * W, K, W, V, BV, C, NORM, PRECISION)
-    # what carries all gates of a block: first what goes from state to state, then also what is read behind it
-    after *= tl.exp2(starts[4])
+    # the earlier half first: its decay, and what it writes into the state
+    s0 = load_block(states + head * V * K, 0, part * W, V, K, BV, W)
+    ds1 = load_block(dstates + head * V * K, 0, part * W, V, K, BV, W)
+    kk, u = load_channels(k, k_strides, token, stop, c, K), load_block(U, 0, 0, C, V, 32, BV)
+    gi = load_gates(
+        g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, token, stop, c, K, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+    )[1]
+    past = tl.exp2(tl.sum(gi, 1))
+    through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
+    e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
+    written = state_product(ds1, u, token_factors(norms, b, scale, 0, C, NORM)[2], PRECISION)
+    rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
     dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
-    over = (dA, dA, dA, dA)  # what rows behind a block say to columns before it
-    for back in tl.static_range(4):
-        at = token + 16 * (3 - back)
-        live = (c < K)[:, None] & (at + o < stop)[None, :]
-        a = load_channels(g, g_strides, at, stop, c, K)  # and made again: fewer registers
-        decay = log_decay(a, rate[:, None], bias[:, None], live, lower_bound, 1.0, RAW_GATE, BOUNDED)
-        kk, gi = load_channels(k, k_strides, at, stop, c, K), decay * BITS
-        qq = load_channels(q, q_strides, at, stop, c, K)
-        grown = sum_of(gi, (o[:, None] > 0) & (o[:, None] <= o[None, :]), PARTS)
-        e = tl.exp2(grown)
-        qe, pe = (qq * e).to(ty), (kk * e).to(ty)
-        dP, dL = load_scores(dPD, 3 - back, 3 - back, C), -load_scores(taken, 3 - back, 3 - back, C)
-        # the state first: of its tiles only sums are kept
-        start = e * tl.exp2(starts[3 - back] + firsts[3 - back])[:, None]  # e^G
-        read, erased = reads(do, do_strides, dU, states, at, stop, 16 * (3 - back), part * W, K, W, V, BV, C, PRECISION)
-        read, erased = read * start * scale, erased * start
-        erased *= tl.load(vectors + head * 4 * C + 2 * C + 16 * (3 - back) + o)[None, :]  # b
-        if NORM:
-            norm = norms + 16 * (3 - back) + o
-            read, erased = read * tl.load(norm)[None, :], erased * tl.load(norm + C)[None, :]
-        of_state = qq * read - kk * erased
-        zk = zks[3 - back] * tl.exp2(sum_of(gi, o[:, None] > o[None, :], PARTS))  # by the state and later blocks
-        d = sum_of(of_state, o[:, None] >= o[None, :], 3) + sum_of(kk * zk, o[:, None] < o[None, :], 3)
-        through = after + over[3 - back]
-        for J in tl.static_range(3 - back):
-            through += wrote[J]
-        d += through[:, None]
-        after += tl.sum(of_state, 1)
-        own = tl.sum(tl.where(o[:, None] == o[None, :], dP, 0.0), 0).to(tl.float32)[None, :]  # carries no gate
-        zq, zk = read + own * kk, zk - erased + own * qq
-        aq, ap, between = zero, zero, firsts[3 - back]
-        for down in tl.static_range(3 - back):
-            aq, ap, zks, over = earlier(
-                aq, ap, zks, over, qe, pe, kes, between, dPD, taken, 3 - back, 2 - back - down, C, PRECISION
-            )
-            between += totals[2 - back - down]
-        aq, ap, zq, zk, y, d = within(aq, ap, zq, zk, d, qe, pe, qq, kk, gi, grown, dP, dL, BOUNDED, PARTS, PRECISION)
-        rows = head * C * K + 16 * (3 - back) * K
-        store_channels(dq + rows, zq + e * aq, c, K)
-        store_channels(dk + rows, zk + e * ap, c, K)
-        d += sum_of(qe.to(tl.float32) * aq + pe.to(tl.float32) * ap - y, o[:, None] >= o[None, :], 3)
+    for step in range(2):  # not unrolled: instructions have a cache, too
+        I = 1 - step
+        at = token + 32 * I
+        qq, kk = load_channels(q, q_strides, at, stop, c, K), load_channels(k, k_strides, at, stop, c, K)
+        dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, V, 32, BV)
+        gi = load_gates(
+            g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, at, stop, c, K, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+        )[1]
+        d, written, rest = half_chunk(
+            qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
+            scale, dq, dk, c, I, K, C, V, BV, NORM, BOUNDED, PARTS, PRECISION,
+        )  # fmt: skip
+        a, decays, live, rate, bias = load_gates(  # again: fewer registers
+            g, g_strides, A_log, dt_bias, lower_bound, 1.0, hv, at, stop, c, K, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+        )
         if RAW_GATE:
-            d, of_A_log = gate_backward(d, decay, a, rate[:, None], bias[:, None], live, BOUNDED)
+            d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
-        store_tile(dg, strides, tl.trans(d).to(dg.dtype.element_ty), at, stop, part * W, K, 16, W)
+        store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, c, live)
     if HAS_A:
         tl.store(dA_log + sums, dA, mask=c < K)
     if HAS_BIAS:

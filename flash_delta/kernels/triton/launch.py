@@ -200,11 +200,11 @@ def run_channel_gradients(
 
     def plans() -> Iterator[Plan]:
         chosen = t or tile("channel_gradients", p, c.shape.chip)
-        W = min(16 * chosen.warps, block(p.K))  # channels of one program, 16 a warp
+        W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
         yield plan(
             c, channel_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
             p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
-            W=W, follows=True,
+            W=W, BV=block(p.V), follows=True,
         )  # fmt: skip
 
     pointers = (

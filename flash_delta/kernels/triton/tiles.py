@@ -16,7 +16,7 @@ from flash_delta.problem import Problem
 class Tile(NamedTuple):
     warps: int
     stages: int
-    BV: int = 0  # value columns of one program, or of one step of its loop
+    BV: int = 0  # value columns of one program, or of one step of its loop; key channels of channel_gradients
     tma: bool = False  # whole tiles by the copy engine, where the tensors allow it (launch.fits_tma)
     registers: int | None = None  # at most so many per thread
 
@@ -94,7 +94,7 @@ TILES = {
     ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 1, 16)),
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
     ("channel_gradients", "gfx942"): (Tile(4, 1, 64),) * 3,
-    ("channel_gradients", "sm_80"): (Tile(4, 1, 64),) * 3,
+    ("channel_gradients", "sm_80"): (Tile(4, 1, 16),) * 3,
     ("channel_gradients", "sm_90"): (Tile(4, 1, 64),) * 3,
     ("channel_gradients", "sm_100"): (Tile(4, 1, 64),) * 3,
     ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
@@ -120,7 +120,7 @@ FLOAT32 = {
     "pairs": (Tile(8, 1, 16), Tile(8, 1, 16)),
     "query_gradients": (Tile(8, 1, 16), Tile(8, 1, 16)),
     "key_gradients": (Tile(8, 1, 32), Tile(8, 1, 16)),
-    "channel_gradients": (Tile(4, 1, 32), Tile(4, 1, 32)),
+    "channel_gradients": (Tile(4, 1, 16), Tile(4, 1, 16)),
 }
 
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
