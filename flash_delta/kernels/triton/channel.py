@@ -39,7 +39,9 @@ DROP = tl.constexpr(112.0)
 
 
 @triton.jit
-def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr):
+def reciprocal_lengths(
+    x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr
+):
     """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]: from the products of 16 rows with each other."""
     B: tl.constexpr = C // 16
     b, i, c = tl.arange(0, B)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, W)[None, None, :]

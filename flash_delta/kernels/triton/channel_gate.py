@@ -30,7 +30,7 @@ def log_decay(a, rate, bias, live, lower_bound, unit, RAW_GATE: tl.constexpr, BO
     ``-rate softplus(a + bias)``, with a bound ``lower_bound sigmoid(rate (a + bias))``.
     """
     if not RAW_GATE:
-        return tl.maximum(a.to(tl.float32), LEAST) * unit
+        return tl.where(live, tl.maximum(a.to(tl.float32), LEAST) * unit, 0.0)
     if not BOUNDED:
         return tl.where(live, tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST) * unit, 0.0)
     lowest = tl.where(live, lower_bound * unit, 0.0)

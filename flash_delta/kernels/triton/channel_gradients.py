@@ -25,8 +25,7 @@ up to their own tokens, what columns add to dk from the token behind them on, an
 In a block that is not halved it is the difference of two sums that all its pairs are in. What a pair adds to either is
 the product of the same three rounded numbers, and cancels up to float32's rounding: good enough for bfloat16.
 
-Grid (slots K / W, HV). `key_head_gradients` sums dq and dk over the value heads of a key head and undoes the norms: a
-kernel of its own, because row sums over all channels would have to wait for other programs.
+Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` sums and finishes them.
 """
 
 import triton
@@ -34,40 +33,50 @@ import triton.language as tl
 
 from flash_delta.kernels.triton.channel_gate import BITS, gate_backward, log_decay, parameters
 from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, load_tile, rows_of, store_tile
-from flash_delta.kernels.triton.gradients import norm_backward
 
 MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15 tokens at the lower bound have 108
 
 
 @triton.jit
-def load_channels(x, strides, token, stop, c, K: tl.constexpr):
-    """``[W, 32]``: channels c of 32 tokens."""
-    o = tl.arange(0, 32)
+def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
+    """``[W, 32]``: channels c of 32 tokens, of the last one again from ``stop`` on: all that it meets there is 0.
+
+    Not by a mask, because masks of loads and stores would be the same numbers, and alive from the first to the last:
+    the assembler of Triton 3.6 spilled these predicates over a register in use (docs/notes).
+    """
+    o = tl.minimum(tl.arange(0, 32), stop - 1 - token)
     at = o[None, :] * strides[1] + c[:, None] * strides[3]  # short: 64 bits would be registers
-    first = x + token.to(tl.int64) * strides[1]
-    return tl.load(first + at, mask=(c < K)[:, None] & (token + o < stop)[None, :], other=0.0)
+    at += x + token.to(tl.int64) * strides[1]
+    if K % W == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(c < K)[:, None], other=0.0)
 
 
 @triton.jit
-def store_channels(out, x, stride, c, live):
+def store_channels(out, x, stride, count, c, K: tl.constexpr, W: tl.constexpr):
+    """Of the first ``count`` tokens."""
     o = tl.arange(0, 32)
-    tl.store(out + o[None, :] * stride + c[:, None], x.to(out.dtype.element_ty), mask=live)
+    some = (o < count)[None, :]
+    if K % W > 0:
+        some &= (c < K)[:, None]
+    tl.store(out + o[None, :] * stride + c[:, None], x.to(out.dtype.element_ty), mask=some)
 
 
 @triton.jit
-def store_half(out, x, c, K: tl.constexpr):
-    store_channels(out, x, K, c, (c < K)[:, None])
+def store_half(out, x, c, K: tl.constexpr, W: tl.constexpr):
+    store_channels(out, x, K, 32, c, K, W)
 
 
 @triton.jit
 def load_gates(
-    g, strides, A_log, dt_bias, lower_bound, unit, hv, token, stop, c, K: tl.constexpr, RAW_GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    g, strides, A_log, dt_bias, lower_bound, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """``[W, 32]``: the activations, their log decay, where there are any; and ``parameters``."""
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
-    live = (c < K)[:, None] & (token + tl.arange(0, 32) < stop)[None, :]
-    a = load_channels(g, strides, token, stop, c, K)
+    live = (token + tl.arange(0, 32) < stop)[None, :]
+    a = load_channels(g, strides, token, stop, c, K, W)
     decays = log_decay(a, rate[:, None], bias[:, None], live, lower_bound, unit, RAW_GATE, BOUNDED)
     return a, decays, live, rate, bias
 
@@ -149,8 +158,8 @@ def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION
 
 @triton.jit
 def blocks(
-    zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K: tl.constexpr, W: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the tokens of two blocks say to each other. ``since``: decay of the tokens behind a block's first,
     which are ``carried``."""
@@ -169,22 +178,22 @@ def blocks(
     e = tl.exp2(since)
     qe, pe = rounded(q * e), rounded(k * e)
     y = qe * aq + pe * ap
-    store_half(dq, zq + e * aq, c, K)
+    store_half(dq, zq + e * aq, c, K, W)
     zk += e * ap
     # to columns; dk is stored as soon as it can be: what it is made of fills registers up to there
     qe, pe = qe.to(ty), pe.to(ty)
     back = to_columns(zero, qe, pe, dP_own, dL_own, PRECISION)
     y -= ke * back
     next = e16 * to_columns(zero, qe, pe, dP_next, dL_next, PRECISION)
-    store_half(dk, zk + fall * back + next, c, K)
+    store_half(dk, zk + fall * back + next, c, K, W)
     dg = add_sums(dg, y, carried, 3)
     return add_sums(dg, k * next, between, PARTS)
 
 
 @triton.jit
 def within(
-    zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K: tl.constexpr, BOUNDED: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the tokens of half a chunk say to each other, stores dq and dk, and returns dg."""
     r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
@@ -200,10 +209,10 @@ def within(
     for level in range(levels):
         zq, zk, dg = halves(zq, zk, dg, q, k, gates, dP, dL, 1 << level, PARTS, PRECISION)
     if levels > 0:
-        store_half(dq, zq, c, K)
-        store_half(dk, zk, c, K)
+        store_half(dq, zq, c, K, W)
+        store_half(dk, zk, c, K, W)
     for _ in range(1 - levels // 5):  # if levels == 0; Triton 3.6 takes no products in a branch here
-        dg = blocks(zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K, PARTS, PRECISION)
+        dg = blocks(zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K, W, PARTS, PRECISION)
     return dg
 
 
@@ -233,8 +242,8 @@ def load_scores(dPD, taken, I, J, C: tl.constexpr):
 @triton.jit
 def half_chunk(
     q, k, dO, lam, U, s0, ds1, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, c, I,
-    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    BOUNDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
 
@@ -271,7 +280,7 @@ def half_chunk(
     back *= decay(gates, r > t, PARTS)
     dg = add_sums(dg, k * back, r > t, PARTS)
     zq, zk, dq, dk = zq + own * k, zk + back + own * q, dq + 32 * I * K, dk + 32 * I * K
-    dg = within(zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K, BOUNDED, PARTS, PRECISION)
+    dg = within(zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K, W, BOUNDED, PARTS, PRECISION)
     return dg, written, rest
 
 
@@ -314,9 +323,9 @@ def channel_gradients(
     # the earlier half first: its decay, and what it writes into the state
     s0 = load_block(states + head * V * K, 0, part * W, V, K, BV, W)
     ds1 = load_block(dstates + head * V * K, 0, part * W, V, K, BV, W)
-    kk, u = load_channels(k, k_strides, token, stop, c, K), load_block(U, 0, 0, C, V, 32, BV)
+    kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, V, 32, BV)
     gi = load_gates(
-        g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, token, stop, c, K, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+        g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
     )[1]
     past = tl.exp2(tl.sum(gi, 1))
     through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
@@ -327,67 +336,24 @@ def channel_gradients(
     for step in range(2):  # not unrolled: instructions have a cache, too
         I = 1 - step
         at = token + 32 * I
-        qq, kk = load_channels(q, q_strides, at, stop, c, K), load_channels(k, k_strides, at, stop, c, K)
+        qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
         dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, V, 32, BV)
         gi = load_gates(
-            g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, at, stop, c, K, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+            g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
         )[1]
         d, written, rest = half_chunk(
             qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
-            scale, dq, dk, c, I, K, C, V, BV, NORM, BOUNDED, PARTS, PRECISION,
+            scale, dq, dk, c, I, K, W, C, V, BV, NORM, BOUNDED, PARTS, PRECISION,
         )  # fmt: skip
         a, decays, live, rate, bias = load_gates(  # again: fewer registers
-            g, g_strides, A_log, dt_bias, lower_bound, 1.0, hv, at, stop, c, K, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+            g, g_strides, A_log, dt_bias, lower_bound, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
         )
         if RAW_GATE:
             d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
-        store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, c, live)
+        store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, stop - at, c, K, W)
     if HAS_A:
         tl.store(dA_log + sums, dA, mask=c < K)
     if HAS_BIAS:
         tl.store(ddt_bias + sums, dbias, mask=c < K)
-
-
-@triton.jit
-def sum_heads(parts, first, HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
-    """``[C, BK]``: the sum over the value heads of a key head, of which ``first`` is the first."""
-    z = tl.zeros([C, BK], tl.float32)
-    for member in range(HV // H):
-        z += load_block(parts + (first + member) * C * K, 0, 0, C, K, C, BK).to(tl.float32)
-    return z
-
-
-@triton.jit(do_not_specialize=["N", "T"])
-def key_head_gradients(
-    q, k, norms, cu_seqlens, dq_parts, dk_parts, dq, dk, N, T, q_strides, k_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """dq and dk of a key head from those of its value heads, through the norm. Grid (slots, H)."""
-    lead(OVERLAP)
-    follow(OVERLAP)
-    slot, h = tl.program_id(0), tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
-    i = tl.arange(0, C)
-    ty: tl.constexpr = k.dtype.element_ty
-    strides = (T.to(tl.int64) * H * K, H * K, K, 1)
-    dq, dk = rows_of(dq, strides, row, h), rows_of(dk, strides, row, h)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
-            store_tile(dq, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            store_tile(dk, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            return
-    first = slot.to(tl.int64) * HV + h * (HV // H)
-    z = sum_heads(dq_parts, first, HV, H, K, BK, C)
-    if NORM:
-        norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
-        qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
-        z = norm_backward(z, qq, tl.load(norm))
-    store_tile(dq, strides, z.to(ty), token, stop, 0, K, C, BK)
-    z = sum_heads(dk_parts, first, HV, H, K, BK, C)
-    if NORM:
-        kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
-        z = norm_backward(z, kk, tl.load(norm + C))
-    store_tile(dk, strides, z.to(ty), token, stop, 0, K, C, BK)

@@ -12,10 +12,11 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton.channel import channel
-from flash_delta.kernels.triton.channel_gradients import channel_gradients, key_head_gradients
+from flash_delta.kernels.triton.channel_gradients import channel_gradients
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
+from flash_delta.kernels.triton.key_head_gradients import key_head_gradients
 from flash_delta.kernels.triton.launcher import Call, Plan, launch
 from flash_delta.kernels.triton.pairs import pairs
 from flash_delta.kernels.triton.scan import scan

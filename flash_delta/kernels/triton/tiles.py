@@ -95,8 +95,8 @@ TILES = {
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
     ("channel_gradients", "gfx942"): (Tile(4, 1, 64),) * 3,
     ("channel_gradients", "sm_80"): (Tile(4, 1, 16),) * 3,
-    ("channel_gradients", "sm_90"): (Tile(4, 1, 64),) * 3,
-    ("channel_gradients", "sm_100"): (Tile(4, 1, 64),) * 3,
+    ("channel_gradients", "sm_90"): (Tile(4, 1, 16, registers=168),) * 3,
+    ("channel_gradients", "sm_100"): (Tile(4, 1, 16),) * 3,
     ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
     ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
     ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
