@@ -1,4 +1,4 @@
-"""What is left of the gradients of q and k with a decay per channel: the sum over a key head's value heads, and the norm.
+"""The end of the gradients of q and k with a decay per channel: the sum over a key head's value heads, and the norm.
 
     dq = z = sum of dq over value heads;      with a norm y = r q, of r dy:  dq = z - y <y, z>
 

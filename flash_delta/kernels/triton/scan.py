@@ -10,8 +10,8 @@ for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that th
 
 The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
 are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
-they were given; of Qg and Kg only norms are left. One program walks a sequence with BV columns of one value head's
-state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
+they were given; Qg and Kg have all of it. One program walks a sequence with BV columns of one value head's state: grid
+(V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
@@ -40,7 +40,7 @@ def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr
 def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
     """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read.
 
-    With CHANNEL gamma is [1, BK], the decays of rows are in Qg and Kg, and e_p is also the norm of the keys.
+    With CHANNEL gamma is [1, BK]; what `channel` has not applied to rows, its rates say, and e_p is the keys', too.
     """
     at, some = rates + head * (4 * C) + i, i < chunks * C
     e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)

@@ -89,7 +89,7 @@ def cumulate(
     C: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
     RAW_BETA: tl.constexpr,
 ):  # fmt: skip
-    """Writes the vectors of one value head, to which ``vectors`` points."""
+    """Writes the vectors of one value head, to which ``vectors`` points; returns b."""
     i = tl.arange(0, C)
     live = token + i < stop
     if GATE:
@@ -107,6 +107,7 @@ def cumulate(
         if RAW_BETA:
             b = tl.where(live, strength(b, beta_top), 0.0)
     tl.store(vectors + 2 * C + i, b)
+    return b
 
 
 @triton.jit

@@ -189,9 +189,9 @@ CHANNEL_SCANS = {
 }
 
 
-def thread_per_two_channels(width: int) -> Tile:
+def thread_per_channel(width: int) -> Tile:
     """Of `channel`."""
-    return Tile(max(1, width // 64), 1)
+    return Tile(max(1, width // 32), 1)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
