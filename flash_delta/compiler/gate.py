@@ -47,15 +47,20 @@ ALLOWED = (
     Allowed(f"{LIBRARY}/gdn-256/key_gradients", HOPPER, "spill", "rows of 256", 250, "3.9"),
     Allowed(f"{LIBRARY}/gdn-256*/scan_backward", HMMA, "spill", "rows of 256", 40, "3.9"),
     Allowed(
-        f"{LIBRARY}/kda-*/channel_gradients", (*HMMA, *HOPPER, "sm_100"), "spill",
-        "what the tokens of half a chunk say to each other is in registers at once", 2100,
+        f"{LIBRARY}/kda-*/channel_gradients", HOPPER, "spill",
+        "with 168 registers three programs share a multiprocessor: 13 % faster on an H200 than with 255", 400,
     ),
-    Allowed(f"{LIBRARY}/kda-*/channel_gradients", ("gfx942", "gfx950"), "spill", "the same", 900),
+    Allowed(
+        f"{LIBRARY}/kda-*/channel_gradients", (*HMMA, "sm_100"), "spill",
+        "what the tokens of half a chunk say to each other is in registers at once", 60,
+    ),
+    Allowed(f"{LIBRARY}/kda-*/channel_gradients", ("gfx942", "gfx950"), "spill", "the same", 700),
+    Allowed(f"{LIBRARY}/kda-128-BV=128*", HOPPER, "spill", "A beside all that others walk with", 80),
     Allowed(
         f"{LIBRARY}/kda-128-BV=32-recomputed/scan_backward", ("gfx942",), "spill", "two walks in a kernel", 10, "3.9"
     ),
-    Allowed(f"{LIBRARY}/kda-128-raw/channel", ("sm_80",), "spill", "a block of g and k is loaded ahead", 60, "3.6"),
-    Allowed(f"{LIBRARY}/kda-*/channel", ("gfx942", "gfx950"), "spill", "the same", 80, "3.6"),
+    Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80",), "spill", "a block of g and k is loaded ahead", 60),
+    Allowed(f"{LIBRARY}/kda-*/channel", ("gfx942", "gfx950"), "spill", "the same", 140, "3.6"),
     Allowed(
         f"{LIBRARY}/gdn-64-float32*", tuple(TARGETS), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,
