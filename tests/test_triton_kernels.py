@@ -107,7 +107,7 @@ def test_descriptors_and_pointers_load_the_same():
         channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
         launch.run_solve(c, channels, solved)
-        launch.run_factor(c, channels, solved, factors)
+        launch.run_factor(c, solved, factors)
         launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
         launch.run_scan_backward(
             c, channels, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True
@@ -176,7 +176,7 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
         def kernels(c):
             channels, solved, factors = c.parts(memory)
             launch.run_solve(c, channels, solved)
-            launch.run_factor(c, channels, solved, factors)
+            launch.run_factor(c, solved, factors)
 
         launcher.run(c, kernels, memory.buffer)
         solve, factor = launched[-2:]
@@ -184,7 +184,7 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
         assert solve[:6] == (len(solved.A), p.H, 1, 7, 1, 2)
         assert solve[9:12] == tuple(t.data_ptr() for t in (q, k, k))
         assert factor[9:11] == (q.data_ptr(), k.data_ptr())
-        pairs = zip(factor[15:21], (*solved, *factors), strict=True)
+        pairs = zip(factor[12:18], (*solved, *factors), strict=True)
         assert all(address == t.data_ptr() for address, t in pairs if t is not None)
         return c.shape
 
