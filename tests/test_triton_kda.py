@@ -27,6 +27,7 @@ CELLS = [
     ("in-kernel-packed", "float32", {"HV": 2, "T": 16, "lengths": (0, 5, 9)}),
     ("in-kernel-strong", "bfloat16", {"HV": 3, "T": 24}),  # dA_log of one head is one number, which scatters
     ("lower-bound", "bfloat16", {"HV": 1, "T": 66}),
+    ("lower-bound", "float16", {"HV": 3, "T": 24}),
     ("lower-bound", "float16", {"HV": 1, "T": 66}),
     ("strong-decay", "float16", {"HV": 2, "T": 24}),
     ("extreme-decay", "float32", {"HV": 1, "T": 40}),

@@ -41,8 +41,7 @@ MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15
 def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
     """``[W, 32]``: channels c of 32 tokens, of the last one again from ``stop`` on: all that it meets there is 0.
 
-    Not by a mask, because masks of loads and stores would be the same numbers, and alive from the first to the last:
-    the assembler of Triton 3.6 spilled these predicates over a register in use (docs/notes).
+    Not by a mask: those of loads and stores would be the same, and take registers from the first to the last of them.
     """
     o = tl.minimum(tl.arange(0, 32), stop - 1 - token)
     at = o[None, :] * strides[1] + c[:, None] * strides[3]  # short: 64 bits would be registers
