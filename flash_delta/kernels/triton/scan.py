@@ -10,7 +10,7 @@ for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that th
 
 The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
 are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
-they were given; Qg and Kg have all of it. One program walks a sequence with BV columns of one value head's state: grid
+they were given; of Qg and Kg only norms are left. One program walks a sequence with BV columns of one value head's state: grid
 (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each

@@ -178,9 +178,9 @@ for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
     CHANNEL_SCANS[_kernel, "sm_100"] = (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True))
 
 
-def thread_per_channel(width: int) -> Tile:
+def thread_per_two_channels(width: int) -> Tile:
     """Of `channel`."""
-    return Tile(max(1, width // 32), 1)
+    return Tile(max(1, width // 64), 1)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
