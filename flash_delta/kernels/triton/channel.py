@@ -13,9 +13,9 @@ ever changes what comes before it, not by a bit. Within the block the second fac
 and bfloat16 hold as long as no channel falls by more than 76 nats; rows below that are computed again from explicit
 differences (``explicit_scores``), if there are any.
 
-One thread owns two neighbouring channels, which it loads and stores as one word, and a tile is 16 vectors of channels,
-one per token: sums over tokens stay in a register, and are summed for the differences that are needed, so that nothing
-cancels. Exponents are in bits (log2).
+One thread owns two neighbouring channels, which it stores as one word, and a tile is 16 vectors of channels, one per
+token: sums over tokens stay in a register, and are summed for the differences that are needed, so that nothing cancels.
+Exponents are in bits (log2).
 
 Writes Qg, Kg, Kd ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` (of L the blocks on and below the diagonal; in
 float16 where inputs have 16 bits, as `solve` multiplies), gamma ``[slots, HV, K]``; what `solve` writes without a decay
@@ -39,30 +39,37 @@ DROP = tl.constexpr(112.0)
 
 
 @triton.jit
-def reciprocal_lengths(
-    x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr
-):
-    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]: from the products of 16 rows with each other."""
-    B: tl.constexpr = C // 16
-    b, i, c = tl.arange(0, B)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, W)[None, None, :]
-    j = token + 16 * b + i
-    squares = tl.zeros([B, 16, 16], tl.float32)
-    for column in range(0, K, W):
-        at = j.to(tl.int64) * strides[1] + (column + c) * strides[3]
-        tile = tl.load(x + at, mask=(j < stop) & (column + c < K), other=0.0)
-        squares = tl.dot(tile, tl.permute(tile, (0, 2, 1)), squares, input_precision=PRECISION)
-    squares = tl.sum(tl.where(i == tl.arange(0, 16)[None, None, :], squares, 0.0), 2)
-    return tl.rsqrt(tl.reshape(squares, [C]) + 1e-6)
+def load_again(x, strides, token, stop, width, W: tl.constexpr):
+    """``load_tile`` as a load of its own, which a policy of its own makes of it: a product reads its tile from shared
+    memory in another order than channels' owners, and one copy for both has 8-way bank conflicts (540 us for 316)."""
+    i, c = token + tl.arange(0, 16), tl.arange(0, W)
+    at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+    return tl.load(x + at, mask=(i < stop)[:, None] & (c < width)[None, :], other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def load_rows(x, strides, token, stop, c, K: tl.constexpr):
-    """16 vectors of channels, one per token, as they are."""
-    rows, at = (), x + token.to(tl.int64) * strides[1] + c * strides[3]
-    for m in tl.static_range(16):
-        rows += (tl.load(at, mask=c < tl.where(token + m < stop, K, 0), other=0.0),)
-        at += strides[1]
-    return rows
+def reciprocal_lengths(tile, PRECISION: tl.constexpr):
+    """``(sum x^2 + eps)^{-1/2}`` of 16 rows, [16]: from their products with each other."""
+    i = tl.arange(0, 16)
+    squares = tl.dot(tile, tl.trans(tile), input_precision=PRECISION)
+    return tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1) + 1e-6)
+
+
+@triton.jit
+def halves(tiles, W: tl.constexpr, n: tl.constexpr):
+    """Of every tile [W, 2 n] its even and its odd columns, [W, n]; all even ones first."""
+    even, odd = (), ()
+    for m in tl.static_range(len(tiles)):
+        a, b = tl.split(tl.reshape(tiles[m], [W, n, 2]) if n > 1 else tl.reshape(tiles[m], [W, 2]))
+        even += (a,)
+        odd += (b,)
+    return even + odd
+
+
+@triton.jit
+def vectors_of(tile, W: tl.constexpr):
+    """The 16 rows of ``[16, W]``; a thread gets all tokens of its channels."""
+    return halves(halves(halves(halves((tl.trans(tile),), W, 8), W, 4), W, 2), W, 1)
 
 
 @triton.jit
@@ -124,21 +131,20 @@ def store_rows(out, x, c, K: tl.constexpr):
 
 @triton.jit
 def multiply(
-    P, L, norms, rows, weights, columns, I, J, DIAGONAL: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+    P, L, rows, columns, row_weights, column_weights, i, j, DIAGONAL: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the block of P and L in row block I and column block J.
+    """Writes the block of P and L that begins in row i and column j.
 
-    ``rows [32, W]``: of q and k in turn; ``weights [32, 1]``: their norms, and the scale.
+    ``rows [32, W]``: of q and k in turn; weights: their norms, and the scale, [32, 1] and [n].
     """
-    scores = tl.dot(rows, columns, input_precision=PRECISION)
-    r, o = tl.arange(0, 32)[:, None], tl.arange(0, 16)[None, :]
+    scores = tl.dot(rows, columns, input_precision=PRECISION) * row_weights
+    r, o = tl.arange(0, 32)[:, None], tl.arange(0, columns.shape[1])[None, :]
+    if NORM:
+        scores *= column_weights[None, :]
     if DIAGONAL:
         scores = tl.where(r // 2 >= o + r % 2, scores, 0.0)
-    scores *= weights
-    if NORM:
-        scores *= tl.load(norms + C + 16 * J + o)
-    at = (16 * I + r // 2) * C + 16 * J + o
+    at = (i + r // 2) * C + j + o
     tl.store(P + at, scores.to(P.dtype.element_ty), mask=r % 2 == 0)
     tl.store(L + at, scores.to(L.dtype.element_ty), mask=r % 2 == 1)
 
@@ -191,23 +197,30 @@ def explicit_scores(
 
 @triton.jit
 def block(
-    q_rows, k_rows, Qg, Kg, Kd, P, L, norms, G, since, g, early, I, at, stop, c, rate, bias, scale, lower_bound,
-    q_strides, k_strides, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
+    q_tile, k_tile, g_tile, of_q, of_k, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
+    scale, lower_bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Block I of 16 tokens, with its ``g``; ``early``: the block before's k, decayed up to its end.
+    """Block I of 16 tokens, of which ``left`` are there; ``early``: the block before's k, decayed up to its end.
 
-    Returns this block's, G at its end, the sum of the half's gates so far, and how far a channel fell.
+    ``of_q, of_k [16]``: reciprocal lengths. Returns this block's k, G at its end, the sum of the half's gates so far,
+    and how far a channel fell.
     """
-    ty: tl.constexpr = k_rows.dtype.element_ty
+    ty: tl.constexpr = k_tile.dtype
     WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too much for float16
-    k, q = load_rows(k_rows, k_strides, at, stop, c, K), load_rows(q_rows, q_strides, at, stop, c, K)
-    fallen = tl.zeros([BK], tl.float32)  # since the block's first token
+    HALF: tl.constexpr = C // 2
+    i, o = 16 * I, tl.arange(0, 16)
+    of_q *= scale
+    tl.store(rates + i + o, of_q)
+    tl.store(rates + C + i + o, of_k)
+    weights = tl.reshape(tl.join(of_q, of_k), [32, 1])
+    q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
+    fallen = zeros  # since the block's first token
     if I % 2 == 0:
-        since = tl.zeros([BK], tl.float32)
+        since = zeros
     gates, qe, ke, own = (), (), (), ()
     for m in tl.static_range(16):  # token by token: few numbers at a time
-        gates += (log_decay(g[m], rate, bias, at + m < stop, lower_bound, BITS, RAW_GATE, BOUNDED),)
+        gates += (log_decay(g[m], rate, bias, m < left, lower_bound, BITS, RAW_GATE, BOUNDED),)
         if m == 0:
             G += gates[0]
             since += gates[0]
@@ -217,32 +230,28 @@ def block(
         e = tl.exp2(fallen)
         qe += (q[m].to(tl.float32) * e,)
         ke += (k[m].to(tl.float32) * e,)
-        tl.store(Qg + (16 * I + m) * K + c, (qe[m] * e_start).to(ty), mask=c < K)
-        tl.store(Kg + (16 * I + m) * K + c, (ke[m] * e_start).to(ty), mask=c < K)
-        grown = -fallen
+        tl.store(Qg + (i + m) * K + c, (qe[m] * e_start).to(ty), mask=c < K)
+        tl.store(Kg + (i + m) * K + c, (ke[m] * e_start).to(ty), mask=c < K)
+        grown = fallen * -1.0  # not -x, which is 0 - x: no instruction takes that in
         if not BOUNDED:  # 0 where it is too large: these columns belong to unsafe rows only
             grown = tl.where(grown > DROP, -1024.0, grown)
         own += (k[m].to(tl.float32) * tl.exp2(grown),)
     rows = pairs_of(qe, ke, BK).to(WIDE)
-    r = tl.arange(0, 32)[:, None]
-    weights = tl.where(r % 2 == 0, scale, 1.0)
-    if NORM:
-        weights *= tl.load(norms + r % 2 * C + 16 * I + r // 2)
-    multiply(P, L, norms, rows, weights, tile_of(own).to(WIDE), I, I, True, C, NORM, PRECISION)
-    if I >= 2:
-        e_since = tl.exp2(since)
-        far = pairs_of(times(qe, e_since), times(ke, e_since), BK).to(ty)
-        for J in range(2):
-            columns = tl.trans(load_block(Kd, 16 * J, 0, C, K, 16, BK))
-            multiply(P, L, norms, far, weights, columns, I, J, False, C, NORM, PRECISION)
+    multiply(P, L, rows, tile_of(own).to(WIDE), weights, of_k, i, i, True, C, NORM, PRECISION)
+    if I >= C // 32:
+        # Written in earlier blocks, by other threads: all have waited for this block's tiles since.
+        first = load_block(Kd, 0, 0, C, K, HALF, BK)
+        columns = tl.trans((first * tl.exp2(since)[None, :]).to(ty))
+        norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
+        multiply(P, L, rows.to(ty), columns, weights, norms_of, i, 0, False, C, NORM, PRECISION)
     # 2^fallen is exact to 1e-5 in this product
     latest = times(own, tl.exp2(fallen)) if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
     if I % 2 == 1:
         near = tile_of(times(early, tl.exp2(gates[0]))).to(ty)
-        multiply(P, L, norms, rows.to(ty), weights, near, I, I - 1, False, C, NORM, PRECISION)
-        store_rows(Kd + 16 * (I - 1) * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
-        store_rows(Kd + 16 * I * K, latest, c, K)
-        tl.debug_barrier()  # Kd is read by other threads
+        norms_of = tl.load(norms + C + i - 16 + o) if NORM else 1.0
+        multiply(P, L, rows.to(ty), near, weights, norms_of, i, i - 16, False, C, NORM, PRECISION)
+        store_rows(Kd + (i - 16) * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
+        store_rows(Kd + i * K, latest, c, K)
     return latest, G + fallen, since + fallen, fallen
 
 
@@ -270,40 +279,42 @@ def channel(
     i, c = tl.arange(0, C), tl.arange(0, BK)
     q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
     g_rows = rows_of(g, g_strides, row, hv)
-    g_next = load_rows(g_rows, g_strides, token, stop, c, K)
-    of_q, of_k, rates = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), rates + head * 4 * C + i
-    if NORM:  # every value head writes the same numbers
-        W: tl.constexpr = BK
+    rates += head * 4 * C
+    tl.store(rates + 2 * C + i, b)
+    if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
-        of_q = reciprocal_lengths(q_rows, q_strides, token, stop, K, C, W, PRECISION)
-        of_k = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W, PRECISION)
-        tl.store(norms + i, of_q)
-        tl.store(norms + C + i, of_k)
-        tl.store(norms + 2 * C + i, of_k)
-    tl.store(rates, of_q * scale)
-    tl.store(rates + C, of_k)
-    tl.store(rates + 2 * C, b)
-    tl.debug_barrier()  # what was written above is read below, by other threads
     P, L, tile = P + head * C * C, L + head * C * C, head * C * K
     tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
-    G, since, lowest = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
+    # Zeros; nothing is read: a load settles which thread owns which channels, and without one every vector is moved.
+    zeros = tl.load(gamma + head * K + c, mask=c < tl.minimum(token, 0), other=0.0)
+    G, since, lowest = zeros, zeros, zeros
     stop = tl.minimum(stop, token + C)
     early = ()
     for _ in tl.static_range(16):
-        early += (tl.zeros([BK], tl.float32),)
-    for I in range(
-        C // 16
-    ):  # not unrolled: instructions have a cache, too, and Triton's passes are slow in long bodies
-        at, g_block = token + 16 * I, g_next
+        early += (zeros,)
+    # Tiles are fetched blocks ahead, by cp.async where there is one. Not unrolled: instructions have a cache, too, and
+    # Triton's passes are slow in long bodies.
+    for I in range(C // 16):
+        at = token + 16 * I
+        q_tile = load_tile(q_rows, q_strides, at, stop, 0, K, 16, BK)
+        k_tile = load_tile(k_rows, k_strides, at, stop, 0, K, 16, BK)
+        g_tile = load_tile(g_rows, g_strides, at, stop, 0, K, 16, BK)
+        of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
+        if NORM:  # every value head writes the same numbers
+            o = 16 * I + tl.arange(0, 16)
+            of_q = reciprocal_lengths(load_again(q_rows, q_strides, at, stop, K, BK), PRECISION)
+            of_k = reciprocal_lengths(load_again(k_rows, k_strides, at, stop, K, BK), PRECISION)
+            tl.store(norms + o, of_q)
+            tl.store(norms + C + o, of_k)
+            tl.store(norms + 2 * C + o, of_k)
         early, G, since, fell = block(
-            q_rows, k_rows, Qg + tile, Kg + tile, Kd + tile, P, L, norms, G, since, g_block, early, I, at, stop, c, rate,
-            bias, scale, lower_bound, q_strides, k_strides, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
+            q_tile, k_tile, g_tile, of_q, of_k, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
+            early, I, stop - at, c, rate, bias, scale, lower_bound, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
         )  # fmt: skip
-        g_next = load_rows(g_rows, g_strides, at + 16, stop, c, K)
         lowest = tl.minimum(lowest, fell)
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
-    # so far the first half is decayed up to its own end
+    # So far the first half is decayed up to its own end.
     HALF: tl.constexpr = C // 2
     early, j = load_block(Kd + tile, 0, 0, C, K, HALF, BK), tl.arange(0, HALF)[:, None]
     early = (early * tl.exp2(since)[None, :]).to(ty)

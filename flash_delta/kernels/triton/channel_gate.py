@@ -8,6 +8,8 @@ from flash_delta.kernels.triton.activation import softplus
 BITS = tl.constexpr(1.4426950408889634)  # log2(e): kernels count in bits
 LEAST = tl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small
 
+DEAD = tl.constexpr(1e15)  # 1 / bits that a dead token falls by: too few for any sum to see
+
 
 @triton.jit
 def parameters(
@@ -33,12 +35,12 @@ def log_decay(a, rate, bias, live, lower_bound, unit, RAW_GATE: tl.constexpr, BO
         return tl.where(live, tl.maximum(a.to(tl.float32), LEAST) * unit, 0.0)
     if not BOUNDED:
         return tl.where(live, tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST) * unit, 0.0)
-    lowest = tl.where(live, lower_bound * unit, 0.0)
     if a.dtype == tl.float32:
-        return lowest / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
-    else:  # fewer instructions, here and at a division; 4e-7 off
-        root = tl.rsqrt(1.0 + tl.exp2(a.to(tl.float32) * (rate * -BITS) + bias * (rate * -BITS)))
-        return lowest * root * root
+        return tl.where(live, lower_bound * unit, 0.0) / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
+    else:  # the root of it: no division, and a sum of squares is one instruction each; 4e-7 off
+        inverse = tl.where(live, -1.0 / (lower_bound * unit), DEAD)
+        root = tl.rsqrt(inverse + inverse * tl.exp2(a.to(tl.float32) * (rate * -BITS) + bias * (rate * -BITS)))
+        return root * root * -1.0  # not -x, which is 0 - x: no instruction takes that in
 
 
 @triton.jit

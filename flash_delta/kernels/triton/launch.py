@@ -29,7 +29,6 @@ from flash_delta.kernels.triton.tiles import (
     overlaps,
     precision,
     scan_tiles,
-    thread_per_two_channels,
     tile,
 )
 from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, HeadGradients, Residual, Scores, Solved
@@ -51,7 +50,7 @@ def run_channel(c: Call, s: Solved, ch: Channels) -> None:
 
     def plans() -> Iterator[Plan]:
         yield plan(
-            c, channel, (count_slots(p) * p.HV, 1, 1), thread_per_two_channels(block(p.K)),
+            c, channel, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.shape.chip),
             p.N, p.T, p.scale, p.lower_bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
             batch(x.beta), tokens(x.beta),
         )  # fmt: skip

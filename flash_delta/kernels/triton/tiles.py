@@ -77,6 +77,10 @@ def takes_tma(chip: Chip) -> bool:
 
 # Of heads up to 64, up to 128 and up to 256 wide (the wider of K and V).
 TILES = {
+    ("channel", "gfx942"): (Tile(1, 1), Tile(2, 1), Tile(4, 1)),
+    ("channel", "sm_80"): (Tile(1, 2), Tile(2, 2), Tile(4, 2)),
+    ("channel", "sm_90"): (Tile(1, 3), Tile(2, 3), Tile(4, 3)),
+    ("channel", "sm_100"): (Tile(1, 3), Tile(2, 3), Tile(4, 3)),
     ("factor", "gfx942"): (Tile(4, 1),) * 3,
     ("factor", "sm_80"): (Tile(4, 1), Tile(4, 1), Tile(8, 1)),
     ("factor", "sm_90"): (Tile(4, 1, registers=168), Tile(4, 1, registers=168), Tile(8, 1)),
@@ -115,6 +119,7 @@ HEADS = Tile(8, 1)  # of key_head_gradients, which moves memory
 # Of float32, which is there to be compared with; of heads up to 64 and up to 128 wide. Some spill whatever the tile
 # (gate.py).
 FLOAT32 = {
+    "channel": (Tile(1, 1), Tile(2, 1)),
     # With eight warps and heads of 16, Y is 4e-4 off on an H200 (Triton 3.6; docs/notes).
     "factor": (Tile(4, 1), Tile(4, 1)),
     "scan": (Tile(8, 1, 16), Tile(8, 1, 16)),
@@ -158,13 +163,13 @@ SCANS = {
     ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
 }
 
-# The same with a decay per channel, where they load A, too.
+# The same with a decay per channel, where they load A, too (at 128 columns see `scan`).
 CHANNEL_SCANS = {
     ("scan", "sm_90"): (
         Tile(4, 4, 16, tma=True),
         Tile(4, 4, 32, tma=True),
         Tile(4, 3, 64, tma=True),
-        Tile(8, 2, 128, tma=True),
+        Tile(8, 3, 128, tma=True),
     ),
 }
 for _kernel in ("scan_kept", "scan_backward", "scan_both"):
@@ -176,11 +181,6 @@ for _kernel in ("scan_kept", "scan_backward", "scan_both"):
     )
 for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
     CHANNEL_SCANS[_kernel, "sm_100"] = (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True))
-
-
-def thread_per_two_channels(width: int) -> Tile:
-    """Of `channel`."""
-    return Tile(max(1, width // 64), 1)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
