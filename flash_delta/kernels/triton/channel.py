@@ -26,7 +26,7 @@ per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms, the same bits
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.channel_gate import BITS, log_decay, parameters
+from flash_delta.kernels.triton.channel_gate import BITS, living, log_decay, parameters
 from flash_delta.kernels.triton.chunk import find_chunk, lead, load_block, load_tile, rows_of
 from flash_delta.kernels.triton.solve import cumulate
 
@@ -70,6 +70,14 @@ def halves(tiles, W: tl.constexpr, n: tl.constexpr):
 def vectors_of(tile, W: tl.constexpr):
     """The 16 rows of ``[16, W]``; a thread gets all tokens of its channels."""
     return halves(halves(halves(halves((tl.trans(tile),), W, 8), W, 4), W, 2), W, 1)
+
+
+@triton.jit
+def first_of(g, left, RAW_GATE: tl.constexpr):
+    out = ()
+    for m in tl.static_range(16):
+        out += (living(g[m], m < left, RAW_GATE),)
+    return out
 
 
 @triton.jit
@@ -145,8 +153,13 @@ def multiply(
     if DIAGONAL:
         scores = tl.where(r // 2 >= o + r % 2, scores, 0.0)
     at = (i + r // 2) * C + j + o
-    tl.store(P + at, scores.to(P.dtype.element_ty), mask=r % 2 == 0)
-    tl.store(L + at, scores.to(L.dtype.element_ty), mask=r % 2 == 1)
+    # One store for both, of numbers of equal size: each takes two barriers to bring them in order.
+    BITS_OF: tl.constexpr = tl.int16 if P.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    of_q = scores.to(P.dtype.element_ty).to(BITS_OF, bitcast=True)
+    of_k = scores.to(L.dtype.element_ty).to(BITS_OF, bitcast=True)
+    to: tl.constexpr = tl.pointer_type(BITS_OF)
+    out = tl.where(r % 2 == 0, P.to(to, bitcast=True) + at, L.to(to, bitcast=True) + at)
+    tl.store(out, tl.where(r % 2 == 0, of_q, of_k))
 
 
 @triton.jit
@@ -186,7 +199,7 @@ def explicit_scores(
                 p = tl.where(o[None, :] == m, p + tl.sum(qq * weights, 1)[:, None], p)
                 l = tl.where(o[None, :] == m, l + tl.sum(kk * weights, 1)[:, None], l)
                 a = tl.load(g_rows + (first + m).to(tl.int64) * g_strides[1] + c * g_strides[3], mask=live, other=0.0)
-                decay = log_decay(a, rate, bias, live, lower_bound, BITS, RAW_GATE, BOUNDED)
+                decay = log_decay(living(a, live, RAW_GATE), rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
                 D = tl.where((o[:, None] >= m) & (m > 0), D + decay[None, :], D)
             lowest = tl.minimum(lowest, tl.min(D, 1))
         unsafe = (lowest < UNSAFE)[:, None]
@@ -215,12 +228,14 @@ def block(
     tl.store(rates + C + i + o, of_k)
     weights = tl.reshape(tl.join(of_q, of_k), [32, 1])
     q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
+    if left < 16:  # most are whole
+        g = first_of(g, left, RAW_GATE)
     fallen = zeros  # since the block's first token
     if I % 2 == 0:
         since = zeros
     gates, qe, ke, own = (), (), (), ()
     for m in tl.static_range(16):  # token by token: few numbers at a time
-        gates += (log_decay(g[m], rate, bias, m < left, lower_bound, BITS, RAW_GATE, BOUNDED),)
+        gates += (log_decay(g[m], rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED),)
         if m == 0:
             G += gates[0]
             since += gates[0]

@@ -31,7 +31,7 @@ Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` su
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.channel_gate import BITS, gate_backward, log_decay, parameters
+from flash_delta.kernels.triton.channel_gate import BITS, gate_backward, living, log_decay, parameters
 from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, load_tile, rows_of, store_tile
 
 MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15 tokens at the lower bound have 108
@@ -76,7 +76,9 @@ def load_gates(
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     live = (token + tl.arange(0, 32) < stop)[None, :]
     a = load_channels(g, strides, token, stop, c, K, W)
-    decays = log_decay(a, rate[:, None], bias[:, None], live, lower_bound, unit, RAW_GATE, BOUNDED)
+    decays = log_decay(
+        living(a, live, RAW_GATE), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
+    )  # fmt: skip
     return a, decays, live, rate, bias
 
 
