@@ -39,23 +39,6 @@ DROP = tl.constexpr(112.0)
 
 
 @triton.jit
-def load_again(x, strides, token, stop, width, W: tl.constexpr):
-    """``load_tile`` as a load of its own, which a policy of its own makes of it: a product reads its tile from shared
-    memory in another order than channels' owners, and one copy for both has 8-way bank conflicts (540 us for 316)."""
-    i, c = token + tl.arange(0, 16), tl.arange(0, W)
-    at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
-    return tl.load(x + at, mask=(i < stop)[:, None] & (c < width)[None, :], other=0.0, eviction_policy="evict_last")
-
-
-@triton.jit
-def reciprocal_lengths(tile, PRECISION: tl.constexpr):
-    """``(sum x^2 + eps)^{-1/2}`` of 16 rows, [16]: from their products with each other."""
-    i = tl.arange(0, 16)
-    squares = tl.dot(tile, tl.trans(tile), input_precision=PRECISION)
-    return tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1) + 1e-6)
-
-
-@triton.jit
 def halves(tiles, W: tl.constexpr, n: tl.constexpr):
     """Of every tile [W, 2 n] its even and its odd columns, [W, n]; all even ones first."""
     even, odd = (), ()
@@ -74,6 +57,7 @@ def vectors_of(tile, W: tl.constexpr):
 
 @triton.jit
 def first_of(g, left, RAW_GATE: tl.constexpr):
+    """Of the activations of 16 tokens the first ``left``."""
     out = ()
     for m in tl.static_range(16):
         out += (living(g[m], m < left, RAW_GATE),)
@@ -124,13 +108,6 @@ def joined(t, W: tl.constexpr, n: tl.constexpr):
 
 
 @triton.jit
-def store_channels(out, x, c, K: tl.constexpr):
-    """``x [W, 16]`` as 16 rows of K channels from ``out`` on."""
-    o = tl.arange(0, 16)
-    tl.store(out + o[None, :] * K + c[:, None], x.to(out.dtype.element_ty), mask=(c < K)[:, None])
-
-
-@triton.jit
 def store_rows(out, x, c, K: tl.constexpr):
     """16 vectors as 16 rows of K channels from ``out`` on."""
     for m in tl.static_range(16):
@@ -153,19 +130,41 @@ def multiply(
     if DIAGONAL:
         scores = tl.where(r // 2 >= o + r % 2, scores, 0.0)
     at = (i + r // 2) * C + j + o
-    # One store for both, of numbers of equal size: each takes two barriers to bring them in order.
-    BITS_OF: tl.constexpr = tl.int16 if P.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
-    of_q = scores.to(P.dtype.element_ty).to(BITS_OF, bitcast=True)
-    of_k = scores.to(L.dtype.element_ty).to(BITS_OF, bitcast=True)
-    to: tl.constexpr = tl.pointer_type(BITS_OF)
-    out = tl.where(r % 2 == 0, P.to(to, bitcast=True) + at, L.to(to, bitcast=True) + at)
-    tl.store(out, tl.where(r % 2 == 0, of_q, of_k))
+    # One store for both, whose numbers have the same size: every store brings them in order first, with two barriers.
+    WORD: tl.constexpr = tl.int16 if P.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    p, l = scores.to(P.dtype.element_ty), scores.to(L.dtype.element_ty)
+    out: tl.constexpr = tl.pointer_type(WORD)
+    tl.store(
+        tl.where(r % 2 == 0, P.to(out, bitcast=True) + at, L.to(out, bitcast=True) + at),
+        tl.where(r % 2 == 0, p.to(WORD, bitcast=True), l.to(WORD, bitcast=True)),
+    )
 
 
 @triton.jit
 def pairs_of(q, k, W: tl.constexpr):
     """``[32, W]``: rows of q and k in turn, each from 16 vectors."""
     return tl.trans(joined(tl.join(tile_of(q), tile_of(k)), W, 32))
+
+
+@triton.jit
+def squares_of(x, zeros):
+    """Of 16 vectors; ``zeros``: see `channel`."""
+    y = ()
+    for m in tl.static_range(16):
+        y += (x[m].to(tl.float32) * x[m].to(tl.float32) + zeros,)
+    return y
+
+
+@triton.jit
+def reciprocal_lengths(q, k, zeros, W: tl.constexpr, PRECISION: tl.constexpr):
+    """``(sum x^2 + eps)^{-1/2}`` of rows of q and k in turn, [32], each from 16 vectors.
+
+    A product with ones adds up what threads have. In bfloat16 a sum of 128 rounded squares is 1e-4 off.
+    """
+    WIDE: tl.constexpr = tl.float32 if k[0].dtype == tl.float16 else k[0].dtype
+    squares = pairs_of(squares_of(q, zeros), squares_of(k, zeros), W).to(WIDE)
+    sums = tl.dot(squares, tl.full([W, 16], 1.0, WIDE), input_precision=PRECISION)
+    return tl.rsqrt(tl.max(sums, 1) + 1e-6)
 
 
 @triton.jit
@@ -210,24 +209,29 @@ def explicit_scores(
 
 @triton.jit
 def block(
-    q_tile, k_tile, g_tile, of_q, of_k, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
+    q_tile, k_tile, g_tile, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
     scale, lower_bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Block I of 16 tokens, of which ``left`` are there; ``early``: the block before's k, decayed up to its end.
 
-    ``of_q, of_k [16]``: reciprocal lengths. Returns this block's k, G at its end, the sum of the half's gates so far,
-    and how far a channel fell.
+    Returns this block's k, G at its end, the sum of the half's gates so far, and how far a channel fell.
     """
     ty: tl.constexpr = k_tile.dtype
     WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too much for float16
     HALF: tl.constexpr = C // 2
     i, o = 16 * I, tl.arange(0, 16)
+    q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
+    of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
+    if NORM:  # every value head writes the same numbers
+        of_q, of_k = tl.split(tl.reshape(reciprocal_lengths(q, k, zeros, BK, PRECISION), [16, 2]))
+        tl.store(norms + i + o, of_q)
+        tl.store(norms + C + i + o, of_k)
+        tl.store(norms + 2 * C + i + o, of_k)
     of_q *= scale
     tl.store(rates + i + o, of_q)
     tl.store(rates + C + i + o, of_k)
     weights = tl.reshape(tl.join(of_q, of_k), [32, 1])
-    q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
     if left < 16:  # most are whole
         g = first_of(g, left, RAW_GATE)
     fallen = zeros  # since the block's first token
@@ -315,16 +319,8 @@ def channel(
         q_tile = load_tile(q_rows, q_strides, at, stop, 0, K, 16, BK)
         k_tile = load_tile(k_rows, k_strides, at, stop, 0, K, 16, BK)
         g_tile = load_tile(g_rows, g_strides, at, stop, 0, K, 16, BK)
-        of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
-        if NORM:  # every value head writes the same numbers
-            o = 16 * I + tl.arange(0, 16)
-            of_q = reciprocal_lengths(load_again(q_rows, q_strides, at, stop, K, BK), PRECISION)
-            of_k = reciprocal_lengths(load_again(k_rows, k_strides, at, stop, K, BK), PRECISION)
-            tl.store(norms + o, of_q)
-            tl.store(norms + C + o, of_k)
-            tl.store(norms + 2 * C + o, of_k)
         early, G, since, fell = block(
-            q_tile, k_tile, g_tile, of_q, of_k, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
+            q_tile, k_tile, g_tile, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
             early, I, stop - at, c, rate, bias, scale, lower_bound, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
         )  # fmt: skip
         lowest = tl.minimum(lowest, fell)

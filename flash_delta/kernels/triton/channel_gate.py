@@ -9,7 +9,6 @@ BITS = tl.constexpr(1.4426950408889634)  # log2(e): kernels count in bits
 LEAST = tl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small
 
 
-
 @triton.jit
 def parameters(
     A_log, dt_bias, hv, c, K: tl.constexpr, RAW_GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr
