@@ -56,9 +56,11 @@ ALLOWED = (
     ),
     Allowed(f"{LIBRARY}/kda-*/channel_gradients", ("sm_80", "sm_89"), "spill", "the same", 60, "3.6"),
     Allowed(f"{LIBRARY}/kda-*/channel_gradients", ("gfx942", "gfx950"), "spill", "the same", 780),
-    Allowed(f"{LIBRARY}/kda-128-BV=128*", HOPPER, "spill", "A beside all that others walk with", 80),
+    Allowed(f"{LIBRARY}/kda-128-BV=128*", HOPPER, "spill", "A beside all that others walk with", 20, "3.6"),
     Allowed(f"{LIBRARY}/kda-128-BV=32/scan", ("gfx950",), "spill", "A beside all that others walk with", 90, "3.9"),
-    Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80", "sm_89"), "spill", "16 tokens of two channels are a thread's", 30),
+    Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80",), "spill", "16 tokens of two channels are a thread's", 140),
+    Allowed(f"{LIBRARY}/kda-128/channel", ("sm_89",), "spill", "the same", 20, "3.6"),
+    Allowed(f"{LIBRARY}/kda-128*/channel", ("sm_90a", "sm_100", "sm_120"), "spill", "the same", 60, "3.9"),
     Allowed(
         f"{LIBRARY}/gdn-64-float32*", tuple(TARGETS), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,
