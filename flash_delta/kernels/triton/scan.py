@@ -90,14 +90,12 @@ def scan(
         q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
-    # At 128 value columns a third stage of all tiles takes 14 KB too many; so P comes a chunk ahead in registers (258
-    # us for 303; with narrower tiles it is slower).
+    # At 128 value columns a third stage of all tiles takes 14 KB too many; so P comes in registers, too (258 us for 303;
+    # with narrower tiles it is slower).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
         qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
-        if AHEAD:
-            y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
-        else:
+        if not AHEAD:
             Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
         os = matrix(o_rows, o_strides, stop, V, C, BV, TMA)
     if SAVE:
@@ -112,6 +110,8 @@ def scan(
     follow(OVERLAP)
     # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
     # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
+    if AHEAD:
+        y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
     for j in range(chunks):
         token, at = start + j * C, j * (HV * C)
