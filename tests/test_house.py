@@ -191,3 +191,35 @@ def test_contributing_is_short():
     lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
     assert len(lines) <= 45
     assert not any(a == b == "" for a, b in pairwise(lines))
+
+
+CALLERS = {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "do", "initial_state", "dfinal", "cu_seqlens"}
+POINTER = {"find_chunk": 1, "bounds": 1}  # which argument is one; of the other readers, the first
+
+
+def name_of(call: ast.Call) -> str:
+    return ast.unparse(call.func).split(".")[-1]
+
+
+def root(node: ast.expr) -> str:
+    """The parameter that an address is made of."""
+    while not isinstance(node, ast.Name):
+        node = node.args[0] if isinstance(node, ast.Call) else node.left
+    return node.id
+
+
+def followers():
+    """The kernels that wait for the one before them, and what they call before they do."""
+    for path in sorted((PACKAGE / "kernels" / "triton").glob("*.py")):
+        for function in ast.parse(path.read_text()).body:
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            waits = [call.lineno for call in calls if name_of(call) == "follow"]
+            if waits:
+                yield pytest.param([call for call in calls if call.lineno < waits[0]], id=function.name)
+
+
+@pytest.mark.parametrize("calls", list(followers()))
+def test_a_kernel_that_starts_early_reads_only_the_callers_tensors(calls):
+    """What the kernels of its call write may not be there before `follow`; small batches only would show it."""
+    reads = [call for call in calls if name_of(call).startswith("load") or name_of(call) in POINTER]
+    assert {root(call.args[POINTER.get(name_of(call), 0)]) for call in reads} <= CALLERS

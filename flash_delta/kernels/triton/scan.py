@@ -90,8 +90,8 @@ def scan(
         q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
-    # At 128 value columns a third stage of all tiles takes 14 KB too many; so P comes in registers, too (258 us for 303;
-    # with narrower tiles it is slower).
+    # At 128 value columns a third stage of all tiles takes 14 KB too much; so P comes in registers, too: 258 us for 303
+    # (with narrower tiles that is slower).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
         qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
