@@ -7,11 +7,10 @@ Norms, and the scale, are in P and L but not in the others: as without a decay p
 accumulators (``rates``).
 
 A decay per channel has to be split between the two factors of a score, ``(q e^{G_i - r}) (k e^{r - G_j})``. Rows come
-in blocks of 16 tokens, and r is G at a block's first token, for the columns of the other half G at that half's end: for
-the columns of earlier blocks both factors are at most 1, and no r lies behind a row that it touches, so that no token
-ever changes what comes before it, not by a bit. Within the block the second factor reaches e^{r - G_j}, which float32
-and bfloat16 hold as long as no channel falls by more than 76 nats; rows below that are computed again from explicit
-differences (``explicit_scores``), if there are any.
+in blocks of 16 tokens, and r is G at a block's first token: for the columns of earlier blocks both factors are at most
+1, and no r lies behind a row that it touches, so that no token ever changes what comes before it, not by a bit. Within
+the block the second factor reaches e^{r - G_j}, which float32 and bfloat16 hold as long as no channel falls by more
+than 76 nats; rows below that are computed again from explicit differences (``explicit_scores``), if there are any.
 
 One thread owns two neighbouring channels, which it stores as one word, and a tile is 16 vectors of channels, one per
 token: sums over tokens stay in a register, and are summed for the differences that are needed, so that nothing cancels.
