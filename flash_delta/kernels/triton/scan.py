@@ -10,7 +10,7 @@ for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that th
 
 The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
 are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
-they were given; of Qg and Kg only norms are left. One program walks a sequence with BV columns of one value head's
+they were given; what Qg and Kg give lacks norms only. One program walks a sequence with BV columns of one value head's
 state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
@@ -91,7 +91,7 @@ def scan(
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
     # At 128 value columns a third stage of all tiles takes 14 KB too much; so P comes in registers, too: 258 us for 303
-    # (with narrower tiles that is slower).
+    # (docs/notes; with narrower tiles that is slower).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
         qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)

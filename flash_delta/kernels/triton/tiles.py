@@ -77,6 +77,7 @@ def takes_tma(chip: Chip) -> bool:
 
 # Of heads up to 64, up to 128 and up to 256 wide (the wider of K and V).
 TILES = {
+    # A thread owns two channels; measured 128 wide.
     ("channel", "gfx942"): (Tile(1, 1), Tile(2, 1), Tile(4, 1)),
     ("channel", "sm_80"): (Tile(1, 2), Tile(2, 2), Tile(4, 2)),
     ("channel", "sm_90"): (Tile(1, 3), Tile(2, 3), Tile(4, 3)),
