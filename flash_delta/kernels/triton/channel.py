@@ -158,8 +158,8 @@ def squares_of(x, zeros):
 def reciprocal_lengths(q, k, zeros, W: tl.constexpr, PRECISION: tl.constexpr):
     """``(sum x^2 + eps)^{-1/2}`` of rows of q and k in turn, [32], each from 16 vectors.
 
-    A product with ones adds up what threads have. In bfloat16 each square is rounded, by 2^-9 of it at most, and so their
-    sum is no further off.
+    A product with ones adds up what threads have. In bfloat16 each square is rounded, by 2^-9 of it at most, and so
+    their sum is no further off.
     """
     WIDE: tl.constexpr = tl.float32 if k[0].dtype == tl.float16 else k[0].dtype
     squares = pairs_of(squares_of(q, zeros), squares_of(k, zeros), W).to(WIDE)
@@ -258,8 +258,8 @@ def token_block(
     rows = pairs_of(qe, ke, BK).to(WIDE)
     multiply(P, L, rows, tile_of(own).to(WIDE), weights, of_k, i, i, True, C, NORM, PRECISION)
     if I >= C // 32:
-        # Written in earlier blocks, by other threads: all have waited for this block's tiles since. This has to stay in a
-        # branch: a load that is not, Triton's pipeliner takes and runs before what it reads is written.
+        # Written in earlier blocks, by other threads: all have waited for this block's tiles since. This has to stay in
+        # a branch: a load that is not, Triton's pipeliner takes and runs before what it reads is written.
         first = load_block(Kd, 0, 0, C, K, HALF, BK)
         columns = tl.trans((first * tl.exp2(since)[None, :]).to(ty))
         norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
