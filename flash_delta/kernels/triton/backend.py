@@ -111,9 +111,12 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         launch.run_scan_backward(
             c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute
         )
-        launch.run_pairs(c, channels, solved, residual, chain, do, d, scores)
+        launch.run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
         if p.gate == "channel":
-            launch.run_channel_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
+            if p.dtype == torch.bfloat16:
+                launch.run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
+            if p.dtype != torch.bfloat16 or p.lower_bound is None:
+                launch.run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
             launch.run_key_head_gradients(c, solved, heads, d)
             return
         launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores)

@@ -1,29 +1,24 @@
-"""What queries, keys and gates get where every key channel has a gate of its own, all chunks at once.
+"""What queries, keys and gates get where every key channel has a gate of its own, all chunks at once, in bfloat16.
 
     dq = scale e^G . (dO S0^T) + sum over j <= i of dP_ij e^{G_i - G_j} . k_j
     dp = -e^G . (dV S0^T) + sum over j < i of dL_ij e^{G_i - G_j} . k_j
     dk = e^{G_C - G} . (U dS1^T) + sum over i >= j of e^{G_i - G_j} . (dP_ij q_i + dL_ij k_i)      (and dp, as p is k)
-    dg_t = rows of (gamma S0 . dS1) + what tokens from t on do with those before t + what those before t leave behind
+    dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write behind the chunk
 
-`pairs` has written dPD and taken, the gradients of q_i . k_j and of p_i . k_j (sign turned), with the norms in them: q
-and k are multiplied as they lie in memory, and with a norm y = r x what is accumulated is z = r dy (see gradients.py).
+`pairs` has written dPD and taken, the gradients of q_i . k_j and of p_i . k_j (its sign turned), with the norms in
+them, and the products with states: q and k are multiplied as they lie in memory, and with a norm y = r x what is
+accumulated is z = r dy (see gradients.py).
 
-A tile is [W, 32]: W channels, a row of the accumulators each, of half a chunk. So decayed copies go into the next
-product from registers, and what they are multiplied with, the same for all channels, waits in shared memory. The decay
-of a pair is split at a place between its tokens, ``(q_i e^{G_i - r}) (k_j e^{r - G_j})``:
+Tokens come in blocks of 16, and a tile is [W, 16]: W channels, a row of the accumulators each, of one block. So decayed
+copies go into the next product from registers, and what they are multiplied with, the same for all channels, waits in
+shared memory. As in `channel` the decay of a pair is split at G of the first token of the row's block,
+``(q_i e^{G_i - r}) (k_j e^{r - G_j})``: no factor is above 1 but within a block, where the second one is as large as a
+channel falls there.
 
-* between the halves of the chunk r is G at the earlier half's end, and both factors are at most 1: those that the state
-  before and behind the chunk is read and written with, but for a half's whole decay;
-* between the two blocks of 16 tokens of a half r is G at the later one's first token, and both are at most 1;
-* in a block r is G at its first token. The second factor is as large as a channel falls there; where that is more than
-  ``MILD``, and where numbers are no bfloat16, a half is halved again and again instead: no factor is above 1.
-
-Exponents are sums of just the gates that a factor carries, by products with ones, whatever came before.
-
-A gate's gradient is summed over just what carries the gate, so that nothing cancels: what rows add to dq and dp counts
-up to their own tokens, what columns add to dk from the token behind them on, and tokens between the two get all of it.
-In a block that is not halved it is the difference of two sums that all its pairs are in. What a pair adds to either is
-the product of the same three rounded numbers, and cancels up to float32's rounding: good enough for bfloat16.
+What a pair adds to the gates between its tokens is the difference of two sums that begin at either one: the same three
+rounded numbers are multiplied in both, so that it cancels up to float32's rounding where a gate is not between them.
+That is good enough for bfloat16. Channels that fall by more than ``MILD`` within a block are left to
+`halved_gradients`, which reads in ``fallen`` how far they fell, and so are other types.
 
 Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` sums and finishes them.
 """
@@ -32,328 +27,206 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.triton.channel_gate import BITS, gate_backward, living, log_decay, parameters
-from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, load_tile, rows_of, store_tile
-
-MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15 tokens at the lower bound have 108
-
-
-@triton.jit
-def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
-    """``[W, 32]``: channels c of 32 tokens, of the last one again from ``stop`` on: all that it meets there is 0.
-
-    Not by a mask: those of loads and stores would be the same, and take registers from the first to the last of them.
-    """
-    o = tl.minimum(tl.arange(0, 32), stop - 1 - token)
-    at = o[None, :] * strides[1] + c[:, None] * strides[3]  # short: 64 bits would be registers
-    at += x + token.to(tl.int64) * strides[1]
-    if K % W == 0:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(c < K)[:, None], other=0.0)
+from flash_delta.kernels.triton.chunk import find_chunk, follow, lead, load_block, rows_of, store_tile
+from flash_delta.kernels.triton.halved_gradients import MILD, in_parts, leading, sum_of
 
 
 @triton.jit
-def store_channels(out, x, stride, count, c, K: tl.constexpr, W: tl.constexpr):
-    """Of the first ``count`` tokens."""
-    o = tl.arange(0, 32)
-    some = (o < count)[None, :]
+def load_channels(x, strides, token, left, c, K: tl.constexpr, W: tl.constexpr):
+    """``[W, 16]``: channels c of the first ``left`` of 16 tokens, 0 for the others."""
+    t = tl.arange(0, 16)[None, :]
+    at = x + token.to(tl.int64) * strides[1] + t * strides[1] + c[:, None] * strides[3]
+    some = (t < left) & (c[:, None] >= 0)
     if K % W > 0:
-        some &= (c < K)[:, None]
-    tl.store(out + o[None, :] * stride + c[:, None], x.to(out.dtype.element_ty), mask=some)
+        some &= c[:, None] < K
+    return tl.load(at, mask=some, other=0.0)
 
 
 @triton.jit
-def store_half(out, x, c, K: tl.constexpr, W: tl.constexpr):
-    store_channels(out, x, K, 32, c, K, W)
+def in_order(x):
+    """As float32, in the layout of products: that with the unit matrix is exact."""
+    if x.dtype == tl.float32:
+        return x
+    else:
+        o = tl.arange(0, 16)
+        return tl.dot(x, (o[:, None] == o[None, :]).to(x.dtype))
 
 
 @triton.jit
-def load_gates(
-    g, strides, A_log, dt_bias, lower_bound, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
-    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """``[W, 32]``: the activations, their log decay, where there are any; and ``parameters``."""
-    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
-    live = (token + tl.arange(0, 32) < stop)[None, :]
-    a = load_channels(g, strides, token, stop, c, K, W)
-    decays = log_decay(
-        living(a, live, RAW_GATE), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
+def chosen(x, I):
+    """Element I of a tuple of tiles, 0 behind its last one."""
+    y = x[0] * 0.0
+    for m in tl.static_range(len(x)):
+        y = tl.where(m == I, x[m], y)
+    return y
+
+
+@triton.jit
+def total(x, first: tl.constexpr, I):
+    """The sum of the elements from ``first`` up to before I of a tuple of vectors."""
+    y = x[0] * 0.0
+    for m in tl.static_range(first, len(x)):
+        y += tl.where(m < I, x[m], 0.0)
+    return y
+
+
+@triton.jit
+def gates_of(tile, left, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Of 16 tokens, of which ``left`` are there: the activations, their log decay, and which are there."""
+    a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
+    decay = log_decay(
+        living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
     )  # fmt: skip
-    return a, decays, live, rate, bias
+    return a, decay, live
 
 
 @triton.jit
-def leading(x):
-    """The bits of a float32 that bfloat16 has, by a mask: a number that is rounded and looked at is converted alone,
-    not two at once, and that is slow."""
-    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+def blocks_of(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """All blocks of a chunk, [W, 16] each."""
+    tiles = ()
+    for I in tl.static_range(C // 16):
+        tiles += (load_channels(x, strides, token + 16 * I, stop - token - 16 * I, c, K, W),)
+    return tiles
+
+
+@triton.jit
+def scores_of(x, I, J: tl.constexpr, C: tl.constexpr):
+    """Of rows of block I, with columns of an earlier block J; 0 where that is none."""
+    r, c = tl.arange(0, 16)[:, None], 16 * J + tl.arange(0, 16)[None, :]
+    return tl.load(x + (16 * I + r) * C + c, mask=(c < 16 * I) & (r >= 0), other=0.0)
+
+
+@triton.jit
+def store_rows(out, x, first, count, stride, K: tl.constexpr, W: tl.constexpr):
+    """``[W, 16]`` as the channels from ``first`` on of the first ``count`` tokens."""
+    r, c = tl.arange(0, 16)[:, None], first + tl.arange(0, W)[None, :]
+    some = r < count
+    if K % W > 0:
+        some &= c < K
+    tl.store(out + r * stride + c, tl.trans(x.to(out.dtype.element_ty)), mask=some)
 
 
 @triton.jit
 def rounded(x):
-    """As bfloat16 would round it."""
+    """As bfloat16 would round it. A number that is rounded and looked at is converted alone, not two at once: slow."""
     return leading((x.to(tl.int32, bitcast=True) + 32768).to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def in_parts(x, PARTS: tl.constexpr):
-    """x in parts of 8 bits, whose products with zeros and ones are exact."""
-    parts = ()
-    for _ in tl.static_range(PARTS - 1):
-        part = leading(x)
-        parts += (part.to(tl.bfloat16),)
-        x -= part
-    return parts + (x.to(tl.bfloat16),)  # noqa: RUF005 (Triton knows no star)
-
-
-@triton.jit
-def sum_of(parts, carried, out, PARTS: tl.constexpr):
-    """Column t: ``out`` and the sum of those whose row of ``carried [32, 32]`` has t."""
-    ones = carried.to(tl.bfloat16)
-    for m in tl.static_range(PARTS):
-        out = tl.dot(parts[m], ones, out)
-    return out
-
-
-@triton.jit
-def decay(gates, carried, PARTS: tl.constexpr):
-    return tl.exp2(sum_of(gates, carried, tl.zeros(gates[0].shape, tl.float32), PARTS))
-
-
-@triton.jit
-def add_sums(dg, x, carried, PARTS: tl.constexpr):
-    """Adds to every gate r those x whose column of ``carried`` has r."""
-    return sum_of(in_parts(x, PARTS), tl.trans(carried.to(tl.bfloat16)), dg, PARTS)
-
-
-@triton.jit
-def to_rows(aq, ap, ke, dP, dL, PRECISION: tl.constexpr):
-    """Adds what the columns ``ke`` say to the rows."""
-    aq = tl.dot(ke, tl.trans(dP), aq, input_precision=PRECISION)
-    return aq, tl.dot(ke, tl.trans(dL), ap, input_precision=PRECISION)
-
-
-@triton.jit
-def to_columns(back, qe, pe, dP, dL, PRECISION: tl.constexpr):
-    """Adds what the rows say to the columns."""
-    back = tl.dot(qe, dP, back, input_precision=PRECISION)
-    return tl.dot(pe, dL, back, input_precision=PRECISION)
-
-
-@triton.jit
-def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what every earlier part of ``half`` tokens and the later one behind it say to each other."""
-    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
-    middle = (t & -half) | half
-    carried = ((middle < r) & (r <= t)) | ((t < r) & (r <= middle))  # by token t, gate r
-    e = decay(gates, carried, PARTS)
-    ke, qe = (k * e).to(k.dtype), (q * e).to(q.dtype)
-    below = (((r ^ t) & -half) == half) & (r > t)
-    dP, dL = tl.where(below, dP, 0.0), tl.where(below, dL, 0.0)
-    zero = tl.zeros(zq.shape, tl.float32)
-    aq, ak = to_rows(zero, zero, ke, dP, dL, PRECISION)  # later keys erase,
-    ak = to_columns(ak, qe, ke, dP, dL, PRECISION)  # earlier ones write
-    dg = add_sums(dg, qe.to(tl.float32) * aq + ke.to(tl.float32) * ak, carried, 3)
-    return zq + e * aq, zk + e * ak, dg
-
-
-@triton.jit
-def blocks(
-    zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K: tl.constexpr, W: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what the tokens of two blocks say to each other. ``since``: decay of the tokens behind a block's first,
-    which are ``carried``."""
-    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
-    ty: tl.constexpr = k.dtype
-    zero = tl.zeros(zq.shape, tl.float32)
-    own, other = (r > t) & (r // 16 == t // 16), (r >= 16) & (t < 16)
-    dP_own, dL_own = tl.where(own, dP, 0.0), tl.where(own, dL, 0.0)
-    dP_next, dL_next = tl.where(other, dP, 0.0), tl.where(other, dL, 0.0)
-    between = (t < r) & (r <= 16)
-    # to rows
-    fall, e16 = tl.exp2(-since), decay(gates, between, PARTS)
-    ke = rounded(k * fall)
-    aq, ap = to_rows(zero, zero, ke.to(ty), dP_own, dL_own, PRECISION)
-    aq, ap = to_rows(aq, ap, (k * e16).to(ty), dP_next, dL_next, PRECISION)
-    e = tl.exp2(since)
-    qe, pe = rounded(q * e), rounded(k * e)
-    y = qe * aq + pe * ap
-    store_half(dq, zq + e * aq, c, K, W)
-    zk += e * ap
-    # to columns; dk is stored as soon as it can be: what it is made of fills registers up to there
-    qe, pe = qe.to(ty), pe.to(ty)
-    back = to_columns(zero, qe, pe, dP_own, dL_own, PRECISION)
-    y -= ke * back
-    next = e16 * to_columns(zero, qe, pe, dP_next, dL_next, PRECISION)
-    store_half(dk, zk + fall * back + next, c, K, W)
-    dg = add_sums(dg, y, carried, 3)
-    return add_sums(dg, k * next, between, PARTS)
-
-
-@triton.jit
-def within(
-    zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K: tl.constexpr, W: tl.constexpr, BOUNDED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what the tokens of half a chunk say to each other, stores dq and dk, and returns dg."""
-    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
-    carried = (t // 16 * 16 < r) & (r <= t)
-    since = sum_of(gates, carried, tl.zeros(zq.shape, tl.float32), PARTS)
-    # how often halved; float16 has no such numbers as a block wants, float32 more digits than a difference leaves
-    if k.dtype != tl.bfloat16:
-        levels = 5
-    elif BOUNDED:
-        levels = 0
-    else:
-        levels = tl.where(tl.min(since) >= -MILD, 0, 5)
-    for level in range(levels):
-        zq, zk, dg = halves(zq, zk, dg, q, k, gates, dP, dL, 1 << level, PARTS, PRECISION)
-    if levels > 0:
-        store_half(dq, zq, c, K, W)
-        store_half(dk, zk, c, K, W)
-    for _ in range(1 - levels // 5):  # if levels == 0; Triton 3.6 takes no products in a branch here
-        dg = blocks(zq, zk, dg, q, k, gates, since, carried, dP, dL, dq, dk, c, K, W, PARTS, PRECISION)
-    return dg
-
-
-@triton.jit
-def state_product(state, rows, factor, PRECISION: tl.constexpr):
-    """``state^T rows^T``, every column times its factor."""
-    return tl.dot(tl.trans(state), tl.trans(rows), input_precision=PRECISION) * factor[None, :]
-
-
-@triton.jit
-def token_factors(norms, b, scale, I, C: tl.constexpr, NORM: tl.constexpr):
-    """Of half I of the chunk: what reads, erases and writes in the state are multiplied with."""
-    i = 32 * I + tl.arange(0, 32)
-    reads, erases, writes = tl.full([32], scale, tl.float32), -tl.load(b + i), tl.full([32], 1.0, tl.float32)
-    if NORM:
-        writes = tl.load(norms + C + i)
-        reads, erases = reads * tl.load(norms + i), erases * writes
-    return reads, erases, writes
-
-
-@triton.jit
-def load_scores(dPD, taken, I, J, C: tl.constexpr):
-    """dP and dL between the halves I and J."""
-    return load_block(dPD, 32 * I, 32 * J, C, C, 32, 32), -load_block(taken, 32 * I, 32 * J, C, C, 32, 32)
-
-
-@triton.jit
-def half_chunk(
-    q, k, dO, lam, U, s0, ds1, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, c, I,
-    K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    BOUNDED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
-
-    ``ke``, ``written``: the earlier half's keys, decayed up to its end, and what its columns get from behind that;
-    ``past``: its decay; ``rest``: what is carried by all gates of this half. Up to the later half's end ``written``
-    and ``rest`` are decayed there: it comes first, and adds what its rows say to columns of the earlier one and read in
-    the state.
-    """
-    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
-    ty: tl.constexpr = k.dtype
-    zero = tl.zeros(q.shape, tl.float32)
-    reads, erases, writes = token_factors(norms, b, scale, I, C, NORM)
-    gates = in_parts(g, PARTS)
-    dP, dL = load_scores(dPD, taken, I, I, C)
-    own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # no gate is between
-    e = decay(gates, r <= t, PARTS)
-    zq, zk = e * state_product(s0, dO, reads, PRECISION), e * state_product(s0, lam, erases, PRECISION)
-    if I == 1:
-        future = tl.exp2(tl.sum(g, 1))
-        written, rest, through = written * future[:, None], rest * future, through * future
-        zq, zk = zq * past[:, None], zk * past[:, None]
-    here, back = rest, written
-    dg = add_sums(zero, q * zq + k * zk, r <= t, PARTS)
-    if I == 1:
-        rest = through + tl.sum(tl.where(t == 0, dg, 0.0), 1)
-        dP_next, dL_next = load_scores(dPD, taken, 1, 0, C)
-        u = load_block(U, 32, 0, C, V, 32, BV)
-        written = to_columns(written, (q * e).to(ty), (k * e).to(ty), dP_next, dL_next, PRECISION)
-        aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
-        aq, ap = e * aq, e * ap
-        zq, zk, dg = zq + aq, zk + ap, add_sums(dg, q * aq + k * ap, r <= t, PARTS)
-        back = state_product(ds1, u, writes, PRECISION)
-    dg += here[:, None]
-    back *= decay(gates, r > t, PARTS)
-    dg = add_sums(dg, k * back, r > t, PARTS)
-    zq, zk, dq, dk = zq + own * k, zk + back + own * q, dq + 32 * I * K, dk + 32 * I * K
-    dg = within(zq, zk, dg, q, k, gates, dP, dL, dq, dk, c, K, W, BOUNDED, PARTS, PRECISION)
-    return dg, written, rest
+def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
+    """Adds what rows of one block and columns of another say to each other; z (before ``factor``), y: of columns.
+    The sign of dp is turned."""
+    columns = rounded(columns)
+    ke = columns.to(dP.dtype)
+    aq, ap = tl.dot(ke, tl.trans(dP), aq), tl.dot(ke, tl.trans(dL), ap)
+    back = tl.dot(pe, dL, tl.dot(qe, dP))
+    return aq, ap, z + factor * back, y - columns * back
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def channel_gradients(
-    q, k, g, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
-    dq, dk, dg, dA_log, ddt_bias, N, T, scale, lower_bound, q_strides, k_strides, g_strides, do_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, g, A_log, dt_bias, dPD, taken, cu_seqlens, dq, dk, written, through, fallen, dg, dA_log, ddt_bias, N, T,
+    lower_bound, q_strides, k_strides, g_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dg; of one value head dq and dk (with a norm, r dy), ``[slots, HV, C, K]``; of A_log and dt_bias ``[slots, HV,
-    K]``, to be summed."""
+    """dg; of one value head dq and dk (with a norm, r dy), ``[slots, HV, C, K]``, where the products with states are;
+    of A_log and dt_bias ``[slots, HV, K]``, to be summed."""
     lead(OVERLAP)
     follow(OVERLAP)
     BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
-    part, slot, hv = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
+    slot, hv, first = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(0) % BLOCKS * W
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
-    o, c = tl.arange(0, 32), part * W + tl.arange(0, W)
+    c, t = first + tl.arange(0, W), tl.arange(0, 16)
     ty: tl.constexpr = k.dtype.element_ty
-    PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # what e^-76 gets wrong is nothing
     head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
-    strides = (T.to(tl.int64) * HV * K, HV * K, K, 1)
+    strides, rows = (T.to(tl.int64) * HV * K, HV * K, K, 1), (0, K, 0, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
     if PACKED:  # noqa: SIM102 (a constant, then a number)
         if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
-            store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
+            store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, first, K, C, W)
+            tl.store(fallen + sums, 0.0, mask=c < K)
             if HAS_A:
                 tl.store(dA_log + sums, 0.0, mask=c < K)
             if HAS_BIAS:
                 tl.store(ddt_bias + sums, 0.0, mask=c < K)
             return
-    q, k = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
-    g, do = rows_of(g, g_strides, row, hv), rows_of(do, do_strides, row, hv)
-    U, dU, dPD, taken = U + head * C * V, dU + head * C * V, dPD + head * C * C, taken + head * C * C
-    dq, dk = dq + head * C * K, dk + head * C * K
-    b = vectors + head * 4 * C + 2 * C
-    if NORM:
-        norms += (slot.to(tl.int64) * H + h) * 3 * C
-    # the earlier half first: its decay, and what it writes into the state
-    s0 = load_block(states + head * V * K, 0, part * W, V, K, BV, W)
-    ds1 = load_block(dstates + head * V * K, 0, part * W, V, K, BV, W)
-    kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, V, 32, BV)
-    gi = load_gates(
-        g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
-    )[1]
-    past = tl.exp2(tl.sum(gi, 1))
-    through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
-    e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
-    written = state_product(ds1, u, token_factors(norms, b, scale, 0, C, NORM)[2], PRECISION)
-    rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
-    dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
-    for step in range(2):  # not unrolled: instructions have a cache, too
-        I = 1 - step
-        at = token + 32 * I
-        qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
-        dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, V, 32, BV)
-        gi = load_gates(
-            g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
-        )[1]
-        d, written, rest = half_chunk(
-            qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
-            scale, dq, dk, c, I, K, W, C, V, BV, NORM, BOUNDED, PARTS, PRECISION,
-        )  # fmt: skip
-        a, decays, live, rate, bias = load_gates(  # again: fewer registers
-            g, g_strides, A_log, dt_bias, lower_bound, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
-        )
+    q, k, g = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h), rows_of(g, g_strides, row, hv)
+    dPD, taken = dPD + head * C * C, taken + head * C * C
+    dq, dk, written = dq + head * C * K, dk + head * C * K, written + head * C * K
+    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    stop = tl.minimum(stop, token + C)
+    LAST: tl.constexpr = C // 16 - 1
+    # Right to left: what keys write behind the chunk, the sum of the gates from a block on, and of every block but the
+    # last one the keys, decayed up to its end, and its gates' sum. No load passes a barrier, and operands of products
+    # have many: all that comes from memory is loaded at once.
+    k_tiles = blocks_of(k, k_strides, token, stop, c, K, W, C)
+    g_tiles = blocks_of(g, g_strides, token, stop, c, K, W, C)
+    written_tiles = blocks_of(written, rows, token * 0, C, c, K, W, C)
+    zero, none = tl.zeros([W, 16], tl.float32), tl.zeros([W], tl.float32)
+    rest, D, lowest, keys, totals, z, y = none, none, none, (), (), (), ()
+    behind_first = (t[:, None] > 0) & (t[:, None] <= t[None, :])
+    for m in tl.static_range(LAST, -1, -1):
+        _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+        kk = in_order(k_tiles[m])
+        s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
+        fall, fell = tl.min(s, 1), tl.sum(gates, 1)
+        kk *= tl.exp2(fall[:, None] - s)
+        rest += tl.sum(kk * in_order(written_tiles[m]), 1) * tl.exp2(D)
+        lowest = tl.minimum(lowest, fall)
+        if m < LAST:
+            keys, totals = (kk,) + keys, (fell,) + totals  # noqa: RUF005 (Triton knows no star)
+            z += (zero,)
+            y += (zero,)
+        D += fell
+    tl.store(fallen + sums, lowest, mask=c < K)
+    rest += tl.exp2(D) * tl.load(through + sums, mask=c < K, other=0.0)
+    dA, dbias, D = none, none, none
+    # Block by block, right to left. What later rows give to a block's columns waits in z and y; not unrolled, so that
+    # tiles are fetched blocks ahead. Scores with blocks that are not earlier are 0.
+    for back in range(C // 16):
+        I = LAST - back
+        at = token + 16 * I
+        left = stop - at
+        q_tile, k_tile = load_channels(q, q_strides, at, left, c, K, W), load_channels(k, k_strides, at, left, c, K, W)
+        g_tile, end = load_channels(g, g_strides, at, left, c, K, W), load_channels(written, rows, 16 * I, 16, c, K, W)
+        dq_tile, dk_tile = load_channels(dq, rows, 16 * I, 16, c, K, W), load_channels(dk, rows, 16 * I, 16, c, K, W)
+        a, gates, live = gates_of(g_tile, left, rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+        s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
+        fall, fell = tl.min(s, 1), tl.sum(gates, 1)
+        opens = fell - fall  # of the first token
+        e, kk = tl.exp2(s), in_order(k_tile)
+        q_rows, p_rows = rounded(in_order(q_tile) * e), rounded(kk * (e * -1.0))
+        qe, pe = q_rows.to(ty), p_rows.to(ty)
+        start = tl.exp2(total(totals, 0, I) + opens)[:, None]
+        aq, ap = in_order(dq_tile) * start, in_order(dk_tile) * start
+        later_z, later_y = (), ()
+        for J in tl.static_range(LAST):
+            reach = tl.exp2(total(totals, J + 1, I) + opens)[:, None]
+            aq, ap, zj, yj = between(
+                aq, ap, z[J], y[J], qe, pe, keys[J] * reach, reach, scores_of(dPD, I, J, C), scores_of(taken, I, J, C)
+            )  # fmt: skip
+            later_z += (zj,)
+            later_y += (yj,)
+        z, y = later_z, later_y
+        grown = s * -1.0
+        if not BOUNDED:
+            grown = tl.minimum(grown, MILD + 1.0)  # what is larger is computed again
+        grown = tl.exp2(grown)
+        dP, dL = load_block(dPD, 16 * I, 16 * I, C, C, 16, 16), load_block(taken, 16 * I, 16 * I, C, C, 16, 16)
+        aq, ap, zz, yy = between(aq, ap, zero, chosen(y, I), qe, pe, kk * grown, grown, dP, dL)
+        late, end = tl.exp2(fall)[:, None] * grown, in_order(end) * tl.exp2(D)[:, None]
+        D += fell
+        store_rows(dq + 16 * I * K, e * aq, first, 16, K, K, W)
+        store_rows(dk + 16 * I * K, zz + late * (end + chosen(z, I)) - e * ap, first, 16, K, K, W)
+        yy += q_rows * aq + p_rows * ap - kk * late * end
+        d = sum_of(in_parts(yy, 3), t[:, None] >= t[None, :], zero, 3) + rest[:, None]
+        rest += tl.sum(yy, 1)
         if RAW_GATE:
-            d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
+            d, of_A_log = gate_backward(d, gates * (1.0 / BITS), a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
-        store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, stop - at, c, K, W)
+        store_rows(dg + at.to(tl.int64) * (HV * K), d, first, left, HV * K, K, W)
     if HAS_A:
         tl.store(dA_log + sums, dA, mask=c < K)
     if HAS_BIAS:

@@ -16,6 +16,7 @@ from flash_delta.kernels.triton.channel_gradients import channel_gradients
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
+from flash_delta.kernels.triton.halved_gradients import halved_gradients
 from flash_delta.kernels.triton.key_head_gradients import key_head_gradients
 from flash_delta.kernels.triton.launcher import Call, Plan, launch
 from flash_delta.kernels.triton.pairs import pairs
@@ -129,20 +130,25 @@ def run_scan_backward(
 
 def run_pairs(
     c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores,
-    t: Tile | None = None,
+    heads: HeadGradients, t: Tile | None = None,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
-        chosen = t or tile("pairs", p, c.shape.chip)
+        with_states = heads.written is not None
+        chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
+        # Steps of loops over K. Of states 64 at least: narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
+        BK = min(chosen.BV, max(64, block(p.K))) if with_states else min(chosen.BV, block(p.K))
         yield plan(
             c, pairs, (count_slots(p), p.HV, 1), chosen,
             p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
-            BK=min(chosen.BV, block(p.K)), follows=True,  # steps of its loop over K, too
+            BK=BK, STATES=with_states, follows=True,
         )  # fmt: skip
 
-    read = (x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, s.vectors, s.norms, x.cu_seqlens)
-    launch(c, pairs, (*read, d.v, d.beta, *scores), plans)
+    read = (
+        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens
+    )  # fmt: skip
+    launch(c, pairs, (*read, d.v, d.beta, *scores, *heads[:4]), plans)
 
 
 def run_query_gradients(
@@ -192,26 +198,47 @@ def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | N
 
 
 def run_channel_gradients(
-    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
-    dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
+    c: Call, scores: Scores, heads: HeadGradients, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
+    t: Tile | None = None,
 ) -> None:  # fmt: skip
-    """dg; dq and dk of every value head; and of A_log and dt_bias ``[slots, HV, K]``, to be summed."""
+    """dg; dq and dk of every value head; and of A_log and dt_bias ``[slots, HV, K]``, to be summed. For bfloat16."""
     p, x = c.p, c.x
 
     def plans() -> Iterator[Plan]:
         chosen = t or tile("channel_gradients", p, c.shape.chip)
-        W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
+        W = min(chosen.BV, block(p.K))  # channels of one program
         yield plan(
             c, channel_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
+            p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
+        )  # fmt: skip
+
+    pointers = (
+        x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias
+    )  # fmt: skip
+    launch(c, channel_gradients, pointers, plans)
+
+
+def run_halved_gradients(
+    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
+    dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
+) -> None:  # fmt: skip
+    """What `channel_gradients` says; behind it, only what it could not say."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        chosen = t or tile("halved_gradients", p, c.shape.chip)
+        W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
+        yield plan(
+            c, halved_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
             p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
             W=W, BV=block(p.V), follows=True,
         )  # fmt: skip
 
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
-        s.vectors, s.norms, x.cu_seqlens, *heads, dg, dA_log, ddt_bias,
+        s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
     )  # fmt: skip
-    launch(c, channel_gradients, pointers, plans)
+    launch(c, halved_gradients, pointers, plans)
 
 
 def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) -> None:
@@ -222,7 +249,7 @@ def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) 
             c, key_head_gradients, (count_slots(p), p.H, 1), HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True
         )  # fmt: skip
 
-    launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, *heads, d.q, d.k), plans)
+    launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k), plans)
 
 
 def plan(

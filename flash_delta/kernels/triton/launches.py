@@ -110,11 +110,13 @@ class Kernels:
 
     def gradients(self) -> None:
         c, p, x, s, f, do, d = self.c, self.p, self.x, self.solved, self.factors, self.x.v, launch.new_gradients(self.x)
-        launch.run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores)
+        launch.run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores, self.heads)
         sums = torch.empty(count_slots(p), p.HV, p.K, device=p.device)
         sums = [None if t is None else sums for t in (x.A_log, x.dt_bias)]
         if p.gate == "channel":
-            launch.run_channel_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, d.g, *sums)
+            launch.run_channel_gradients(c, self.scores, self.heads, d.g, *sums)
+            if p.lower_bound is None:
+                launch.run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, d.g, *sums)
             launch.run_key_head_gradients(c, s, self.heads, d)
             return
         launch.run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)

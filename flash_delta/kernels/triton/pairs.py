@@ -6,7 +6,10 @@
 
 L U is not formed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL is made of the same product. Where the erase reads
 the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t. With a decay per
-channel (CHANNEL) L is read, and what is written has no decay in it: `channel_gradients` applies it.
+channel (CHANNEL) L is read, and what is written has no decay in it: `channel_gradients` applies it. For that kernel
+(STATES) the products with states are taken here, too, where their other factors are at hand,
+
+    dq = scale dO S0^T      dk = b . dU~ S0^T (the sign of dp turned)      written = U dS1^T      through = S0 . dS1
 
 Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
 products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
@@ -46,14 +49,46 @@ def times_ones(x, ones, PARTS: tl.constexpr):
     return out
 
 
+@triton.jit
+def store_product(out, x, factor, column, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    i, c = tl.arange(0, C)[:, None], column + tl.arange(0, BK)[None, :]
+    tl.store(out + i * K + c, (x * factor[:, None]).to(out.dtype.element_ty), mask=(i >= 0) & (c < K))
+
+
+@triton.jit
+def state_products(
+    dO, do_strides, U, dU, state, dstate, reads, erases, writes, token, stop, dq, dk, written, through,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What the state before the chunk and the gradient of the one behind it give to tokens, BK channels at a time."""
+    c = tl.arange(0, BK)
+    for column in range(0, K, BK):
+        zero, product = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
+        x, y = zero, zero
+        for w in range(0, V, BV):
+            s = load_block(state, w, column, V, K, BV, BK)
+            x = tl.dot(load_tile(dO, do_strides, token, stop, w, V, C, BV), s, x)
+            y = tl.dot(load_block(dU, 0, w, C, V, C, BV), s, y)
+        store_product(dq, x, reads, column, K, BK, C)
+        store_product(dk, y, erases, column, K, BK, C)
+        x = zero
+        for w in range(0, V, BV):
+            s, d = load_block(state, w, column, V, K, BV, BK), load_block(dstate, w, column, V, K, BV, BK)
+            x = tl.dot(load_block(U, 0, w, C, V, C, BV), d, x)
+            product += tl.sum(s.to(tl.float32) * d.to(tl.float32), 0)
+        store_product(written, x, writes, column, K, BK, C)
+        tl.store(through + column + c, product, mask=column + c < K)
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def pairs(
-    q, k, p, do, R, U, dU, L, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, N, T, scale, beta_top,
+    q, k, p, do, R, U, dU, L, states, dstates, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, dq, dk,
+    written, through, N, T, scale, beta_top,
     q_strides, k_strides, p_strides, do_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STATES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     follow(OVERLAP)
@@ -143,3 +178,9 @@ def pairs(
         if UNDECAYED:
             carried -= tl.where(strict, times_ones(M, before, PARTS), 0.0)
         tl.store(parts + head * 4 * C + i, tl.sum(carried, 0))
+    if STATES:
+        values, keys, state = head * C * V, head * C * K, head * V * K
+        state_products(
+            do_rows, do_strides, U + values, dU + values, states + state, dstates + state, rq * scale, rp * b, rk,
+            token, stop, dq + keys, dk + keys, written + keys, through + head * K, K, BK, V, BV, C,
+        )  # fmt: skip

@@ -90,6 +90,11 @@ TILES = {
     ("pairs", "sm_80"): (Tile(4, 1, 32), Tile(8, 2, 64), Tile(8, 2, 64)),
     ("pairs", "sm_90"): (Tile(4, 1, 128), Tile(4, 1, 128), Tile(4, 1, 64)),
     ("pairs", "sm_100"): (Tile(4, 1, 128), Tile(8, 1, 128), Tile(4, 1, 128)),
+    # with the state's products
+    ("channel_pairs", "gfx942"): (Tile(4, 1, 64),) * 3,
+    ("channel_pairs", "sm_80"): (Tile(8, 1, 64),) * 3,
+    ("channel_pairs", "sm_90"): (Tile(8, 1, 128, registers=128),) * 3,
+    ("channel_pairs", "sm_100"): (Tile(8, 1, 128),) * 3,
     ("query_gradients", "gfx942"): (Tile(4, 2, 64),) * 3,
     ("query_gradients", "sm_80"): (Tile(4, 2, 64), Tile(8, 2, 64), Tile(8, 2, 64)),
     ("query_gradients", "sm_90"): (Tile(4, 3, 64), Tile(4, 3, 64), Tile(8, 2, 64)),
@@ -100,10 +105,14 @@ TILES = {
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
     # 16 channels: from 64 on products are wgmma, and here the assembler of Triton 3.6 loses the descriptors of
     # some: illegal addresses on an H200 (docs/notes).
-    ("channel_gradients", "gfx942"): (Tile(4, 1, 64),) * 3,
-    ("channel_gradients", "sm_80"): (Tile(4, 1, 16),) * 3,
-    ("channel_gradients", "sm_90"): (Tile(4, 1, 16, registers=168),) * 3,
-    ("channel_gradients", "sm_100"): (Tile(4, 1, 16),) * 3,
+    ("halved_gradients", "gfx942"): (Tile(4, 1, 64),) * 3,
+    ("halved_gradients", "sm_80"): (Tile(4, 1, 16),) * 3,
+    ("halved_gradients", "sm_90"): (Tile(4, 1, 16, registers=168),) * 3,
+    ("halved_gradients", "sm_100"): (Tile(4, 1, 16),) * 3,
+    ("channel_gradients", "gfx942"): (Tile(2, 1, 32),) * 3,
+    ("channel_gradients", "sm_80"): (Tile(2, 2, 32),) * 3,
+    ("channel_gradients", "sm_90"): (Tile(2, 3, 32),) * 3,
+    ("channel_gradients", "sm_100"): (Tile(2, 3, 32),) * 3,
     ("scan", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
     ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
     ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
@@ -128,7 +137,7 @@ FLOAT32 = {
     "pairs": (Tile(8, 1, 16), Tile(8, 1, 16)),
     "query_gradients": (Tile(8, 1, 16), Tile(8, 1, 16)),
     "key_gradients": (Tile(8, 1, 32), Tile(8, 1, 16)),
-    "channel_gradients": (Tile(4, 1, 16), Tile(4, 1, 16)),
+    "halved_gradients": (Tile(4, 1, 16), Tile(4, 1, 16)),
 }
 
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few

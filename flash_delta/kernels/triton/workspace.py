@@ -68,10 +68,14 @@ class Scores(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """What `channel_gradients` writes for `key_head_gradients`, a value head each; else None."""
+    """What `channel_gradients` writes for `key_head_gradients`, a value head each, and in bfloat16 `pairs` begins; else
+    None."""
 
     dq: Any  # [slots, HV, C, K]
     dk: Any  # [slots, HV, C, K]
+    written: Any  # [slots, HV, C, K]; this and the next ones in bfloat16 only
+    through: Any  # [slots, HV, K] float32
+    fallen: Any  # [slots, HV, K] float32
 
 
 class Part(NamedTuple):
@@ -121,7 +125,9 @@ def _layout(
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
     state, rows, keys = ((HV, V, K), dtype), ((HV, C, V), dtype), ((HV, C, K), dtype)
     fine = torch.float32 if dtype == torch.float32 else torch.float16
-    channels = (keys, keys, keys, square, ((HV, C, C), fine), ((HV, K), torch.float32), vectors)
+    per_channel = ((HV, K), torch.float32)
+    channels = (keys, keys, keys, square, ((HV, C, C), fine), per_channel, vectors)
+    products = (keys, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
         Solved: (None if erase is None else square, vectors, ((H, 3, C), torch.float32) if l2norm else None),
         Channels: channels if gate == "channel" else (None,) * 7,
@@ -129,7 +135,7 @@ def _layout(
         Residual: (state, rows, rows),
         Chain: (state, rows),
         Scores: (square, square, vectors if gate == "scalar" else None),
-        HeadGradients: (keys, keys) if gate == "channel" else (None, None),
+        HeadGradients: (keys, keys, *products) if gate == "channel" else (None,) * 5,
     }
     start, placed = 0, []
     for group in groups:
