@@ -94,7 +94,7 @@ TILES = {
     ("channel_pairs", "gfx942"): (Tile(4, 1, 64),) * 3,
     ("channel_pairs", "sm_80"): (Tile(8, 1, 64),) * 3,
     ("channel_pairs", "sm_90"): (Tile(8, 1, 128, registers=128),) * 3,
-    ("channel_pairs", "sm_100"): (Tile(8, 1, 128),) * 3,
+    ("channel_pairs", "sm_100"): (Tile(8, 1, 64),) * 3,
     ("query_gradients", "gfx942"): (Tile(4, 2, 64),) * 3,
     ("query_gradients", "sm_80"): (Tile(4, 2, 64), Tile(8, 2, 64), Tile(8, 2, 64)),
     ("query_gradients", "sm_90"): (Tile(4, 3, 64), Tile(4, 3, 64), Tile(8, 2, 64)),
