@@ -19,7 +19,7 @@ def repair_interpreter() -> None:
     """Let bfloat16 be computed in float32 and rounded, as often as it is called.
 
     With numpy 2.4 it also makes loops up to a kernel's argument work in Triton 3.6, which takes ``int()`` of an array
-    of one element there.
+    of one element there. And the comparison of two numbers can be combined with a block of others.
     """
     if not knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET: expected '1', set before Triton is imported, got nothing")
@@ -69,6 +69,8 @@ def _unary_op(self: InterpreterBuilder, x: TensorHandle, op: Callable) -> Tensor
 
 def _binary_op(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
     result = _original_binary_op(self, _wide(lhs), _wide(rhs), op)
+    if result.data.dtype == np.bool_:  # it gives comparisons the type of what is compared
+        return TensorHandle(result.data, tl.int1)
     return _narrow(result) if _is_bf16(lhs) else result
 
 
