@@ -6,6 +6,8 @@ from flash_delta.ops import chunk_delta_rule as chunk_delta_rule
 from flash_delta.ops import chunk_gated_delta_rule as chunk_gated_delta_rule
 from flash_delta.ops import chunk_kda as chunk_kda
 from flash_delta.ops import chunk_simple_gla as chunk_simple_gla
+from flash_delta.ops import decode_gated_delta_rule as decode_gated_delta_rule
+from flash_delta.ops import decode_kda as decode_kda
 from flash_delta.ops import explain as explain
 from flash_delta.ops import fused_gdn_gate as fused_gdn_gate
 from flash_delta.ops import fused_kda_gate as fused_kda_gate

@@ -48,6 +48,7 @@ class Problem(NamedTuple):
     keep_states: bool = False  # also return the state at the start of every chunk
     disable_recompute: bool = False  # save more for the backward pass, recompute less
     needs_grad: bool = False
+    pool: torch.dtype | None = None  # serving: states lie in the slots of a pool, in this dtype
     memo: dict | None = None  # shared by calls that differ in their tensors' values only: what backends found out there
 
     @property
@@ -73,6 +74,18 @@ class Inputs(NamedTuple):
     A_log: Tensor | None = None  # [HV]
     dt_bias: Tensor | None = None  # [HV] or [HV * K]
     cu_seqlens: Tensor | None = None  # [N + 1], on the device of q
+
+
+class Slots(NamedTuple):
+    """Where a serving call finds and leaves its states. What the indices are is known on the device only."""
+
+    state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
+    read_indices: (
+        Tensor  # [B], or with num_accepted_tokens [B, W]: the slots of the W states that a row could go on from
+    )
+    write_indices: Tensor | None = None  # [B]: of the state after the last token; [B, T]: after every token
+    num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
+    parent_idx: Tensor | None = None  # [B, T]: the token whose state a token goes on from; -1: the row's
 
 
 def signature(tensors: Iterable[Tensor | None]) -> list[tuple | None]:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "compiler": set(),
     "cli": {"training", "models", "ops", "testing", "bench", "compiler"},
 }
-PRIVATE = {"kda", "gated_delta_rule", "simple_gla", "comba", "delta_rule"}  # ops do not import each other
+PRIVATE = {"kda", "gated_delta_rule", "simple_gla", "comba", "delta_rule", "serving"}  # ops do not import each other
 THIRD_PARTY = {
     "problem": {"torch"},
     "reference": {"torch"},

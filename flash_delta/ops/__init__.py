@@ -14,6 +14,7 @@ from flash_delta.ops.gate import (
 )
 from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
+from flash_delta.ops.serving import decode_gated_delta_rule, decode_kda
 from flash_delta.ops.simple_gla import chunk_simple_gla
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_simple_gla",
+    "decode_gated_delta_rule",
+    "decode_kda",
     "explain",
     "fused_gdn_gate",
     "fused_kda_gate",

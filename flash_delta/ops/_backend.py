@@ -14,7 +14,7 @@ ENVIRONMENT = "FLASH_DELTA_BACKEND"
 
 
 def load_backend(name: str) -> ModuleType:
-    """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``."""
+    """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``, ``decode``."""
     if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     return sys.modules.get(BACKENDS[name]) or importlib.import_module(BACKENDS[name])

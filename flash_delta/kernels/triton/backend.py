@@ -29,7 +29,7 @@ from flash_delta.kernels.triton.workspace import (
     Solved,
     Workspace,
 )
-from flash_delta.problem import Inputs, Outputs, Problem
+from flash_delta.problem import Inputs, Outputs, Problem, Slots
 
 WIDTHS = range(8, 257, 8)
 
@@ -38,6 +38,8 @@ def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
+    if problem.pool is not None:
+        return _cannot_decode(problem)
     if problem.recurrent:
         return "it runs whole chunks, not token by token"
     if problem.keep_states:
@@ -128,6 +130,23 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         call = make_call(p, x, ("backward", again, kept), do, dfinal)
         run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
+
+
+def decode(p: Problem, x: Inputs, s: Slots) -> Tensor:
+    """``o``, contiguous; the pool is written in place."""
+    x = _with_flat_parameters(x)
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    with _on(p.device):
+        run(make_call(p, x, ("decode",), *s, memo=p.memo), partial(launch.run_decode, o=o), o)
+    return o
+
+
+def _cannot_decode(p: Problem) -> str | None:
+    if torch.float64 in (p.dtype, p.pool):
+        return f"it computes in float32, the tensors are {p.dtype}, the pool is {p.pool}"
+    if not 0 < min(p.K, p.V) <= max(p.K, p.V) <= WIDTHS[-1]:
+        return f"K and V have to be from 1 to {WIDTHS[-1]}, they are {p.K} and {p.V}"
+    return None
 
 
 def _with_flat_parameters(x: Inputs) -> Inputs:

@@ -5,6 +5,7 @@ strides of g's and beta's batch rows) is not specialised, so that a length never
 """
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from flash_delta.kernels.triton.channel import channel
 from flash_delta.kernels.triton.channel_gradients import channel_gradients
 from flash_delta.kernels.triton.chunk import C, count_slots
+from flash_delta.kernels.triton.decode import decode
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
 from flash_delta.kernels.triton.halved_gradients import halved_gradients
@@ -27,13 +29,14 @@ from flash_delta.kernels.triton.tiles import (
     HEADS,
     WARP,
     Tile,
+    decode_tile,
     overlaps,
     precision,
     scan_tiles,
     tile,
 )
 from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, HeadGradients, Residual, Scores, Solved
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Inputs, Problem, Slots
 
 
 def new_gradients(x: Inputs) -> Inputs:
@@ -252,6 +255,31 @@ def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) 
     launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k), plans)
 
 
+def run_decode(c: Call, o: Tensor, t: Tile | None = None) -> None:
+    """``c.more`` are the call's `Slots`. No products are contracted: how depends on what else is compiled with them."""
+    p, x, s = c.p, c.x, Slots(*c.more)
+    write = s.write_indices
+    first_written = p.T - 1 if write is not None and write.dim() == 1 else 0
+    per_token = [counted(tokens) for tokens in (x.q, x.k, x.v, x.g, x.beta)]
+    parents = (0, 0) if s.parent_idx is None else s.parent_idx.stride()
+
+    def plans() -> Iterator[Plan]:
+        chosen = t or decode_tile(p)
+        grid = (p.B * p.HV * triton.cdiv(p.V, columns(p, chosen)), 1, 1)
+        yield plan(
+            c, decode, grid, chosen,
+            p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,
+            p.scale, p.lower_bound or 0.0, p.beta_range,
+            tuple(count for counts, _ in per_token for count in counts), table(s.read_indices), table(write),
+            (0 if s.num_accepted_tokens is None else s.num_accepted_tokens.stride(0), *parents),
+            *(strides for _, strides in per_token), states(p, s.state_pool),
+            W=min(128 // s.state_pool.element_size(), block(p.K)) if p.state_v_first else block(p.K),
+        )._replace(contracts=False)  # fmt: skip
+
+    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, s.read_indices, write)
+    launch(c, decode, (*pointers, s.num_accepted_tokens, s.parent_idx, o), plans)
+
+
 def plan(
     c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
 ) -> Plan:
@@ -318,6 +346,19 @@ def tokens(t: Tensor | None) -> tuple[int, ...]:
 def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
     """Strides of (sequence, head, key, value) in either layout."""
     return (0, 0, 0, 0) if t is None else (t.mT if p.state_v_first else t).stride()
+
+
+def counted(t: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Strides of (batch, token) in units that do not depend on T, as they usually are a token; and of (unit, head,
+    channel), which kernels may be compiled for."""
+    batch, token, *others = t.stride()
+    unit = gcd(batch, token) or 1
+    return (batch // unit, token // unit), (unit, *others)
+
+
+def table(t: Tensor | None) -> tuple[int, int]:
+    """Strides of (row, column) of indices; without columns all tokens have the same."""
+    return (0, 0) if t is None else (*t.stride(), 0)[:2]
 
 
 def fits_tma(*tensors: Tensor) -> bool:

@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     scalars: tuple[Any, ...]  # the parameters behind the pointers
     constants: dict[str, Any]  # the constexprs
     follows: bool  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
+    contracts: bool = True  # the compiler may round a product and a sum as one
 
 
 class Step(NamedTuple):
@@ -198,7 +199,7 @@ def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> tupl
 def _options(plan: Plan) -> dict[str, int | bool]:
     """What Triton takes beside a kernel's parameters; AMD's compiler does not know the last two."""
     t = plan.tile
-    options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": True}
+    options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": plan.contracts}
     if t.registers is not None:
         options["maxnreg"] = t.registers
     if plan.follows:

@@ -193,6 +193,20 @@ for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
     CHANNEL_SCANS[_kernel, "sm_100"] = (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True))
 
 
+# Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
+# values first 4 KB of a state are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
+DECODE = {
+    (True, 4): (Tile(1, 1, 16), Tile(1, 1, 8), Tile(1, 1, 4)),
+    (True, 2): (Tile(1, 1, 32), Tile(1, 1, 16), Tile(1, 1, 8)),
+    (False, 4): (Tile(2, 1, 32), Tile(4, 1, 32), Tile(8, 1, 32)),
+    (False, 2): (Tile(2, 1, 64), Tile(4, 1, 64), Tile(8, 1, 64)),
+}
+
+
+def decode_tile(p: Problem) -> Tile:
+    return DECODE[p.state_v_first, p.pool.itemsize][(p.K > 64) + (p.K > 128)]
+
+
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
     return _tile(kernel, chip.target, p.dtype, p.K, p.V)
 

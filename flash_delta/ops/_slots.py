@@ -1,0 +1,58 @@
+"""The door of serving: where a call's states lie. Shapes, dtypes and devices are checked, never what is in an index."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.ops._problem import DTYPES, Options, check_shape, make_problem, refuse
+from flash_delta.problem import Inputs, Problem, Slots
+
+MOST_TOKENS = 16  # of a row in one call
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def describe(x: Inputs, s: Slots, options: Options) -> Problem:
+    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
+    op = options.op
+    if isinstance(options.scale, Tensor):  # its value would have to be fetched from the device
+        refuse(op, "scale", "a number or None", "a tensor")
+    p = make_problem(x, options, None)
+    if not 1 <= p.T <= MOST_TOKENS:
+        refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
+    _check_pool(p, s.state_pool)
+    _check_indices(p, s)
+    return p._replace(pool=s.state_pool.dtype, needs_grad=False, memo={})
+
+
+def _check_pool(p: Problem, pool: Tensor) -> None:
+    check_shape(p.op, "state_pool", pool, "slots", *p.state_shape[1:])
+    if pool.dtype not in DTYPES:
+        refuse(p.op, "state_pool", f"a dtype among {', '.join(map(str, DTYPES))}", pool.dtype)
+    if pool.device != p.device:
+        refuse(p.op, "state_pool", f"a tensor on {p.device} like q", f"one on {pool.device}")
+    axes = list(zip(pool.shape, pool.stride(), strict=True))
+    if any(size > 1 and stride == 0 for size, stride in axes):
+        refuse(p.op, "state_pool", "slots with memory of their own", f"strides {list(pool.stride())}")
+    if sum((size - 1) * stride for size, stride in axes[1:]) >= 2**31:
+        refuse(p.op, "state_pool", "slots that span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
+
+
+def _check_indices(p: Problem, s: Slots) -> None:
+    op, B, T = p.op, p.B, p.T
+    if s.num_accepted_tokens is None:
+        check_shape(op, "read_indices", s.read_indices, B)
+    else:  # which picks one of W columns
+        check_shape(op, "read_indices", s.read_indices, B, "W")
+        check_shape(op, "num_accepted_tokens", s.num_accepted_tokens, B)
+    if s.write_indices is not None:
+        per_token = isinstance(s.write_indices, Tensor) and s.write_indices.dim() == 2
+        check_shape(op, "write_indices", s.write_indices, *((B, T) if per_token else (B,)))
+    if s.parent_idx is not None:
+        check_shape(op, "parent_idx", s.parent_idx, B, T)
+        if s.write_indices is None or s.write_indices.dim() == 1:
+            got = "None" if s.write_indices is None else f"shape {list(s.write_indices.shape)}"
+            refuse(op, "write_indices", f"a tensor [{B}, {T}] beside parent_idx: tokens go on from these slots", got)
+    for name, t in zip(s._fields[1:], s[1:], strict=True):
+        if t is not None and t.dtype not in INDEX_DTYPES:
+            refuse(op, name, "dtype torch.int32 or torch.int64", t.dtype)
+        if t is not None and t.device != p.device:
+            refuse(op, name, f"a tensor on {p.device} like q", f"one on {t.device}")

@@ -1,0 +1,202 @@
+"""Serving: states live in the slots of a pool, and a call moves those of its batch a few tokens on, in place."""
+
+from torch import Tensor
+
+from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
+from flash_delta.ops._problem import Options
+from flash_delta.ops._slots import describe
+from flash_delta.problem import Inputs, Problem, Slots
+
+
+def decode_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state_pool: Tensor,
+    read_indices: Tensor,
+    write_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    parent_idx: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    *,
+    state_v_first: bool,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Decode, or verify drafts: T new tokens for each of B sequences whose states lie in a pool. For inference only.
+
+    .. math::
+        S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    in float32, S rounded to the pool's dtype after every token. So T tokens in one call give bitwise what T calls give
+    of which each reads the slot that the one before it wrote, and what a row gives depends on no other row.
+
+    A row reads its state from ``read_indices[b]``. Or, where a draft of an earlier call was accepted in part,
+    from column ``num_accepted_tokens[b] - 1`` of ``read_indices[b]``: with one table [B, T] of slots given to every
+    call as ``read_indices`` and as ``write_indices``, each call goes on from the last token that was accepted.
+
+    No index is trusted, and none is read by the host (a call can be captured in a CUDA graph). What is no slot, below
+    0 or from ``slots`` on, is padding, and so is a count outside of 1 .. W: no memory is touched for it, and o is zero
+    from there on: a row without a slot to read yields zeros and writes nothing; without one to write, from that token
+    on. A slot that is written must be no other row's in this call, nor another token's of the row: the caller's duty.
+
+    Args:
+        q: queries ``[B, T, H, K]``, T from 1 to 16; float16, bfloat16 or float32; like k, v, g and beta with any
+            strides (slices of a fused projection).
+        k: keys ``[B, T, H, K]``, dtype of q.
+        v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
+        g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
+        beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
+        state_pool: ``[slots, HV, V, K]`` if ``state_v_first``, else ``[slots, HV, K, V]``; float32, bfloat16 or
+            float16, any strides (slots may be padded); written in place.
+        read_indices: the slots of the rows' states ``[B]``, int32 or int64, as all indices; with
+            ``num_accepted_tokens`` ``[B, W]``.
+        write_indices: where states go: ``[B]``, the state after the last token; ``[B, T]``, after every token; None:
+            nowhere. May be the slot that the row reads. Default None.
+        num_accepted_tokens: ``[B]``, from 1 to W. Default None.
+        parent_idx: of a draft tree, ``[B, T]``: token t goes on from the state after token ``parent_idx[b, t]``, which
+            is before t, or for -1 from the state that the row reads; anything else is padding. Needs ``write_indices``
+            ``[B, T]``. Default None: each token goes on from the one before it.
+        scale: factor on the output. Default ``K ** -0.5``.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
+        use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
+        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
+        dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
+        use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
+        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
+        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+
+    Returns:
+        ``o [B, T, HV, V]`` in q's dtype, without gradient.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464; drafts verified as in Leviathan, Kalman,
+    Matias, Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192.
+    """
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, None, *gate)
+    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
+    options = Options(
+        op="decode_gated_delta_rule",
+        gate="scalar",
+        erase="decayed",
+        scale=scale,
+        recurrent=True,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )
+    return _run(inputs, slots, options, backend)
+
+
+def decode_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state_pool: Tensor,
+    read_indices: Tensor,
+    write_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    parent_idx: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    *,
+    state_v_first: bool,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Decode, or verify drafts, with Kimi Delta Attention: one decay per key channel.
+
+    .. math::
+        S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    What is said of the pool, its indices and of rounding, and every argument that is not named here, is that of
+    :func:`decode_gated_delta_rule`.
+
+    Args:
+        g: log decay in nats ``[B, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw
+            activation.
+        use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``; with ``lower_bound``
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
+        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
+        dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
+        lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
+
+    Returns:
+        ``o [B, T, HV, V]`` in q's dtype, without gradient.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
+    """
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, None, *gate)
+    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
+    options = Options(
+        op="decode_kda",
+        gate="channel",
+        erase="decayed",
+        scale=scale,
+        recurrent=True,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+    )
+    return _run(inputs, slots, options, backend)
+
+
+REMEMBERED = 1024  # calls; each takes some kilobytes
+_remembered: dict[tuple, tuple[Problem, str]] = {}
+
+
+def _run(x: Inputs, s: Slots, options: Options, backend: str | Explain | None) -> Tensor | Explanation:
+    """What was found of a call is remembered for those that differ in their tensors' values only: to check a call
+    takes longer than to launch it."""
+    if isinstance(backend, Explain):
+        return backend.of(describe(x, s, options))
+    wish = wished(backend)
+    try:
+        key = (options, wish, *map(_traits, x), *map(_traits, s))
+        known = _remembered.get(key)
+    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
+        known = None
+    if known is None:
+        problem = describe(x, s, options)
+        known = problem, choose_backend(problem, wish)
+        if len(_remembered) == REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = known
+    problem, name = known
+    return load_backend(name).decode(problem, x, s)
+
+
+def _traits(t: Tensor | None) -> tuple | None:
+    """All that can change how a call runs, but for the values. Strides of what has no gaps follow from the shape."""
+    if t is None:
+        return None
+    return t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16

@@ -1,0 +1,108 @@
+"""Calls of the serving ops, and what they have to give: row by row, token by token, in float64."""
+
+import torch
+import torch.nn.functional as F
+
+import flash_delta
+from flash_delta.reference.activation import (
+    NORM_EPS,
+    naive_gdn_gate,
+    naive_kda_gate,
+    naive_kda_lowerbound_gate,
+)
+from flash_delta.reference.recurrent import recurrent
+from flash_delta.testing.accuracy import ALLOWED
+
+RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+KINDS = {  # of gate: op, and how it is called
+    "gdn": (flash_delta.decode_gated_delta_rule, {}),
+    "gdn-raw": (flash_delta.decode_gated_delta_rule, RAW),
+    "kda": (flash_delta.decode_kda, {}),
+    "kda-raw": (flash_delta.decode_kda, RAW),
+    "kda-bounded": (flash_delta.decode_kda, RAW | {"lower_bound": -5.0, "allow_neg_eigval": True}),
+}
+
+
+def make_call(
+    kind="gdn", B=2, T=3, H=1, HV=2, K=16, V=24, slots=9, dtype=torch.float32, pool=torch.float32, v_first=True,
+    device="cpu", seed=0,
+):  # fmt: skip
+    """Keyword arguments of a call whose rows read the first slots and write nowhere."""
+    gen = torch.Generator().manual_seed(seed)
+    options, channels = KINDS[kind][1], (K,) if kind.startswith("kda") else ()
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=gen)
+
+    x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, HV, V)}
+    x |= {"g": randn(B, T, HV, *channels), "beta": randn(B, T, HV)}
+    if not options:
+        x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
+        x["g"], x["beta"] = -x["g"].abs() / 4, torch.sigmoid(x["beta"])
+    x = {name: t.to(device, dtype) for name, t in x.items()}
+    if options:
+        x |= {"A_log": randn(HV).to(device), "dt_bias": (randn(HV, *channels).flatten() - 2).to(device)}
+    x["state_pool"] = randn(slots, HV, *((V, K) if v_first else (K, V))).to(device, pool)
+    return x | {"read_indices": torch.arange(B, device=device), "state_v_first": v_first} | options
+
+
+def run(kind, x, backend):
+    """o, and the pool afterwards; that of the call stays as it is."""
+    pool = torch.empty_strided(x["state_pool"].shape, x["state_pool"].stride(), dtype=x["state_pool"].dtype)
+    pool = pool.to(x["state_pool"].device).copy_(x["state_pool"])
+    return KINDS[kind][0](**(x | {"state_pool": pool}), backend=backend), pool
+
+
+def table(t):
+    """An index tensor as numbers; [B] as one column."""
+    return None if t is None else t.reshape(len(t), -1).tolist()
+
+
+def truth(kind, x):
+    """o and the pool afterwards in float64, states rounded to the pool's dtype after every token."""
+    q, k, v, g, beta = activated(kind, x)
+    pool = x["state_pool"].cpu()
+    B, T, slots, dtype = *v.shape[:2], len(pool), pool.dtype
+    pool = pool.double()
+    states = pool.mT if x["state_v_first"] else pool
+    o, write = torch.zeros_like(v), x.get("write_indices")
+    read, to, counts, parents = (
+        table(x.get(name)) for name in ("read_indices", "write_indices", "num_accepted_tokens", "parent_idx")
+    )
+    for b in range(B):
+        column = 0 if counts is None else counts[b][0] - 1
+        after = {}  # token -> state; -1: the row's
+        if 0 <= column < len(read[b]) and 0 <= read[b][column] < slots:
+            after[-1] = states[read[b][column]].clone()
+        for t in range(T):
+            slot = None if write is None else to[b][t if write.dim() == 2 else 0]
+            parent = t - 1 if parents is None else parents[b][t]
+            if parent not in after or (write is not None and not 0 <= slot < slots):
+                continue
+            token = [y[b : b + 1, t : t + 1] for y in (q, k, v, g, beta)]
+            out, S = recurrent(*token, scale=x.get("scale"), initial_state=after[parent].unsqueeze(0))
+            o[b, t], after[t] = out[0, 0], S[0].to(dtype).double()
+            if write is not None and (write.dim() == 2 or t == T - 1):
+                states[slot] = after[t]
+    return o, pool
+
+
+def activated(kind, x):
+    """q, k, v, g and beta in float64, by the definitions."""
+    q, k, v, g, beta = (x[name].double().cpu() for name in ("q", "k", "v", "g", "beta"))
+    if KINDS[kind][1]:
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + NORM_EPS) for y in (q, k))
+        beta = torch.sigmoid(beta) * (2 if x.get("allow_neg_eigval") else 1)
+        A_log, dt_bias = x["A_log"].double().cpu(), x["dt_bias"].double().cpu()
+        if kind == "gdn-raw":
+            g = naive_gdn_gate(g, A_log, dt_bias, torch.float64)
+        elif kind == "kda-raw":
+            g = naive_kda_gate(g, A_log, dt_bias, torch.float64)
+        else:
+            g = naive_kda_lowerbound_gate(g, A_log, dt_bias, x["lower_bound"], torch.float64)
+    return q, k, v, g, beta
+
+
+def coarser(*dtypes):
+    """Results are judged by the coarsest rounding on their way."""
+    return max(dtypes, key=ALLOWED.__getitem__)
