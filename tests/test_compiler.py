@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -152,6 +153,37 @@ def channels(tokens):
     launches.call_chunks(launches.Case(gate="channel", raw=True, tokens=tokens))
 
 
+def decoding(tokens):
+    """A token alone, too; more than a call may have are as good here. ``tokens`` rows would be, but for the grid."""
+    from flash_delta.kernels.triton import launches
+
+    for kept in (1, tokens):
+        launches.call_decode(launches.Decoding(tokens=kept))
+
+
+def variants_of_decode():
+    """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree."""
+    from flash_delta.compiler.offline import offline
+    from flash_delta.kernels.triton import launches
+
+    computed = []
+    for case in (launches.Decoding(), launches.Decoding(tree=True)):
+        for counted, written in ((True, True), (False, True), (False, False)):
+            if written or not case.tree:
+                with offline("sm_90a") as compiled:
+                    launches.call_decode(case, counted=counted, written=written)
+                computed.append(arithmetic(compiled[0].kernel.asm["ttgir"]))
+    return computed
+
+
+def arithmetic(ttgir):
+    """Its operations on floating-point numbers and their layouts, in their order, but for moves and loads."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
+    lines = (re.sub(r"%[\w#:-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines())
+    chosen = [line for line in lines if re.search(r"=(arith\.\w*f\b|math\.|\"tt\.reduce|tt\.extern)", line)]
+    return [re.sub(r"#blocked\d*", lambda name: layouts[name[0]], line) for line in chosen]
+
+
 def specialised_product(steps):
     from faulty_kernels import multiply
 
@@ -160,12 +192,22 @@ def specialised_product(steps):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("launch", "first", "total"), [("family", 8, 8), ("channels", 6, 6), ("specialised_product", 1, 2)]
+    ("launch", "first", "total"),
+    [("family", 8, 8), ("channels", 6, 6), ("decoding", 1, 1), ("specialised_product", 1, 2)],
 )
 def test_random_lengths_compile_nothing_new(launch, first, total):
     """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""
     with clean_processes(1) as (pool, _):
         assert pool.submit(compilations, __name__, launch).result() == (first, total)
+
+
+@needs_triton
+def test_variants_of_decoding_compute_the_same():
+    """No product is contracted, so this is what makes their results equal to the bit."""
+    with clean_processes(1) as (pool, _):
+        first, *others = pool.submit(variants_of_decode).result()
+    assert len(first) > 20
+    assert all(other == first for other in others)
 
 
 @needs_triton

@@ -1,5 +1,7 @@
 """The door of serving: where a call's states lie. Shapes, dtypes and devices are checked, never what is in an index."""
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,18 @@ def describe(x: Inputs, s: Slots, options: Options) -> Problem:
     p = make_problem(x, options, None)
     if not 1 <= p.T <= MOST_TOKENS:
         refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
+    for name in ("q", "k", "v", "g", "beta"):
+        _check_strides(op, name, getattr(x, name))
     _check_pool(p, s.state_pool)
     _check_indices(p, s)
     return p._replace(pool=s.state_pool.dtype, needs_grad=False, memo={})
+
+
+def _check_strides(op: str, name: str, t: Tensor) -> None:
+    """Kernels count rows and tokens in 32 bits, in units of 16 numbers if their strides are multiples of that."""
+    (B, T), (row, token) = t.shape[:2], t.stride()[:2]
+    if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
+        refuse(op, name, "tokens less than 2^31 numbers apart, or in multiples of 16", f"strides {list(t.stride())}")
 
 
 def _check_pool(p: Problem, pool: Tensor) -> None:

@@ -261,7 +261,6 @@ def run_decode(c: Call, o: Tensor, t: Tile | None = None) -> None:
     write = s.write_indices
     first_written = p.T - 1 if write is not None and write.dim() == 1 else 0
     per_token = [counted(tokens) for tokens in (x.q, x.k, x.v, x.g, x.beta)]
-    parents = (0, 0) if s.parent_idx is None else s.parent_idx.stride()
 
     def plans() -> Iterator[Plan]:
         chosen = t or decode_tile(p)
@@ -270,8 +269,8 @@ def run_decode(c: Call, o: Tensor, t: Tile | None = None) -> None:
             c, decode, grid, chosen,
             p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,
             p.scale, p.lower_bound or 0.0, p.beta_range,
-            tuple(count for counts, _ in per_token for count in counts), table(s.read_indices), table(write),
-            (0 if s.num_accepted_tokens is None else s.num_accepted_tokens.stride(0), *parents),
+            *(count for counts, _ in per_token for count in counts),
+            *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
             *(strides for _, strides in per_token), states(p, s.state_pool),
             W=min(128 // s.state_pool.element_size(), block(p.K)) if p.state_v_first else block(p.K),
         )._replace(contracts=False)  # fmt: skip
@@ -349,11 +348,11 @@ def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
 
 
 def counted(t: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Strides of (batch, token) in units that do not depend on T, as they usually are a token; and of (unit, head,
-    channel), which kernels may be compiled for."""
-    batch, token, *others = t.stride()
-    unit = gcd(batch, token) or 1
-    return (batch // unit, token // unit), (unit, *others)
+    """Strides of (row, token) in units of up to 16 numbers, and of (unit, head, channel): to a compiler nothing else of
+    the first two matters, and usually the unit does not depend on T."""
+    row, token, *others = t.stride()
+    unit = gcd(row, token, 16)
+    return (row // unit, token // unit), (unit, *others)
 
 
 def table(t: Tensor | None) -> tuple[int, int]:

@@ -109,9 +109,9 @@ def _shape(chip: Chip, flags: tuple, sizes: tuple, *tensors: tuple | None) -> Sh
 
 
 def _specialisation(dtype: torch.dtype, strides: tuple[int, ...], alignment: int) -> tuple:
-    """What Triton compiles for; of a batch row's stride, which depends on T, alignment and whether 32 bits hold it."""
+    """What Triton compiles for; of a batch row's stride, which depends on T, alignment and whether it is 1 or long."""
     batch, *others = strides or (0,)
-    return dtype, *others, batch % 16, batch < 2**31, alignment
+    return dtype, *others, batch % 16, batch == 1, batch < 2**31, alignment
 
 
 def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:

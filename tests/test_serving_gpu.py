@@ -1,0 +1,79 @@
+"""What of serving only a GPU can show: graphs, no synchronisation, pools of more than 2^31 numbers, other streams."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+from serving_truth import KINDS, make_call, run
+
+HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+def draft(kind, **changes):
+    """Eight rows of four tokens that go on from one of four states each, with a table of slots for everything."""
+    x = make_call(kind, **({"B": 8, "T": 4, "slots": 40} | HEADS | changes))
+    tables = torch.arange(32, dtype=torch.int32, device="cuda").view(8, 4)
+    counts = torch.tensor([1, 4, 2, 3, 1, 0, 5, 2], dtype=torch.int32, device="cuda")
+    return x | {"read_indices": tables, "write_indices": tables, "num_accepted_tokens": counts}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+def test_graph(kind, pool):
+    """Captured once, replayed with other values everywhere; nothing but the output is allocated, nothing waits."""
+    x, other = draft(kind, pool=pool), draft(kind, pool=pool, seed=1)
+    other |= {
+        "read_indices": other["read_indices"].flip(0),
+        "num_accepted_tokens": other["num_accepted_tokens"].flip(0),
+    }
+    other["write_indices"] = other["read_indices"]
+    want, want_pool = run(kind, other, "triton")
+    static = {name: t.clone() if torch.is_tensor(t) else t for name, t in x.items()}
+    KINDS[kind][0](**static)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    o = KINDS[kind][0](**static)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = KINDS[kind][0](**static)
+    for name, t in other.items():
+        if torch.is_tensor(t):
+            static[name].copy_(t)
+    graph.replay()
+    assert torch.equal(o, want)
+    assert torch.equal(static["state_pool"], want_pool)
+
+
+@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
+def test_pools_of_more_than_two_to_the_31_numbers(v_first):
+    """The same bits as in a small pool with slots as far apart, and nothing else touched."""
+    x = draft("gdn-raw", pool=torch.bfloat16, v_first=v_first)
+    far = 2**31 // (4 * 128 * 128) + 100
+    pool = torch.zeros(far + 40, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
+    pool[far:] = x["state_pool"]
+    o, small = run("gdn-raw", x, "triton")
+    tables = x["read_indices"] + far
+    again = KINDS["gdn-raw"][0](**(x | {"state_pool": pool, "read_indices": tables, "write_indices": tables}))
+    assert torch.equal(again, o)
+    assert torch.equal(pool[far:], small)
+    assert not pool[:far].any()
+
+
+def test_bits_do_not_change_from_call_to_call():
+    """Nor with the stream, and batches of more programs than run at once."""
+    x = make_call("kda-bounded", **({"B": 256, "T": 2, "slots": 256} | HEADS))
+    x["write_indices"] = x["read_indices"]
+    o, pool = run("kda-bounded", x, "triton")
+    for _ in range(100):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            again, pool_again = run("kda-bounded", x, "triton")
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(again, o)
+        assert torch.equal(pool_again, pool)
