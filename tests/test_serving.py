@@ -7,8 +7,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 from serving_truth import KINDS, coarser, make_call, run, truth
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
+from flash_delta.ops import _decode
 from flash_delta.testing import assert_accurate
 
 GPU = torch.cuda.is_available()
@@ -372,3 +374,27 @@ def test_every_argument_is_documented(name):
     doc = inspect.getdoc(getattr(flash_delta, name)) + inspect.getdoc(flash_delta.decode_gated_delta_rule)
     for argument in inspect.signature(getattr(flash_delta, name)).parameters:
         assert f"\n    {argument}: " in doc, argument
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda-bounded"])
+def test_compiled_is_eager(kind):
+    """One operator that writes to the pool; in one graph for all numbers of tokens."""
+    op, counter = KINDS[kind][0], CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(op, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for T in (3, 5, 7):
+        x = make_call(kind, T=T)
+        x["write_indices"] = slots([4, 5], x)
+        o, pool = run(kind, x, None)
+        again = x["state_pool"].clone()
+        assert torch.equal(compiled(**(x | {"state_pool": again})), o)
+        assert torch.equal(again, pool)
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+    torch._dynamo.reset()
+
+
+def test_operator():
+    x = make_call("kda-raw") | {"op": "decode_kda", "gate": "channel", "erase": "decayed", "scale": None}
+    x |= {"recurrent": True, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
+    torch.library.opcheck(_decode.operator, [x.get(name) for name in (*_decode.TENSORS, *_decode.FIELDS)] + [None])

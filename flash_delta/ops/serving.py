@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
+from flash_delta.ops._decode import run
 from flash_delta.ops._problem import Options
-from flash_delta.ops._slots import describe
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Inputs, Slots
 
 
 def decode_gated_delta_rule(
@@ -99,7 +98,7 @@ def decode_gated_delta_rule(
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
     )
-    return _run(inputs, slots, options, backend)
+    return run(inputs, slots, options, backend)
 
 
 def decode_kda(
@@ -167,36 +166,4 @@ def decode_kda(
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
     )
-    return _run(inputs, slots, options, backend)
-
-
-REMEMBERED = 1024  # calls; each takes some kilobytes
-_remembered: dict[tuple, tuple[Problem, str]] = {}
-
-
-def _run(x: Inputs, s: Slots, options: Options, backend: str | Explain | None) -> Tensor | Explanation:
-    """What was found of a call is remembered for those that differ in their tensors' values only: to check a call
-    takes longer than to launch it."""
-    if isinstance(backend, Explain):
-        return backend.of(describe(x, s, options))
-    wish = wished(backend)
-    try:
-        key = (options, wish, *map(_traits, x), *map(_traits, s))
-        known = _remembered.get(key)
-    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
-        known = None
-    if known is None:
-        problem = describe(x, s, options)
-        known = problem, choose_backend(problem, wish)
-        if len(_remembered) == REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = known
-    problem, name = known
-    return load_backend(name).decode(problem, x, s)
-
-
-def _traits(t: Tensor | None) -> tuple | None:
-    """All that can change how a call runs, but for the values. Strides of what has no gaps follow from the shape."""
-    if t is None:
-        return None
-    return t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16
+    return run(inputs, slots, options, backend)
