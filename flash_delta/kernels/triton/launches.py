@@ -72,21 +72,21 @@ class Decoding(NamedTuple):
     tokens: int = 4
 
 
-KDA = Case(gate="channel", raw=True, lower_bound=-5.0)
-DECODINGS = {
-    "decode-gdn-64": Decoding(Case(64, raw=True)),
-    "decode-gdn-128": Decoding(),
+BOUNDED = CHUNKS["kda-128-bounded"]
+DECODINGS = {  # every tile once; then what the kernel's code depends on
+    **{
+        f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
+            Case(width, raw=True), dtype, v_first
+        )
+        for width, dtype, v_first in product((64, 128, 256), (torch.float32, torch.bfloat16), (True, False))
+    },
     "decode-gdn-128-tree": Decoding(tree=True),
-    "decode-gdn-128-bfloat16": Decoding(dtype=torch.bfloat16),
-    "decode-gdn-128-k-first": Decoding(v_first=False),
-    "decode-gdn-128-k-first-bfloat16": Decoding(v_first=False, dtype=torch.bfloat16),
-    "decode-gdn-256": Decoding(Case(256, raw=True)),
-    "decode-gdn-256-k-first": Decoding(Case(256, raw=True), v_first=False),
-    "decode-kda-128": Decoding(Case(gate="channel")),
-    "decode-kda-128-raw": Decoding(Case(gate="channel", raw=True)),
-    "decode-kda-128-bounded": Decoding(KDA),
-    "decode-kda-128-bounded-tree-bfloat16": Decoding(KDA, torch.bfloat16, tree=True),
-    "decode-kda-128-bounded-k-first": Decoding(KDA, v_first=False),
+    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True),
+    "decode-kda-128": Decoding(CHUNKS["kda-128"]),
+    "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
+    "decode-kda-128-bounded": Decoding(BOUNDED),
+    "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
+    "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True),
 }
 
 
