@@ -354,10 +354,10 @@ def test_remembered_calls_are_looked_at_again_when_something_changes():
 
 @needs_triton
 def test_what_the_kernel_cannot_do_it_says():
-    x = make_call(K=257)
+    x = make_call(K=257, device=DEVICES["triton"])
     with pytest.raises(ValueError, match="backend 'triton' cannot run this: K and V have to be from 1 to 256"):
         flash_delta.decode_gated_delta_rule(**(x | {"backend": "triton"}))
-    x = make_call(pool=torch.float64)
+    x = make_call(pool=torch.float64, device=DEVICES["triton"])
     with pytest.raises(ValueError, match=r"cannot run this: it computes in float32, .* the pool is torch.float64"):
         flash_delta.decode_gated_delta_rule(**(x | {"backend": "triton"}))
 
