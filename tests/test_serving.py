@@ -376,6 +376,7 @@ def test_every_argument_is_documented(name):
         assert f"\n    {argument}: " in doc, argument
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, on importing its compiler
 @pytest.mark.parametrize("kind", ["gdn", "kda-bounded"])
 def test_compiled_is_eager(kind):
     """One operator that writes to the pool; in one graph for all numbers of tokens."""

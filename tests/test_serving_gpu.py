@@ -19,6 +19,7 @@ def draft(kind, **changes):
     return x | {"read_indices": tables, "write_indices": tables, "num_accepted_tokens": counts}
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
 def test_graph(kind, pool):
@@ -35,8 +36,10 @@ def test_graph(kind, pool):
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
-    o = KINDS[kind][0](**static)
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        o = KINDS[kind][0](**static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
