@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
 from flash_delta.ops import _decode
+from flash_delta.problem import Inputs
 from flash_delta.testing import assert_accurate
 
 GPU = torch.cuda.is_available()
@@ -360,6 +361,21 @@ def test_what_the_kernel_cannot_do_it_says():
     x = make_call(pool=torch.float64, device=DEVICES["triton"])
     with pytest.raises(ValueError, match=r"cannot run this: it computes in float32, .* the pool is torch.float64"):
         flash_delta.decode_gated_delta_rule(**(x | {"backend": "triton"}))
+
+
+@needs_triton
+def test_calls_with_pools_of_other_sizes_are_launched_anew():
+    """How many slots there are is part of what is launched, though not of what is compiled."""
+    from flash_delta.kernels.triton.launcher import make_call as look_at
+
+    shapes = []
+    for count in (9, 10):
+        x = make_call(slots=count)
+        problem = flash_delta.explain(flash_delta.decode_gated_delta_rule, **x).problem
+        inputs = Inputs(*(x[name] for name in ("q", "k", "v", "g", "beta")))
+        shapes.append(look_at(problem, inputs, ("test",), x["state_pool"], x["read_indices"]).shape)
+    assert shapes[0].steps is not shapes[1].steps
+    assert shapes[0].key == shapes[1].key
 
 
 def test_the_torch_backend_wants_indices_on_the_host():

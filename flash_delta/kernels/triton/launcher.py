@@ -91,7 +91,7 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
                 kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
                 p.lower_bound is None, p.state_v_first,
             ),
-            (p.N, p.T, p.scale, p.beta_range, p.lower_bound),
+            (p.N, p.T, p.scale, p.beta_range, p.lower_bound, *(None if t is None else t.shape for t in more)),
             *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
         )  # fmt: skip
         if memo is not None:
