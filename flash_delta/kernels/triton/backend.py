@@ -4,8 +4,8 @@
 the state through them. With a decay per channel ``channel`` forms all that depends on it, for ``solve`` and, instead of
 ``factor``, for ``scan``. Backward: ``factor`` (``channel``) again, ``scan`` for the states and beside it
 ``scan_backward`` right to left, then ``pairs`` and the kernels of ``gradients`` (``channel_gradients``,
-``key_head_gradients``) for all chunks at once. Forward keeps what ``solve`` wrote for the backward pass, and with
-``disable_recompute`` the rest.
+``halved_gradients``, ``key_head_gradients``) for all chunks at once. Forward keeps what ``solve`` wrote for the
+backward pass, and with ``disable_recompute`` the rest.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -71,11 +71,11 @@ def total(x, first: tl.constexpr, I):
 
 
 @triton.jit
-def gates_of(tile, left, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """Of 16 tokens, of which ``left`` are there: the activations, their log decay, and which are there."""
+def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Of 16 tokens, of which ``left`` are there: the activations, their log decay in bits, and which are there."""
     a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
     decay = log_decay(
-        living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
+        living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, BITS, RAW_GATE, BOUNDED
     )  # fmt: skip
     return a, decay, live
 
@@ -114,8 +114,8 @@ def rounded(x):
 
 @triton.jit
 def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
-    """Adds what rows of one block and columns of another say to each other; z (before ``factor``), y: of columns.
-    The sign of dp is turned."""
+    """Adds what rows of one block and columns of another say to each other: to rows, before their own decay and with
+    dp's sign turned, and to z and y, the columns' gradients and what they take from those of the gates."""
     columns = rounded(columns)
     ke = columns.to(dP.dtype)
     aq, ap = tl.dot(ke, tl.trans(dP), aq), tl.dot(ke, tl.trans(dL), ap)
@@ -167,7 +167,7 @@ def channel_gradients(
     rest, D, lowest, keys, totals, z, y = none, none, none, (), (), (), ()
     behind_first = (t[:, None] > 0) & (t[:, None] <= t[None, :])
     for m in tl.static_range(LAST, -1, -1):
-        _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+        _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, lower_bound, RAW_GATE, BOUNDED)
         kk = in_order(k_tiles[m])
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
         fall, fell = tl.min(s, 1), tl.sum(gates, 1)
@@ -191,10 +191,9 @@ def channel_gradients(
         q_tile, k_tile = load_channels(q, q_strides, at, left, c, K, W), load_channels(k, k_strides, at, left, c, K, W)
         g_tile, end = load_channels(g, g_strides, at, left, c, K, W), load_channels(written, rows, 16 * I, 16, c, K, W)
         dq_tile, dk_tile = load_channels(dq, rows, 16 * I, 16, c, K, W), load_channels(dk, rows, 16 * I, 16, c, K, W)
-        a, gates, live = gates_of(g_tile, left, rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+        a, gates, live = gates_of(g_tile, left, rate, bias, lower_bound, RAW_GATE, BOUNDED)
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
-        fall, fell = tl.min(s, 1), tl.sum(gates, 1)
-        opens = fell - fall  # of the first token
+        opens, fall = tl.sum(tl.where(t[None, :] == 0, gates, 0.0), 1), tl.min(s, 1)
         e, kk = tl.exp2(s), in_order(k_tile)
         q_rows, p_rows = rounded(in_order(q_tile) * e), rounded(kk * (e * -1.0))
         qe, pe = q_rows.to(ty), p_rows.to(ty)
@@ -216,7 +215,7 @@ def channel_gradients(
         dP, dL = load_block(dPD, 16 * I, 16 * I, C, C, 16, 16), load_block(taken, 16 * I, 16 * I, C, C, 16, 16)
         aq, ap, zz, yy = between(aq, ap, zero, chosen(y, I), qe, pe, kk * grown, grown, dP, dL)
         late, end = tl.exp2(fall)[:, None] * grown, in_order(end) * tl.exp2(D)[:, None]
-        D += fell
+        D += opens + fall
         store_rows(dq + 16 * I * K, e * aq, first, 16, K, K, W)
         store_rows(dk + 16 * I * K, zz + late * (end + chosen(z, I)) - e * ap, first, 16, K, K, W)
         yy += q_rows * aq + p_rows * ap - kk * late * end

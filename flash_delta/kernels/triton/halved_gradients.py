@@ -11,8 +11,8 @@ are sums of just the gates that a factor carries, by products with ones, whateve
 summed over just what carries the gate: what rows add to dq and dp counts up to their own tokens, what columns add to dk
 from the token behind them on, and tokens between the two get all of it.
 
-In bfloat16 only channels are computed that fell by more than ``MILD`` within some block (``fallen``), of all other
-programs nothing is left. Grid (slots K / W, HV), dq and dk as `channel_gradients` writes them.
+In bfloat16 only channels are computed that fell by more than ``MILD`` within some block of 16 tokens (``fallen``); all
+other programs end at once. Grid (slots K / W, HV), dq and dk as `channel_gradients` writes them.
 """
 
 import triton
