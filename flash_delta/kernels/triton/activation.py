@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) = max(x, 0) + log(1 + e), e = e^-|x|; 2e-7 off at most, also where e is tiny."""
+    """log(1 + e^x) = max(x, 0) + log(1 + e), e = e^-|x|: 2e-7 of it off at most beside what e is, however small."""
     e = tl.exp(-tl.abs(x))
     # log(1 + e) / e: of the polynomials of degree 8 the one whose largest relative error is smallest, 3e-8.
     quotient = 0.005232691299170256 * e - 0.029505226761102676
