@@ -80,9 +80,7 @@ class Slots(NamedTuple):
     """Where a serving call finds and leaves its states. What the indices are is known on the device only."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
-    read_indices: (
-        Tensor  # [B], or with num_accepted_tokens [B, W]: the slots of the W states that a row could go on from
-    )
+    read_indices: Tensor  # [B]; with num_accepted_tokens [B, W], of W states that a row could go on from
     write_indices: Tensor | None = None  # [B]: of the state after the last token; [B, T]: after every token
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token whose state a token goes on from; -1: the row's
