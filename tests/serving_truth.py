@@ -1,5 +1,8 @@
 """Calls of the serving ops, and what they have to give: row by row, token by token, in float64."""
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +16,9 @@ from flash_delta.reference.activation import (
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing.accuracy import ALLOWED
 
+GPU = torch.cuda.is_available()
+DEVICES = {"torch": "cpu", "triton": "cuda" if GPU else "cpu"}  # on which a backend is tested
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 KINDS = {  # of gate: op, and how it is called
     "gdn": (flash_delta.decode_gated_delta_rule, {}),
@@ -44,6 +50,10 @@ def make_call(
         x |= {"A_log": randn(HV).to(device), "dt_bias": (randn(HV, *channels).flatten() - 2).to(device)}
     x["state_pool"] = randn(slots, HV, *((V, K) if v_first else (K, V))).to(device, pool)
     return x | {"read_indices": torch.arange(B, device=device), "state_v_first": v_first} | options
+
+
+def slots(values, like, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype, device=like["q"].device)
 
 
 def run(kind, x, backend):

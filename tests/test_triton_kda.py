@@ -35,6 +35,7 @@ CELLS = [
     ("grouped-by-3", "float32", {"HV": 3, "T": 7}),
     ("state-v-first", "bfloat16", {"HV": 2, "T": 7}),
     ("wide-keys", "float32", {"HV": 1, "T": 7}),
+    ("wide-keys", "bfloat16", {"HV": 1, "T": 20}),
     ("saved", "bfloat16", {"HV": 1, "T": 66}),
     ("no-tokens", "float32", {}),
     ("no-sequences", "float32", {}),

@@ -117,7 +117,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         if p.gate == "channel":
             if p.dtype == torch.bfloat16:
                 launch.run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
-            if p.dtype != torch.bfloat16 or p.lower_bound is None:
+            if launch.needs_halving(p):
                 launch.run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
             launch.run_key_head_gradients(c, solved, heads, d)
             return

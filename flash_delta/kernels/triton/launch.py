@@ -221,6 +221,11 @@ def run_channel_gradients(
     launch(c, channel_gradients, pointers, plans)
 
 
+def needs_halving(p: Problem) -> bool:
+    """Whether there may be channels that `channel_gradients` leaves to `halved_gradients`."""
+    return p.dtype != torch.bfloat16 or p.lower_bound is None
+
+
 def run_halved_gradients(
     c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
     dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,

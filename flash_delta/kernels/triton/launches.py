@@ -143,7 +143,7 @@ class Kernels:
         sums = [None if t is None else sums for t in (x.A_log, x.dt_bias)]
         if p.gate == "channel":
             launch.run_channel_gradients(c, self.scores, self.heads, d.g, *sums)
-            if p.lower_bound is None:
+            if launch.needs_halving(p):
                 launch.run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, d.g, *sums)
             launch.run_key_head_gradients(c, s, self.heads, d)
             return

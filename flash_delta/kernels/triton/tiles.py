@@ -109,6 +109,7 @@ TILES = {
     ("halved_gradients", "sm_80"): (Tile(4, 1, 16),) * 3,
     ("halved_gradients", "sm_90"): (Tile(4, 1, 16, registers=168),) * 3,
     ("halved_gradients", "sm_100"): (Tile(4, 1, 16),) * 3,
+    # 16 channels of a warp, and no wgmma, either; measured 128 wide
     ("channel_gradients", "gfx942"): (Tile(2, 1, 32),) * 3,
     ("channel_gradients", "sm_80"): (Tile(2, 2, 32),) * 3,
     ("channel_gradients", "sm_90"): (Tile(2, 3, 32),) * 3,
@@ -194,7 +195,8 @@ for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
 
 
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
-# values first 4 KB of a state are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
+# values first 4 KB of a state are a warp's, which has no barrier to wait at; with keys first, whole lines decide. They
+# compile without a spill; which is fastest has not been measured yet (``flash-delta tune decode``).
 DECODE = {
     (True, 4): (Tile(1, 1, 16), Tile(1, 1, 8), Tile(1, 1, 4)),
     (True, 2): (Tile(1, 1, 32), Tile(1, 1, 16), Tile(1, 1, 8)),
