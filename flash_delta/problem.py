@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+SHORT = 16  # tokens of a sequence up to which whole chunks are a waste; prefill runs those token by token
+
 
 class Problem(NamedTuple):
     """One call of the gated delta rule, fully described but for the values of its tensors.
@@ -48,7 +50,13 @@ class Problem(NamedTuple):
     keep_states: bool = False  # also return the state at the start of every chunk
     disable_recompute: bool = False  # save more for the backward pass, recompute less
     needs_grad: bool = False
+    taps: int = 0  # decoding: of the short convolution in front of the rule; 0: there is none
+    window: int = 0  # inputs of a channel that the convolution's pool holds
+    eps: float | None = None  # of the gated norm behind it; None: there is none
+    activation: Literal["silu", "sigmoid"] | None = None  # of that norm's gate
     pool: torch.dtype | None = None  # serving: states lie in the slots of a pool, in this dtype
+    checkpoint_every: int = 0  # prefill: tokens from one state that is written down to the next; 0: none is
+    batch_invariant: bool = False  # prefill: no bit of a sequence's results depends on the others
     memo: dict | None = None  # shared by calls that differ in their tensors' values only: what backends found out there
 
     @property
@@ -80,10 +88,22 @@ class Slots(NamedTuple):
     """Where a serving call finds and leaves its states. What the indices are is known on the device only."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
-    read_indices: Tensor  # [B]; with num_accepted_tokens [B, W], of W states that a row could go on from
-    write_indices: Tensor | None = None  # [B]: of the state after the last token; [B, T]: after every token
+    read_indices: Tensor  # [B]; with num_accepted_tokens [B, W], of W states that a row could go on from; prefill: [N]
+    write_indices: Tensor | None = None  # [B], prefill [N]: of the state after the last token; [B, T]: after every one
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token whose state a token goes on from; -1: the row's
+    has_initial_state: Tensor | None = None  # [N], bool: a sequence without one starts from zeros; None: all have one
+    checkpoint_indices: Tensor | None = None  # [N, M]: of the states after every Problem.checkpoint_every tokens
+
+
+class Around(NamedTuple):
+    """What a decoding call does around the rule: a short convolution in front of it, a gated norm behind it."""
+
+    conv_pool: Tensor | None = None  # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
+    conv_weight: Tensor | None = None  # [D, W]
+    conv_bias: Tensor | None = None  # [D]
+    norm_gate: Tensor | None = None  # [B, T, HV, V]
+    norm_weight: Tensor | None = None  # [V]
 
 
 def signature(tensors: Iterable[Tensor | None]) -> list[tuple | None]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from flash_delta.ops._backend import Explain, Explanation
+from flash_delta.ops._compilation import forbid_compilation
 from flash_delta.ops.comba import chunk_comba
 from flash_delta.ops.delta_rule import chunk_delta_rule
 from flash_delta.ops.gate import (
@@ -14,7 +15,12 @@ from flash_delta.ops.gate import (
 )
 from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
-from flash_delta.ops.serving import decode_gated_delta_rule, decode_kda
+from flash_delta.ops.serving import (
+    decode_gated_delta_rule,
+    decode_kda,
+    prefill_gated_delta_rule,
+    prefill_kda,
+)
 from flash_delta.ops.simple_gla import chunk_simple_gla
 
 __all__ = [
@@ -27,6 +33,7 @@ __all__ = [
     "decode_gated_delta_rule",
     "decode_kda",
     "explain",
+    "forbid_compilation",
     "fused_gdn_gate",
     "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",
@@ -34,6 +41,8 @@ __all__ = [
     "naive_gdn_gate",
     "naive_kda_gate",
     "naive_kda_lowerbound_gate",
+    "prefill_gated_delta_rule",
+    "prefill_kda",
 ]
 
 

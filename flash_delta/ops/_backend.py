@@ -9,12 +9,12 @@ from types import ModuleType
 from flash_delta.problem import Problem
 
 # The preferred one first. Loaded when asked for: the kernels need Triton, which a CPU can do without.
-BACKENDS = {"triton": "flash_delta.kernels.triton.backend", "torch": "flash_delta.reference.chunked"}
+BACKENDS = {"triton": "flash_delta.kernels.triton.backend", "torch": "flash_delta.reference.backend"}
 ENVIRONMENT = "FLASH_DELTA_BACKEND"
 
 
 def load_backend(name: str) -> ModuleType:
-    """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``, ``decode``."""
+    """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``, ``decode``, ``prefill``."""
     if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     return sys.modules.get(BACKENDS[name]) or importlib.import_module(BACKENDS[name])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import load_backend
-from flash_delta.problem import Inputs, Outputs, Problem
+from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
 
 
 def forward(problem: Problem, backend: str, inputs: Inputs) -> Outputs:
@@ -21,6 +21,14 @@ def backward(
     do = torch.zeros_like(inputs.v) if do is None else do
     with _own_precision(problem):
         return load_backend(backend).backward(problem, inputs, saved, do, dfinal)
+
+
+def serve(problem: Problem, backend: str, inputs: Inputs, slots: Slots, around: Around) -> Tensor:
+    module = load_backend(backend)
+    with _own_precision(problem):
+        if problem.recurrent:
+            return module.decode(problem, inputs, slots, around)
+        return module.prefill(problem, inputs, slots)
 
 
 def _own_precision(problem: Problem) -> AbstractContextManager:

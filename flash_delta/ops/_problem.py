@@ -32,6 +32,10 @@ class Options(NamedTuple):
     state_v_first: bool = False
     keep_states: bool = False
     disable_recompute: bool = False
+    checkpoint_every: int | None = None
+    batch_invariant: bool = False
+    eps: float | None = None
+    activation: str | None = None
 
 
 REMEMBERED = 1024  # calls; each takes some kilobytes

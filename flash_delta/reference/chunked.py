@@ -1,4 +1,4 @@
-"""The chunkwise algorithm over whole sequences; also the ``torch`` backend, on any device.
+"""The chunkwise algorithm over whole sequences, on any device.
 
 Sequences are worked off in segments of a few chunks (`layout.py`), so that time is linear in T, intermediates stay in
 the cache and memory in use is bounded; inside a segment the stages (`stages.py`) run on all its chunks and heads at
@@ -12,26 +12,13 @@ import torch
 from torch import Tensor
 
 from flash_delta.problem import Inputs, Outputs, Problem
-from flash_delta.reference.decode import decode
 from flash_delta.reference.layout import Layout
 from flash_delta.reference.stages import chunk_states, factor, flat, gradients, new_residual, scan, scan_backward
-from flash_delta.reference.step import step
 from flash_delta.reference.tokens import GradientWriter, TokenReader, read_states, write_states
-
-__all__ = ["backward", "decode", "forward", "step", "unsupported"]
 
 # Value heads x chunks of one segment: some 12 MB of float32 intermediates at K = V = 128. Smaller segments pay more for
 # calls; larger ones outgrow what the allocator keeps, and pay for fresh pages in every one of them.
 SEGMENT_TILES = 32
-
-
-def unsupported(problem: Problem) -> str | None:
-    """Why this backend cannot run ``problem``; None if it can."""
-    if problem.pool is not None and problem.device.type != "cpu":
-        return f"it reads the indices of slots on the host, they are on {problem.device}"
-    if problem.lengths is None:
-        return f"it plans packed sequences on the host and cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
-    return None
 
 
 def forward(problem: Problem, x: Inputs) -> Outputs:

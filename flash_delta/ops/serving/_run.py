@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
-from flash_delta.ops._problem import Options
-from flash_delta.ops._slots import describe
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.ops._backend import Explain, Explanation, choose_backend, wished
+from flash_delta.ops._execute import serve
+from flash_delta.ops._problem import Options, read_lengths
+from flash_delta.ops.serving._slots import describe
+from flash_delta.problem import Around, Inputs, Problem, Slots
 
 REMEMBERED = 1024  # calls; each takes some kilobytes
 _remembered: dict[tuple, tuple[Problem, str]] = {}
 
 # The tensors of the operator, and the fields of Options that the serving ops set.
-TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", *Slots._fields)
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", *Slots._fields, *Around._fields)
 FIELDS = {
     "op": "str",
     "gate": "str",
@@ -27,57 +28,64 @@ FIELDS = {
     "raw_beta": "bool",
     "neg_eigval": "bool",
     "state_v_first": "bool",
+    "checkpoint_every": "int?",
+    "batch_invariant": "bool",
+    "eps": "float?",
+    "activation": "str?",
 }
-OPTIONAL = {"A_log", "dt_bias", *Slots._field_defaults}
+OPTIONAL = {"A_log", "dt_bias", "cu_seqlens", *Slots._field_defaults, *Around._fields}
+WRITTEN = {"state_pool": "Tensor(a!)", "conv_pool": "Tensor(b!)?"}
+NOTHING = Around()
 
 
-def run(x: Inputs, s: Slots, options: Options, backend: str | Explain | None) -> Tensor | Explanation:
+def run(
+    x: Inputs, s: Slots, options: Options, backend: str | Explain | None, around: Around = NOTHING
+) -> Tensor | Explanation:
     """``o``. What was found of a call is remembered for those that differ in their tensors' values only: to check a
     call takes longer than to launch it."""
     if isinstance(backend, Explain):
-        return backend.of(describe(x, s, options))
+        return backend.of(describe(x, s, around, options))
     wish = wished(backend)
     if torch.compiler.is_compiling():
-        tensors = x._asdict() | s._asdict()
+        tensors = x._asdict() | s._asdict() | around._asdict()
         return operator(*(tensors[name] for name in TENSORS), *(getattr(options, name) for name in FIELDS), wish)
     try:
-        key = (options, wish, *map(_traits, x), *map(_traits, s))
+        # All that can change how a call runs, but for the values. Strides of what has no gaps follow from the shape.
+        key = (options, wish, *[
+            t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+            for t in (*x, *s, *around)
+        ])  # fmt: skip
         known = _remembered.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
         known = None
     if known is None:
-        problem = describe(x, s, options)
+        problem = describe(x, s, around, options)
         known = problem, choose_backend(problem, wish)
         if len(_remembered) == REMEMBERED:
             _remembered.clear()
         _remembered[key] = known
     problem, name = known
-    return load_backend(name).decode(problem, x, s)
-
-
-def _traits(t: Tensor | None) -> tuple | None:
-    """All that can change how a call runs, but for the values. Strides of what has no gaps follow from the shape."""
-    if t is None:
-        return None
-    return t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), t.data_ptr() % 16
+    if problem.lengths is not None and problem.packed:  # these are values
+        problem = problem._replace(lengths=read_lengths(problem.op, x, None))
+    return serve(problem, name, x, s, around)
 
 
 def _type_of(name: str) -> str:
-    return "Tensor(a!)" if name == "state_pool" else "Tensor?" if name in OPTIONAL else "Tensor"
+    return WRITTEN.get(name) or ("Tensor?" if name in OPTIONAL else "Tensor")
 
 
 @torch.library.custom_op(
-    "flash_delta::decode",
-    mutates_args=("state_pool",),
+    "flash_delta::serve",
+    mutates_args=tuple(WRITTEN),
     schema=f"({', '.join(f'{_type_of(name)} {name}' for name in TENSORS)}, "
     f"{', '.join(f'{kind} {name}' for name, kind in FIELDS.items())}, str? backend) -> Tensor",
 )
 def operator(*args: Any) -> Tensor:
-    """``o``; the pool is written in place."""
+    """``o``; the pools are written in place."""
     tensors, (*values, wish) = dict(zip(TENSORS, args, strict=False)), args[len(TENSORS) :]
     x = Inputs(**{name: tensors[name] for name in Inputs._fields if name in tensors})
-    s = Slots(*(tensors[name] for name in Slots._fields))
-    return run(x, s, Options(**dict(zip(FIELDS, values, strict=True))), wish)
+    s, around = (group(*(tensors[name] for name in group._fields)) for group in (Slots, Around))
+    return run(x, s, Options(**dict(zip(FIELDS, values, strict=True))), wish, around)
 
 
 @operator.register_fake

@@ -1,9 +1,10 @@
-"""Serving: states live in the slots of a pool, and a call moves those of its batch a few tokens on, in place."""
+"""A few new tokens for sequences whose states lie in the slots of a pool, in place."""
 
 from torch import Tensor
 
-from flash_delta.ops._decode import run
 from flash_delta.ops._problem import Options
+from flash_delta.ops.serving._run import run
+from flash_delta.ops.serving.around import Convolution, OutputNorm, around_of
 from flash_delta.problem import Inputs, Slots
 
 
@@ -25,6 +26,8 @@ def decode_gated_delta_rule(
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    convolution: Convolution | None = None,
+    output_norm: OutputNorm | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -71,6 +74,9 @@ def decode_gated_delta_rule(
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        convolution: a short convolution and its SiLU, which q, k and v go through first (:class:`Convolution`). With
+            ``output_norm`` the call is all of a layer's step between its projections. Default None.
+        output_norm: a gated norm, which o goes through last (:class:`OutputNorm`). Default None.
         state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
         backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
 
@@ -86,6 +92,7 @@ def decode_gated_delta_rule(
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
     slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
+    around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = Options(
         op="decode_gated_delta_rule",
         gate="scalar",
@@ -97,8 +104,10 @@ def decode_gated_delta_rule(
         raw_beta=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
+        eps=eps,
+        activation=activation,
     )
-    return run(inputs, slots, options, backend)
+    return run(inputs, slots, options, backend, around)
 
 
 def decode_kda(
@@ -120,6 +129,8 @@ def decode_kda(
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    convolution: Convolution | None = None,
+    output_norm: OutputNorm | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -153,6 +164,7 @@ def decode_kda(
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
     slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
+    around, eps, activation = around_of("decode_kda", convolution, output_norm)
     options = Options(
         op="decode_kda",
         gate="channel",
@@ -165,5 +177,7 @@ def decode_kda(
         raw_beta=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
+        eps=eps,
+        activation=activation,
     )
-    return run(inputs, slots, options, backend)
+    return run(inputs, slots, options, backend, around)

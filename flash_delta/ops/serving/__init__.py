@@ -1,0 +1,23 @@
+"""Serving: states live in the slots of a pool, and a call moves those of its batch on, in place."""
+
+from flash_delta.ops.serving.around import Convolution, OutputNorm
+from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
+from flash_delta.ops.serving.memory import workspace_bytes
+from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
+from flash_delta.ops.serving.spec import DecodeCalls, PrefillCalls, Serving, Slice
+from flash_delta.ops.serving.warmup import warmup
+
+__all__ = [
+    "Convolution",
+    "DecodeCalls",
+    "OutputNorm",
+    "PrefillCalls",
+    "Serving",
+    "Slice",
+    "decode_gated_delta_rule",
+    "decode_kda",
+    "prefill_gated_delta_rule",
+    "prefill_kda",
+    "warmup",
+    "workspace_bytes",
+]

@@ -1,0 +1,107 @@
+"""The door of serving: where a call's states lie. Shapes, dtypes and devices are checked, never what is in an index."""
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from flash_delta.ops._problem import DTYPES, Options, check_shape, make_problem, refuse
+from flash_delta.ops.serving.around import check_around
+from flash_delta.problem import Around, Inputs, Problem, Slots
+
+MOST_TOKENS = 16  # of a row in one call
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
+    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
+    op = options.op
+    if isinstance(options.scale, Tensor):  # its value would have to be fetched from the device
+        refuse(op, "scale", "a number or None", "a tensor")
+    if not options.recurrent:
+        check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
+    p = make_problem(x, options, None)
+    if p.recurrent and not 1 <= p.T <= MOST_TOKENS:
+        refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
+    for name in ("q", "k", "v", "g", "beta"):
+        _check_strides(op, name, getattr(x, name))
+    check_shape(op, "state_pool", s.state_pool, "slots", *p.state_shape[1:])
+    _check_pool(p, "state_pool", s.state_pool)
+    if p.recurrent:
+        _check_rows(p, s)
+    else:
+        _check_sequences(p, s, options.checkpoint_every)
+    _check_indices(p, s)
+    check_around(p, s, around, options)
+    if around.conv_pool is not None:
+        _check_pool(p, "convolution.pool", around.conv_pool)
+    if around.norm_gate is not None:
+        _check_strides(op, "output_norm.gate", around.norm_gate)
+    taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
+    return p._replace(
+        pool=s.state_pool.dtype, checkpoint_every=options.checkpoint_every or 0,
+        batch_invariant=options.batch_invariant, taps=taps, window=window, eps=options.eps,
+        activation=options.activation, needs_grad=False, memo={},
+    )  # fmt: skip
+
+
+def _check_strides(op: str, name: str, t: Tensor) -> None:
+    """Kernels count rows and tokens in 32 bits, in units of 16 numbers if their strides are multiples of that."""
+    (B, T), (row, token) = t.shape[:2], t.stride()[:2]
+    if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
+        refuse(op, name, "tokens less than 2^31 numbers apart, or in multiples of 16", f"strides {list(t.stride())}")
+
+
+def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
+    """Of any shape."""
+    if pool.dtype not in DTYPES:
+        refuse(p.op, name, f"a dtype among {', '.join(map(str, DTYPES))}", pool.dtype)
+    if pool.device != p.device:
+        refuse(p.op, name, f"a tensor on {p.device} like q", f"one on {pool.device}")
+    axes = list(zip(pool.shape, pool.stride(), strict=True))
+    if any(size > 1 and stride == 0 for size, stride in axes):
+        refuse(p.op, name, "slots with memory of their own", f"strides {list(pool.stride())}")
+    if sum((size - 1) * stride for size, stride in axes[1:]) >= 2**31:
+        refuse(p.op, name, "slots that span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
+
+
+def _check_rows(p: Problem, s: Slots) -> None:
+    op, B, T = p.op, p.B, p.T
+    if s.num_accepted_tokens is None:
+        check_shape(op, "read_indices", s.read_indices, B)
+    else:  # which picks one of W columns
+        check_shape(op, "read_indices", s.read_indices, B, "W")
+        check_shape(op, "num_accepted_tokens", s.num_accepted_tokens, B)
+    if s.write_indices is not None:
+        per_token = isinstance(s.write_indices, Tensor) and s.write_indices.dim() == 2
+        check_shape(op, "write_indices", s.write_indices, *((B, T) if per_token else (B,)))
+    if s.parent_idx is not None:
+        check_shape(op, "parent_idx", s.parent_idx, B, T)
+        if s.write_indices is None or s.write_indices.dim() == 1:
+            got = "None" if s.write_indices is None else f"shape {list(s.write_indices.shape)}"
+            refuse(op, "write_indices", f"a tensor [{B}, {T}] beside parent_idx: tokens go on from these slots", got)
+
+
+def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
+    for name in ("read_indices", "write_indices", "has_initial_state"):
+        if getattr(s, name) is not None or name == "read_indices":
+            check_shape(p.op, name, getattr(s, name), p.N)
+    if every is not None and (type(every) is not int or every <= 0 or every % p.chunk_size):
+        refuse(p.op, "checkpoint_every", f"a positive multiple of {p.chunk_size} or None", every)
+    if every is not None or s.checkpoint_indices is not None:
+        check_shape(p.op, "checkpoint_indices", s.checkpoint_indices, p.N, "M")
+        if every is None:
+            refuse(p.op, "checkpoint_every", f"a multiple of {p.chunk_size} beside checkpoint_indices", "None")
+
+
+def _check_indices(p: Problem, s: Slots) -> None:
+    """What all that serves has in common."""
+    for name, t in zip(s._fields[1:], s[1:], strict=True):
+        if t is None:
+            continue
+        if name == "has_initial_state" and t.dtype != torch.bool:
+            refuse(p.op, name, "dtype torch.bool", t.dtype)
+        if name != "has_initial_state" and t.dtype not in INDEX_DTYPES:
+            refuse(p.op, name, "dtype torch.int32 or torch.int64", t.dtype)
+        if t.device != p.device:
+            refuse(p.op, name, f"a tensor on {p.device} like q", f"one on {t.device}")

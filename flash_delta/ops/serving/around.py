@@ -1,0 +1,88 @@
+"""What a layer does around the delta rule, for decoding calls that do all of a step: convolution and output norm."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flash_delta.ops._problem import DTYPES, Options, check_shape, refuse
+from flash_delta.problem import Around, Problem, Slots
+
+MOST_TAPS = 4
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
+
+
+class Convolution(NamedTuple):
+    r"""A short convolution of q, k and v in front of the rule, its windows in the slots of a pool.
+
+    .. math::
+        y_{t,d} = \mathrm{silu}(b_d + \sum_{i<W} w_{d,i} \, x_{t-(W-1)+i,d})
+
+    in float32. Channels d are those of q, then k, then v: D = 2 H K + HV V. A window goes with its state: it is read
+    from, and written to, the slots of the same indices.
+    """
+
+    pool: Tensor  # [slots, D, L], L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides
+    weight: Tensor  # [D, W], W from 1 to 4, the last tap meets the current token; any float dtype, without gaps
+    bias: Tensor | None = None  # [D], any float dtype, without gaps
+
+
+class OutputNorm(NamedTuple):
+    r"""A gated norm of every head's output.
+
+    .. math::
+        y = \frac{o}{\sqrt{\mathrm{mean}(o^2) + \mathrm{eps}}} \cdot w \cdot \mathrm{act}(\mathrm{gate})
+
+    in float32, of o before it is rounded.
+    """
+
+    gate: Tensor  # [B, T, HV, V], any float dtype and strides
+    weight: Tensor  # [V], any float dtype, without gaps
+    eps: float = 1e-5
+    activation: str = "silu"  # or "swish", the same, or "sigmoid"
+
+
+def around_of(
+    op: str, convolution: Convolution | None, norm: OutputNorm | None
+) -> tuple[Around, float | None, str | None]:
+    """Their tensors, the norm's eps and its activation by its one name."""
+    if not isinstance(convolution, Convolution | None):
+        refuse(op, "convolution", "a Convolution or None", type(convolution).__name__)
+    if not isinstance(norm, OutputNorm | None):
+        refuse(op, "output_norm", "an OutputNorm or None", type(norm).__name__)
+    conv = (None, None, None) if convolution is None else convolution
+    if norm is None:
+        return Around(*conv), None, None
+    if norm.activation not in ACTIVATIONS:
+        refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
+    return Around(*conv, norm.gate, norm.weight), norm.eps, ACTIVATIONS[norm.activation]
+
+
+def check_around(p: Problem, s: Slots, around: Around, options: Options) -> None:
+    """Raises ValueError naming the argument, what was expected and what came."""
+    op, D = p.op, 2 * p.H * p.K + p.HV * p.V
+    pool, weight, bias, gate, norm_weight = around
+    if pool is not None or weight is not None:
+        check_shape(op, "convolution.weight", weight, D, "W")
+        check_shape(op, "convolution.pool", pool, len(s.state_pool), D, "L")
+        W, L = weight.shape[1], pool.shape[2]
+        if not 1 <= W <= MOST_TAPS:
+            refuse(op, "convolution.weight", f"1 to {MOST_TAPS} taps (axis 1)", W)
+        if not max(1, W - 1) <= L <= MOST_TAPS:
+            refuse(op, "convolution.pool", f"{max(1, W - 1)} to {MOST_TAPS} inputs (axis 2)", L)
+        if pool.dtype != p.dtype:
+            refuse(op, "convolution.pool", f"{p.dtype} like q", pool.dtype)
+        if bias is not None:
+            check_shape(op, "convolution.bias", bias, D)
+    if gate is not None or norm_weight is not None:
+        check_shape(op, "output_norm.gate", gate, p.B, p.T, p.HV, p.V)
+        check_shape(op, "output_norm.weight", norm_weight, p.V)
+        if not isinstance(options.eps, int | float) or options.eps < 0:
+            refuse(op, "output_norm.eps", "a number from 0 on", options.eps)
+    names = ("convolution.pool", "convolution.weight", "convolution.bias", "output_norm.gate", "output_norm.weight")
+    for name, t in zip(names, around, strict=True):
+        if t is not None and t.dtype not in DTYPES:
+            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
+        if t is not None and t is not pool and t is not gate and not t.is_contiguous():
+            refuse(op, name, "numbers that lie side by side", f"strides {list(t.stride())}")
+        if t is not None and t.device != p.device:
+            refuse(op, name, f"a tensor on {p.device} like q", f"one on {t.device}")

@@ -1,0 +1,44 @@
+"""What calls allocate, known before they are made."""
+
+import torch
+
+from flash_delta.ops._backend import Explain, choose_backend, load_backend
+from flash_delta.ops._problem import refuse
+from flash_delta.ops.serving.spec import PrefillCalls, Serving
+from flash_delta.ops.serving.warmup import prefill_call
+from flash_delta.problem import Inputs
+
+
+def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = "cuda") -> int:
+    """The device memory that one call allocates beside its output, in bytes: what is to be planned for at the most.
+
+    Decoding needs none. Prefill asks torch's allocator for one buffer, in which its kernels hand each other what they
+    made of a chunk, and for the copy engine's descriptors; all is free again when the call returns, for the stream that
+    it ran on. The number is the sum of what is asked for. The allocator rounds each up to 512 bytes, and of memory that
+    it kept it may take up to 1 MB more for each. The output, ``[1, T, HV, V]`` in ``dtype``, comes on top, and copies
+    of A_log and dt_bias where their numbers do not lie side by side.
+
+    Args:
+        spec: how the server calls; of several forms of prefill the one that needs most counts.
+        T: tokens of a prefill call, of all sequences together.
+        N: sequences of a prefill call.
+        device: where the calls run, a GPU.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        refuse("workspace_bytes", "device", "a GPU", device)
+    device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+    for name, size in (("T", T), ("N", N)):
+        if size < 0:
+            refuse("workspace_bytes", name, "a number of at least 0", size)
+    return max((_bytes(spec, form, T, N, device) for form in spec.prefill), default=0)
+
+
+def _bytes(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.device) -> int:
+    op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
+    problem = op(**arguments, backend=Explain("triton")).problem._replace(device=device)
+    inputs = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
+    return load_backend(choose_backend(problem, "triton")).workspace_bytes(problem, inputs)

@@ -1,0 +1,183 @@
+"""Prompts, whole or in pieces, for sequences whose states lie in the slots of a pool, in place."""
+
+from torch import Tensor
+
+from flash_delta.ops._problem import Options
+from flash_delta.ops.serving._run import run
+from flash_delta.problem import Inputs, Slots
+
+
+def prefill_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state_pool: Tensor,
+    cu_seqlens: Tensor,
+    read_indices: Tensor,
+    write_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    batch_invariant: bool = False,
+    *,
+    state_v_first: bool,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Run N sequences of any lengths, packed in one row, on from their states in a pool. For inference only.
+
+    .. math::
+        S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    chunk by chunk, with float32 states in between. Sequence n starts from the state in slot ``read_indices[n]``, or
+    from zeros, and leaves its last one in slot ``write_indices[n]``; one of length 0 copies its state. A sequence of
+    1 to 16 tokens, for which a chunk would be a waste, runs token by token, as fast as in decoding: a batch may hold
+    prompts and decoding rows.
+
+    With ``batch_invariant`` all run in chunks, in a way that does not depend on how many there are: what a sequence
+    gives does not depend, by a bit, on the others, nor with a float32 pool on where a prompt is cut, at a multiple of
+    64 tokens from its start. So a sequence that goes on from a float32 checkpoint gives the bits of the one that wrote
+    it. Without, that holds for calls of as many sequences where more than 16 tokens are left.
+
+    No index is trusted, and on a GPU none is read by the host, nor are lengths (a call can be captured in a CUDA graph,
+    to be replayed with others). What is no slot, below 0 or from ``slots`` on, is padding: a sequence without a slot to
+    read, if it has an initial state, or without one to write, if there are ``write_indices``, yields zeros and writes
+    nothing; and a checkpoint without a slot is none. A slot that is written must be no other sequence's in this call,
+    nor one sequence's twice: the caller's duty.
+
+    Args:
+        q: queries ``[1, T, H, K]``; float16, bfloat16 or float32; like k, v, g and beta with any strides.
+        k: keys ``[1, T, H, K]``, dtype of q.
+        v: values ``[1, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
+        g: log decay in nats ``[1, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
+        beta: write strength ``[1, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
+        state_pool: ``[slots, HV, V, K]`` if ``state_v_first``, else ``[slots, HV, K, V]``; float32, bfloat16 or
+            float16, any strides (slots may be padded); written in place.
+        cu_seqlens: the bounds of the sequences ``[N + 1]``, int32 or int64, from 0 on, not decreasing. Tokens behind
+            the last one give zeros, whatever they are.
+        read_indices: the slots of initial states ``[N]``, int32 or int64, as all indices.
+        write_indices: the slots of final states ``[N]``; None: they are written nowhere. May be the slot that the
+            sequence reads. Default None.
+        has_initial_state: ``[N]``, bool; where False the sequence starts from zeros, and its read index is not looked
+            at. Default None: all have one.
+        checkpoint_indices: ``[N, M]``; the state after ``(m + 1) * checkpoint_every`` tokens of sequence n goes to slot
+            ``checkpoint_indices[n, m]``, if the sequence is that long. Default None: no checkpoints.
+        checkpoint_every: tokens from one checkpoint to the next, a multiple of 64; needed beside
+            ``checkpoint_indices``. Default None.
+        scale: factor on the output. Default ``K ** -0.5``.
+        use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
+        use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
+        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
+        dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
+        use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
+        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        batch_invariant: as above; short sequences, and few or many of them, take longer. Default False.
+        state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
+        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+
+    Returns:
+        ``o [1, T, HV, V]`` in q's dtype, without gradient.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
+    """
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
+    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices)
+    options = Options(
+        op="prefill_gated_delta_rule",
+        gate="scalar",
+        erase="decayed",
+        scale=scale,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        checkpoint_every=checkpoint_every,
+        batch_invariant=batch_invariant,
+    )
+    return run(inputs, slots, options, backend)
+
+
+def prefill_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state_pool: Tensor,
+    cu_seqlens: Tensor,
+    read_indices: Tensor,
+    write_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoint_every: int | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    batch_invariant: bool = False,
+    *,
+    state_v_first: bool,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Run sequences on from their states in a pool, with Kimi Delta Attention: one decay per key channel.
+
+    .. math::
+        S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    What is said of the pool, its indices and of bits, and every argument that is not named here, is that of
+    :func:`prefill_gated_delta_rule`.
+
+    Args:
+        g: log decay in nats ``[1, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw
+            activation.
+        use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``; with ``lower_bound``
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
+        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
+        dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
+        lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
+
+    Returns:
+        ``o [1, T, HV, V]`` in q's dtype, without gradient.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+
+    Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
+    """
+    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
+    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices)
+    options = Options(
+        op="prefill_kda",
+        gate="channel",
+        erase="decayed",
+        scale=scale,
+        l2norm=use_qk_l2norm_in_kernel,
+        raw_gate=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        raw_beta=use_beta_sigmoid_in_kernel,
+        neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        checkpoint_every=checkpoint_every,
+        batch_invariant=batch_invariant,
+    )
+    return run(inputs, slots, options, backend)

@@ -1,0 +1,87 @@
+"""Everything compiled before the first request."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
+from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
+from flash_delta.ops.serving.spec import PrefillCalls, Serving
+
+DECODE = {"gated_delta_rule": decode_gated_delta_rule, "kda": decode_kda}
+PREFILL = {"gated_delta_rule": prefill_gated_delta_rule, "kda": prefill_kda}
+
+
+def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | None = None) -> dict[str, float]:
+    """Compile all that calls as ``spec`` describes them can need, whatever their B, T, N and number of slots.
+
+    It makes such calls, on a few tokens that are all padding: a CUDA context is made, nothing of the caller is touched,
+    and what the calls allocated is free again. Call it in every process, outside of a CUDA graph's capture, for each of
+    a model's ways to call. :func:`flash_delta.forbid_compilation` makes sure that nothing was forgotten.
+
+    Args:
+        spec: how the server calls.
+        device: where it will.
+        backend: as given to the ops. Default None.
+
+    Returns:
+        Seconds by call, such as ``{"decode_kda(write_indices)": 1.9}``: compilations, or next to nothing where Triton
+        found them on disk, or an earlier call had made them.
+
+    Raises:
+        ValueError: by the op that cannot be called so.
+    """
+    seconds = {}
+    for name, op, arguments in calls(spec, torch.device(device)):
+        start = time.perf_counter()
+        op(**arguments, backend=backend)
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    return seconds
+
+
+def calls(spec: Serving, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Names, ops and arguments. Of prefill two lengths: a row's stride is a multiple of 16, or not."""
+    for form in spec.decode:
+        columns = () if not form.num_accepted_tokens else (1,)
+        x = spec.arguments(1, 1, device) | {"read_indices": padding(spec, device, 1, *columns)}
+        x |= {
+            name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)
+        }
+        if form.convolution:
+            x["convolution"] = spec.convolution(device)
+        if form.output_norm:
+            x["output_norm"] = spec.output_norm(1, 1, device)
+        if form.parent_idx:
+            x |= {name: padding(spec, device, 1, 1) for name in ("write_indices", "parent_idx")}
+        op = DECODE[spec.rule]
+        yield called(op, form), op, x
+    for form in spec.prefill:
+        for T in (1, 16):
+            yield called(PREFILL[spec.rule], form), *prefill_call(spec, form, T, 1, device)
+
+
+def prefill_call(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """Op and arguments; the first sequence has all tokens."""
+    x = spec.arguments(1, T, device) | {
+        "read_indices": padding(spec, device, N),
+        "batch_invariant": form.batch_invariant,
+    }
+    x["cu_seqlens"] = torch.arange(N + 1, dtype=spec.index_dtype, device=device).clamp(max=1) * T
+    if form.write_indices:
+        x["write_indices"] = padding(spec, device, N)
+    if form.has_initial_state:
+        x["has_initial_state"] = torch.ones(N, dtype=torch.bool, device=device)
+    if form.checkpoint_indices:
+        x |= {"checkpoint_indices": padding(spec, device, N, 1), "checkpoint_every": 64}
+    return PREFILL[spec.rule], x
+
+
+def padding(spec: Serving, device: torch.device, *shape: int) -> Tensor:
+    return torch.full(shape, -1, dtype=spec.index_dtype, device=device)
+
+
+def called(op: Any, form: tuple) -> str:
+    return f"{op.__name__}({', '.join(name for name, given in form._asdict().items() if given)})"

@@ -1,0 +1,89 @@
+"""Serving on the CPU: the chunkwise algorithm on the slots of a pool.
+
+Tokens go through it in parts, which end where states are wanted: all sequences together from one checkpoint to the
+next, those of a few tokens token by token, and for batch invariance every chunk by itself, so that no operator's size
+tells of other sequences or of other chunks.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem import SHORT, Inputs, Outputs, Problem, Slots
+from flash_delta.reference.chunked import forward
+from flash_delta.reference.decode import is_slot
+from flash_delta.reference.step import step
+
+
+class Piece(NamedTuple):
+    """Tokens of one sequence, counted from its start."""
+
+    n: int
+    start: int
+    stop: int
+
+
+@torch.no_grad()
+def prefill(problem: Problem, x: Inputs, s: Slots) -> Tensor:
+    """``o [1, T, HV, V]``; the pool is written in place."""
+    o = torch.zeros(x.v.shape, dtype=problem.dtype, device=problem.device)
+    pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]
+    stored, alive = sequences_read(problem, s)
+    S = torch.zeros(problem.N, *pool.shape[1:], dtype=problem.accumulate, device=problem.device)
+    S[stored] = pool[s.read_indices[stored].long()].to(S.dtype)
+    starts = [0, *accumulate(problem.lengths)]
+    for run, pieces in parts(problem, alive.tolist()):
+        numbers = [piece.n for piece in pieces]
+        rows = torch.cat([torch.arange(starts[n] + start, starts[n] + stop) for n, start, stop in pieces])
+        lengths = tuple(piece.stop - piece.start for piece in pieces)
+        part = problem._replace(T=len(rows), N=len(pieces), lengths=lengths, state_v_first=False)
+        tokens = {name: getattr(x, name)[:, rows] for name in ("q", "k", "v", "g", "beta")}
+        out = run(part, x._replace(**tokens, initial_state=S[numbers], cu_seqlens=None))
+        o[:, rows], S[numbers] = out.o, out.final_state
+        write_checkpoints(problem, s, pool, pieces, S)
+    if s.write_indices is not None:
+        pool[s.write_indices[alive].long()] = S[alive].to(pool.dtype)
+    return o
+
+
+def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
+    """Which sequences have a state in the pool, and which are no padding; ``[N]`` each."""
+    stored = is_slot(s.read_indices, s)
+    alive = stored
+    if s.has_initial_state is not None:
+        stored, alive = stored & s.has_initial_state, stored | ~s.has_initial_state
+    if s.write_indices is not None:
+        alive = alive & is_slot(s.write_indices, s)
+    return stored & alive, alive
+
+
+def parts(problem: Problem, alive: list[bool]) -> Iterator[tuple[Callable[[Problem, Inputs], Outputs], list[Piece]]]:
+    """What goes together, and through what; nothing of sequences that are padding."""
+    lengths = [length if live else 0 for length, live in zip(problem.lengths, alive, strict=True)]
+    if problem.batch_invariant:
+        C = problem.chunk_size
+        for n, length in enumerate(lengths):
+            yield from ((forward, [Piece(n, at, min(at + C, length))]) for at in range(0, length, C))
+        return
+    short = [Piece(n, 0, length) for n, length in enumerate(lengths) if 0 < length <= SHORT]
+    if short:
+        yield step, short
+    lengths = [length if length > SHORT else 0 for length in lengths]
+    longest = max(lengths, default=0)
+    every = problem.checkpoint_every or max(longest, 1)
+    for at in range(0, longest, every):
+        yield forward, [Piece(n, at, min(at + every, length)) for n, length in enumerate(lengths) if length > at]
+
+
+def write_checkpoints(problem: Problem, s: Slots, pool: Tensor, pieces: list[Piece], S: Tensor) -> None:
+    if s.checkpoint_indices is None:
+        return
+    for n, _, stop in pieces:
+        m, behind = divmod(stop, problem.checkpoint_every)
+        if behind == 0 and m <= s.checkpoint_indices.shape[1]:
+            slot = int(s.checkpoint_indices[n, m - 1])
+            if 0 <= slot < len(pool):
+                pool[slot] = S[n].to(pool.dtype)
