@@ -7,7 +7,11 @@ from typing import NamedTuple
 from flash_delta.compiler.pool import Result
 from flash_delta.compiler.targets import TARGETS
 
-MODULES = ("flash_delta.kernels.triton.launches", "prototypes.forward_loop_gluon")
+MODULES = (
+    "flash_delta.kernels.triton.launches",
+    "flash_delta.kernels.triton.launches_serving",
+    "prototypes.forward_loop_gluon",
+)
 
 TENSOR_COLUMNS = 512  # of Blackwell's tensor memory, which all programs on a multiprocessor share
 
@@ -26,6 +30,7 @@ class Allowed(NamedTuple):
 HOPPER = ("sm_90a",)
 HMMA = ("sm_80", "sm_89", "sm_120")  # whose products keep their operands in registers
 LIBRARY = "flash_delta.kernels.triton.launches"
+SERVING = "flash_delta.kernels.triton.launches_serving"
 ALLOWED = (
     Allowed(
         f"{LIBRARY}/*/factor", HOPPER, "spill",
@@ -61,9 +66,19 @@ ALLOWED = (
     Allowed(f"{LIBRARY}/kda-*/halved_gradients", ("sm_80",), "spill", "the same", 10, "3.6"),
     Allowed(f"{LIBRARY}/kda-128-BV=128*", HOPPER, "spill", "A beside all that others walk with", 20, "3.6"),
     Allowed(f"{LIBRARY}/kda-128-BV=32/scan", ("gfx950",), "spill", "A beside all that others walk with", 90, "3.9"),
+    Allowed(
+        f"{SERVING}/prefill-kda-128*/scan", (*HOPPER, "sm_100"), "spill", "A and a slot, beside all the rest", 100
+    ),
+    Allowed(f"{SERVING}/*/factor", HOPPER, "spill", "as in training", 10, "3.9"),
+    Allowed(
+        f"{SERVING}/decode-*-whole*/decode", HOPPER, "spill",
+        "with 128 registers two programs share a multiprocessor: faster on an H200 than without a spill", 260,
+    ),
     Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80",), "spill", "16 tokens of two channels are a thread's", 140),
     Allowed(f"{LIBRARY}/kda-128/channel", ("sm_89",), "spill", "the same", 20, "3.6"),
+    Allowed(f"{SERVING}/prefill-kda-128/channel", ("sm_89",), "spill", "the same", 20, "3.6"),
     Allowed(f"{LIBRARY}/kda-128*/channel", ("sm_90a", "sm_100", "sm_120"), "spill", "the same", 60, "3.9"),
+    Allowed(f"{SERVING}/prefill-kda-128*/channel", ("sm_90a", "sm_100", "sm_120"), "spill", "the same", 60, "3.9"),
     Allowed(
         f"{LIBRARY}/gdn-64-float32*", tuple(TARGETS), "spill",
         "float32 is there to be compared with; of tf32x3, every operand is two", 1400,

@@ -1,4 +1,4 @@
-"""The raw activations of a layer, inside a kernel: gate and write strength."""
+"""The activations of a layer, inside a kernel: of gates, write strengths, convolutions and output norms."""
 
 import triton
 import triton.language as tl
@@ -33,3 +33,25 @@ def log_decay(a, A_log, dt_bias, head, HAS_BIAS: tl.constexpr):
 def strength(z, top):
     """``top * sigmoid(z)``."""
     return top / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def spread(x):
+    """A vector over all threads, an element each: where it was reduced from a matrix, every thread has a row's all. To
+    the compiler a gather is a wall, across which it carries no layout."""
+    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gated_norm(x, z, weight, d, eps, V: tl.constexpr, ACTIVATION: tl.constexpr):
+    """``RMSNorm(x) act(z)`` of one head's values; those behind the last one are 0."""
+    x = spread(x)
+    length = tl.sum(x * x, 0) / V
+    w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)
+    gate = silu(z) if ACTIVATION == "silu" else strength(z, 1.0)
+    return x * tl.rsqrt(length + eps) * w * gate

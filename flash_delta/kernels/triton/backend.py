@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_delta.kernels.triton import launch
+from flash_delta.kernels.triton import launch, launch_decode
 from flash_delta.kernels.triton.chunk import count_slots
-from flash_delta.kernels.triton.launcher import Call, make_call, run
+from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, run
 from flash_delta.kernels.triton.tiles import chip_of, widest_float32
 from flash_delta.kernels.triton.workspace import (
     Chain,
@@ -28,24 +28,28 @@ from flash_delta.kernels.triton.workspace import (
     Scores,
     Solved,
     Workspace,
+    count_bytes,
 )
-from flash_delta.problem import Inputs, Outputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
 
 WIDTHS = range(8, 257, 8)
+WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
+HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
 
 
 def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
-    if problem.pool is not None:
-        return _cannot_decode(problem)
+    if torch.float64 in (problem.dtype, problem.pool):
+        pool = "" if problem.pool is None else f", the pool is {problem.pool}"
+        return f"it computes in float32, the tensors are {problem.dtype}{pool}"
     if problem.recurrent:
-        return "it runs whole chunks, not token by token"
+        reason = _cannot_decode(problem)
+        if reason is not None or not problem.needs_grad:  # backward runs whole chunks
+            return reason
     if problem.keep_states:
         return "it does not return the states of chunks"
-    if problem.dtype == torch.float64:
-        return "it computes in float32, the tensors are float64"
     if problem.K not in WIDTHS or problem.V not in WIDTHS:
         return f"K and V have to be multiples of 8 up to 256, they are {problem.K} and {problem.V}"
     if problem.dtype != torch.float32:
@@ -68,17 +72,13 @@ def forward(p: Problem, x: Inputs) -> Outputs:
     final = x.v.new_empty(p.state_shape, dtype=torch.float32)
     kept = p.needs_grad and p.disable_recompute
     if not p.needs_grad:
-        memory = (Workspace(p, Solved, Factors, Channels),)
+        memory = (Workspace(p, *HANDED),)
     else:
         memory = (_saved(p),) if kept else (_saved(p), Workspace(p, Factors, Channels))
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*memory), None)[:4]
-        if p.gate == "channel":
-            launch.run_channel(c, solved, channels)
-        launch.run_solve(c, channels, solved)
-        if p.gate != "channel":
-            launch.run_factor(c, solved, factors)
+        _chunks(c, solved, factors, channels)
         launch.run_scan(c, channels, solved, factors, o, final, residual)
 
     with _on(p.device):
@@ -132,20 +132,76 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
 
 
-def decode(p: Problem, x: Inputs, s: Slots) -> Tensor:
-    """``o``, contiguous; the pool is written in place."""
+def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
+    """``o``, contiguous; the pools are written in place."""
     x = _with_flat_parameters(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     with _on(p.device):
-        run(make_call(p, x, ("decode",), *s, memo=p.memo), partial(launch.run_decode, o=o), o)
+        run(make_call(p, x, DECODE, *s, *around, memo=p.memo), partial(launch_decode.run_decode, o=o), o)
     return o
 
 
+def step(p: Problem, x: Inputs) -> Outputs:
+    """Token by token: `decode` on a pool that holds every sequence's state."""
+    p, x = p._replace(pool=torch.float32), _with_flat_parameters(x)
+    if x.beta is None:
+        x = x._replace(beta=x.v.new_ones(p.B, p.T, p.HV))
+    x = Inputs(*(t.contiguous() if t is not None and _spans(t) >= 2**31 else t for t in x))
+    new = torch.zeros if p.packed else torch.empty  # a packed row may be longer than its sequences
+    o = new(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    states = x.v.new_zeros(p.state_shape, dtype=torch.float32)
+    if x.initial_state is not None:
+        states.copy_(x.initial_state)
+    rows = torch.arange(p.N, dtype=torch.int32, device=p.device)
+    with _on(p.device):
+        call = make_call(p, x._replace(initial_state=None), STEP, *Slots(states, rows, rows), memo=p.memo)
+        run(call, partial(launch_decode.run_decode, o=o), o)
+    return Outputs(o, states)
+
+
+def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
+    """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, before the others."""
+    x = _with_flat_parameters(x)
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    memory = Workspace(p, *HANDED)
+
+    def kernels(c: Call) -> None:
+        solved, factors, channels = c.parts(memory)
+        if not p.batch_invariant:
+            launch_decode.run_decode(c, o)
+        _chunks(c, solved, factors, channels)
+        launch.run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
+
+    with _on(p.device):
+        run(make_call(p, x, PREFILL, *s, memo=p.memo), kernels, o, memory.buffer)
+    return o
+
+
+def workspace_bytes(p: Problem, x: Inputs) -> int:
+    """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
+    return count_bytes(p, *HANDED) + launch.scratch_bytes(p, x, chip_of(p.device))
+
+
+def _chunks(c: Call, solved: Solved, factors: Factors, channels: Channels) -> None:
+    """Every chunk as a map of the state."""
+    if c.p.gate == "channel":
+        launch.run_channel(c, solved, channels)
+    launch.run_solve(c, channels, solved)
+    if c.p.gate != "channel":
+        launch.run_factor(c, solved, factors)
+
+
 def _cannot_decode(p: Problem) -> str | None:
-    if torch.float64 in (p.dtype, p.pool):
-        return f"it computes in float32, the tensors are {p.dtype}, the pool is {p.pool}"
+    if p.gate == "none" or p.erase != "decayed":
+        return "token by token it runs the delta rule with a decay"
+    if p.pool is None and p.B * p.T * max(p.H * p.K, p.HV * p.V, p.HV * p.K) >= 2**31:
+        return f"token by token it counts a tensor's numbers in 32 bits, there are {p.B} x {p.T} tokens"
     if not 0 < min(p.K, p.V) <= max(p.K, p.V) <= WIDTHS[-1]:
         return f"K and V have to be from 1 to {WIDTHS[-1]}, they are {p.K} and {p.V}"
+    if (p.taps or p.eps is not None) and launch.block(p.K) * launch.block(p.V) > WHOLE:
+        return (
+            f"with a convolution or a norm a program holds states of up to {WHOLE} numbers, K and V are {p.K} and {p.V}"
+        )
     return None
 
 
@@ -157,6 +213,11 @@ def _with_flat_parameters(x: Inputs) -> Inputs:
     if dt_bias is not None and not dt_bias.is_contiguous():
         x = x._replace(dt_bias=dt_bias.contiguous())
     return x
+
+
+def _spans(t: Tensor) -> int:
+    """Numbers from its first one to its last."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def _saved(p: Problem, buffer: Tensor | None = None) -> Workspace:

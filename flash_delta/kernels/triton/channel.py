@@ -281,13 +281,13 @@ def channel(
     lower_bound, beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, hv = tl.program_id(0) // HV, tl.program_id(0) % HV  # what lies side by side in memory is read at once
     h = hv // (HV // H)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
         return
     head = slot.to(tl.int64) * HV + hv

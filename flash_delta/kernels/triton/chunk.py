@@ -53,8 +53,11 @@ def bounds(n, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``."""
+def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
+    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``.
+
+    Sequences of up to SHORT tokens have none: `decode` runs them.
+    """
     n = slot // ((T + C - 1) // C)
     row = n
     if PACKED:
@@ -64,7 +67,10 @@ def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
             first = tl.load(cu_seqlens + at, mask=at <= N, other=0).to(tl.int32) // C + at
             n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
     start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-    return n, row, start + (slot - first_slot) * C, stop
+    token = start + (slot - first_slot) * C
+    if SHORT > 0:
+        token = tl.where(stop - start <= SHORT, stop, token)
+    return n, row, token, stop
 
 
 @triton.jit

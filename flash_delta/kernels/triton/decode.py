@@ -2,13 +2,20 @@
 
     S~ = e^g S      u = b (v - S~^T k)      S = S~ + k u^T      o = scale S^T q
 
-One program takes BV value columns of one row and value head: grid (B HV V / BV). It reads its part of the row's state
-once, and writes it after every token of whom ``write_indices`` has the slot. The state is kept in registers,
-transposed, S^T [BV, J, W]: its BK = J W key channels in pieces of W (launch.run_decode).
+and, where they are asked for, what a layer does around it: a short convolution of q, k and v (window.py) in front, a
+gated norm of o behind.
+
+One program takes BV value columns of HEADS value heads of one row: grid (B HV / HEADS, V / BV). It reads its part of
+the row's state once, and writes it after every token of whom ``write_indices`` has the slot. The state is kept in
+registers, transposed, S^T [BV, BK]. A norm needs all columns of a head. A convolution needs all heads that share q and
+k, too: the windows that one program would read another would overwrite.
 
 Between tokens the state has the pool's dtype, written or not, so that it does not matter in how many calls tokens
 come. Nor does it matter with which other arguments: products are rounded by themselves or stand in ``fma``, the
-compiler contracts none (launch.run_decode), and what the kernel is compiled for does not depend on T (launch.counted).
+compiler contracts none, and what the kernel is compiled for does not depend on T (launch_decode.py).
+
+With SHORT rows are packed sequences, of which it runs those of 1 to SHORT tokens, with float32 states in between as
+`scan` does; the programs of the others end at once.
 
 Indices are what the device says. What is no slot is never an address: loads and stores are masked by ``live``.
 """
@@ -17,14 +24,19 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.triton import channel_gate
-from flash_delta.kernels.triton.activation import log_decay, strength
+from flash_delta.kernels.triton.activation import gated_norm, log_decay, strength
+from flash_delta.kernels.triton.chunk import bounds
+from flash_delta.kernels.triton.window import convolve, load_window, push, store_window
 
 
 @triton.jit
-def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr):
-    """Of one token and head, as they are; strides: (unit, head, channel)."""
+def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Of one token and head, as they are; strides: (unit, head, channel). EVEN: none of ``c`` is behind the last."""
     at = x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + c * strides[2]
-    return tl.load(at, mask=c < WIDTH, other=0.0)
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=c < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -41,98 +53,173 @@ def load_slot(table, row, column, strides, slots, live):
 
 
 @triton.jit
-def reciprocal_length(x):
-    """Of [J, W]."""
-    return tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) + 1e-6)
-
-
-@triton.jit
-def read_by(S, x):
-    """S^T x [BV], of [BV, J, W] and [J, W]."""
-    return tl.sum(tl.sum(S * x[None, :, :], 1), 1)
-
-
-NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
-    "T", "slots", "columns", "first_written", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token", "g_row",
-    "g_token", "beta_row", "beta_token", "read_row", "read_column", "accepted_row", "write_row", "write_token",
-    "parents_row", "parents_token",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def decode(
-    q, k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, accepted, parents, o,
-    T, slots, columns, first_written, scale, lower_bound, beta_range,
-    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token,
-    read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token,
-    q_strides, k_strides, v_strides, g_strides, beta_strides, pool_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    W: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
-    ``q_strides[0]``; and so on (launch.counted)."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    w, hv, b = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    h = hv // (HV // H)
-    c = tl.arange(0, BK // W)[:, None] * W + tl.arange(0, W)[None, :]  # [J, W]
-    d = w + tl.arange(0, BV)
-    inside = (d < V)[:, None, None] & (c < K)[None, :, :]
-    tile = pool + hv.to(tl.int64) * pool_strides[1]
-    tile += d[:, None, None] * pool_strides[3]
-    tile += c[None, :, :] * pool_strides[2]
-
-    write_strides = (write_row, write_token)
+def find_state(
+    read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
+):
+    """The slot that a row reads, whether there is a state in it, and whether there is a row."""
     column, live = b * 0, b >= 0
     if accepted is not None:
         count = tl.load(accepted + b.to(tl.int64) * accepted_row)
         column, live = (count - 1).to(tl.int32), (count >= 1) & (count <= columns)
     slot, live = load_slot(read_indices, b, column, (read_row, read_column), slots, live)
-    first = tl.load(tile + slot.to(tl.int64) * pool_strides[0], mask=inside & live, other=0.0)  # [BV, J, W]
-    alive = live.to(tl.int32)  # bit 0: the row; bit t + 1: token t is no padding
-    if CHANNEL:
-        rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    stored = live
+    if has_initial_state is not None:
+        has = tl.load(has_initial_state + b.to(tl.int64) * has_row) != 0
+        live, stored = live | (has == 0), live & has
+    return slot, stored, live
 
-    last = first
-    for t in range(T):
-        parent = t - 1
-        if parents is not None:
-            parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
-            known = (parent >= -1) & (parent < t)
-            parent = tl.where(known, parent, 30).to(tl.int32)  # whose bit no token has
-            slot, live = load_slot(write_indices, b, parent, write_strides, slots, known & (parent >= 0))
-            last = tl.load(tile + slot.to(tl.int64) * pool_strides[0], mask=inside & live, other=0.0)
-            last = tl.where(parent < 0, first, last)
-        live = ((alive >> (parent + 1)) & 1) != 0
-        if write_indices is not None:
-            slot, live = load_slot(write_indices, b, t, write_strides, slots, live)
 
-        kt = load_numbers(k, k_strides, b * k_row + t * k_token, h, c, K).to(tl.float32)  # [J, W]
-        qt = load_numbers(q, q_strides, b * q_row + t * q_token, h, c, K).to(tl.float32)
-        vt = load_numbers(v, v_strides, b * v_row + t * v_token, hv, d, V).to(tl.float32)
-        bt = load_number(beta, beta_strides, b * beta_row + t * beta_token, hv)
-        if RAW_BETA:
-            bt = strength(bt, beta_range)
-        r_k, r_q = 1.0, scale
-        if NORM:
-            r_k, r_q = reciprocal_length(kt), scale * reciprocal_length(qt)
+@triton.jit
+def load_state(tile, slot, slot_stride, live):
+    return tl.load(tile + slot.to(tl.int64) * slot_stride, mask=live, other=0.0)
+
+
+@triton.jit
+def reciprocal_length(x):
+    return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def read_by(S, x):
+    """S^T x [BV], of [BV, BK] and [BK]."""
+    return tl.sum(S * x[None, :], 1)
+
+
+NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
+    "N", "T", "slots", "columns", "first_written", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token", "g_row",
+    "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row", "read_column", "accepted_row", "write_row",
+    "write_token", "parents_row", "parents_token", "has_row",
+]  # fmt: skip
+
+
+# Servers slice these; to a load of one number an address is as good as any other.
+INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_state"]
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def decode(
+    q, k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, accepted, parents, has_initial_state,
+    cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, o,
+    N, T, slots, columns, first_written, scale, lower_bound, beta_range, eps, slot_stride, conv_stride,
+    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, z_row, z_token,
+    read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
+    q_strides, k_strides, v_strides, g_strides, beta_strides, z_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    HEADS: tl.constexpr, STRIDES: tl.constexpr, CONV: tl.constexpr, ACTIVATION: tl.constexpr, SHORT: tl.constexpr,
+    CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
+    ``q_strides[0]``; and so on (launch_decode.counted). STRIDES: of the pool's (head, key, value)."""
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    K_EVEN: tl.constexpr = K == BK
+    V_EVEN: tl.constexpr = V % BV == 0
+    program = tl.program_id(0)
+    w, head, b = program % BLOCKS * BV, program // BLOCKS % (HV // HEADS) * HEADS, program // (BLOCKS * (HV // HEADS))
+    h = head // (HV // H)
+    c, d = tl.arange(0, BK), w + tl.arange(0, BV)
+    inside = tl.full([BV, BK], True, tl.int1)
+    if not (K_EVEN and V_EVEN):
+        inside = (d < V)[:, None] & (c < K)[None, :]
+
+    row, start = b, b * 0
+    if SHORT > 0:
+        row = b * 0
+        start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
+        T = stop - start
+        first_written = T - 1
+        if (T < 1) | (T > SHORT):
+            return
+    write_strides = (write_row, write_token)
+    row_slot, stored, is_row = find_state(
+        read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
+    )
+    if CONV is not None:
+        q_at, k_at = h * K, (H + h) * K  # first channels
+        q_first = load_window(conv_pool, row_slot, conv_stride, q_at, c, K, stored, CONV)
+        k_first = load_window(conv_pool, row_slot, conv_stride, k_at, c, K, stored, CONV)
+
+    for j in range(HEADS):
+        hv = head + j
+        tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
+        tile += tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1]
+        first = load_state(tile, row_slot, slot_stride, inside & stored)  # [BV, BK]
+        if SHORT > 0:
+            first = first.to(tl.float32)
         if CHANNEL:
-            a = load_numbers(g, g_strides, b * g_row + t * g_token, hv, c, K)
-            decay = tl.exp(channel_gate.log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED))[None, :, :]
-        else:
-            a = load_number(g, g_strides, b * g_row + t * g_token, hv)
-            decay = tl.exp(log_decay(a, A_log, dt_bias, hv, HAS_BIAS) if RAW_GATE else a)
+            rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+        if CONV is not None:
+            v_at = 2 * H * K + hv * V
+            v_first = load_window(conv_pool, row_slot, conv_stride, v_at, d, V, stored, CONV)
+            q_window, k_window, v_window = q_first, k_first, v_first
+            tl.debug_barrier()  # nothing is stored before all threads have loaded
+        alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row; bit t + 1: token t
+        last = first
+        for t in range(T):
+            if parents is not None:
+                parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
+                known = (parent >= -1) & (parent < t)
+                parent = tl.where(known, parent, 30).to(tl.int32)  # whose bit no token has
+                slot, live = load_slot(write_indices, b, parent, write_strides, slots, known & (parent >= 0))
+                last = tl.where(parent < 0, first, load_state(tile, slot, slot_stride, inside & live))
+                if CONV is not None:
+                    q_window = load_window(conv_pool, slot, conv_stride, q_at, c, K, live, CONV)
+                    k_window = load_window(conv_pool, slot, conv_stride, k_at, c, K, live, CONV)
+                    v_window = load_window(conv_pool, slot, conv_stride, v_at, d, V, live, CONV)
+                    q_window = tl.where(parent < 0, q_first, q_window)
+                    k_window = tl.where(parent < 0, k_first, k_window)
+                    v_window = tl.where(parent < 0, v_first, v_window)
+            slot, live = row_slot, alive != 0
+            if parents is not None:
+                live = ((alive >> (parent + 1)) & 1) != 0
+            if write_indices is not None:
+                slot, live = load_slot(write_indices, b, t, write_strides, slots, live)
 
-        S = last.to(tl.float32) * decay
-        u = bt * (vt - r_k * read_by(S, kt)) * r_k  # [BV]
-        S = tl.fma(tl.broadcast_to(kt[None, :, :], S.shape), tl.broadcast_to(u[:, None, None], S.shape), S)
-        ot = tl.where(live, r_q * read_by(S, qt), 0.0)
-        tl.store(o + ((b * T + t) * HV + hv).to(tl.int64) * V + d, ot.to(o.dtype.element_ty), mask=d < V)
-        last = S.to(pool.dtype.element_ty)
-        if write_indices is not None:
-            at = tile + slot.to(tl.int64) * pool_strides[0]
-            tl.store(at, last, mask=inside & live & (t >= first_written))
-        alive |= live.to(tl.int32) << (t + 1)
-        if parents is not None:
-            tl.debug_barrier()  # a later token's threads load what this one's stored
+            kt = load_numbers(k, k_strides, row * k_row + (start + t) * k_token, h, c, K, K_EVEN)  # [BK]
+            qt = load_numbers(q, q_strides, row * q_row + (start + t) * q_token, h, c, K, K_EVEN)
+            vt = load_numbers(v, v_strides, row * v_row + (start + t) * v_token, hv, d, V, V_EVEN)  # [BV]
+            written = live & (t >= first_written)
+            if CONV is not None:
+                q_window, k_window, v_window = push(q_window, qt), push(k_window, kt), push(v_window, vt)
+                if write_indices is not None:  # of q and k the first head writes what all of them read
+                    of_all = written & (j == 0)
+                    store_window(q_window, conv_pool, slot, conv_stride, q_at, c, K, of_all, CONV)
+                    store_window(k_window, conv_pool, slot, conv_stride, k_at, c, K, of_all, CONV)
+                    store_window(v_window, conv_pool, slot, conv_stride, v_at, d, V, written, CONV)
+                qt = convolve(q_window, conv_weight, conv_bias, q_at, c, K, CONV)
+                kt = convolve(k_window, conv_weight, conv_bias, k_at, c, K, CONV)
+                vt = convolve(v_window, conv_weight, conv_bias, v_at, d, V, CONV)
+            kt, qt, vt = kt.to(tl.float32), qt.to(tl.float32), vt.to(tl.float32)
+            bt = load_number(beta, beta_strides, row * beta_row + (start + t) * beta_token, hv)
+            if RAW_BETA:
+                bt = strength(bt, beta_range)
+            r_k, r_q = 1.0, scale
+            if NORM:
+                r_k, r_q = reciprocal_length(kt), scale * reciprocal_length(qt)
+            if CHANNEL:
+                a = load_numbers(g, g_strides, row * g_row + (start + t) * g_token, hv, c, K, K_EVEN)
+                decay = tl.exp(channel_gate.log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED))[None, :]
+            else:
+                a = load_number(g, g_strides, row * g_row + (start + t) * g_token, hv)
+                decay = tl.exp(log_decay(a, A_log, dt_bias, hv, HAS_BIAS) if RAW_GATE else a)
+
+            S = last.to(tl.float32) * decay
+            u = bt * (vt - r_k * read_by(S, kt)) * r_k  # [BV]
+            S = tl.fma(tl.broadcast_to(kt[None, :], S.shape), tl.broadcast_to(u[:, None], S.shape), S)
+            ot = r_q * read_by(S, qt)
+            if z is not None:
+                zt = load_numbers(z, z_strides, row * z_row + (start + t) * z_token, hv, d, V, V_EVEN).to(tl.float32)
+                ot = gated_norm(ot, zt, norm_weight, d, eps, V, ACTIVATION)
+            ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
+            tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
+            last = S.to(pool.dtype.element_ty)
+            if write_indices is not None:
+                at = tile + slot.to(tl.int64) * slot_stride
+                tl.store(at, last, mask=inside & written)
+            if SHORT > 0:
+                last = S
+            if parents is None:
+                alive = live.to(tl.int32)
+            else:
+                alive |= live.to(tl.int32) << (t + 1)
+                tl.debug_barrier()  # a later token's threads load what this one's stored

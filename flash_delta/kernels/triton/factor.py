@@ -37,12 +37,12 @@ def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
 def factor(
     q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
         return
     i, c = tl.arange(0, C), tl.arange(0, BK)

@@ -5,7 +5,7 @@ strides of g's and beta's batch rows) is not specialised, so that a length never
 """
 
 from collections.abc import Iterator
-from math import gcd
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from flash_delta.kernels.triton.channel import channel
 from flash_delta.kernels.triton.channel_gradients import channel_gradients
 from flash_delta.kernels.triton.chunk import C, count_slots
-from flash_delta.kernels.triton.decode import decode
 from flash_delta.kernels.triton.factor import factor
 from flash_delta.kernels.triton.gradients import gates, key_gradients, query_gradients
 from flash_delta.kernels.triton.halved_gradients import halved_gradients
@@ -28,15 +27,17 @@ from flash_delta.kernels.triton.solve import solve
 from flash_delta.kernels.triton.tiles import (
     HEADS,
     WARP,
+    Chip,
     Tile,
-    decode_tile,
     overlaps,
     precision,
     scan_tiles,
     tile,
 )
 from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, HeadGradients, Residual, Scores, Solved
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import SHORT, Inputs, Problem, Slots
+
+LONG = 2**30  # tokens: more than any sequence has
 
 
 def new_gradients(x: Inputs) -> Inputs:
@@ -91,22 +92,44 @@ def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows
 
 
 def run_scan(
-    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, r: Residual | None, *choice: Tile
-) -> None:
-    """Stage output, too; with ``r``, what the backward pass needs."""
+    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor | None, r: Residual | None, *choice: Tile,
+    slots: Slots | None = None,
+) -> None:  # fmt: skip
+    """Stage output, too; with ``r``, what the backward pass needs. With ``slots`` states are theirs."""
     p, x = c.p, c.x
+    initial, indices, counts = x.initial_state, (None,) * 4, (0, 0, 0)
+    if slots is not None:
+        initial = final = slots.state_pool
+        indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
+        counts = (len(final), 0 if indices[3] is None else indices[3].shape[1], min(p.checkpoint_every, p.T + C) // C)
 
     def plans() -> Iterator[Plan]:
         for t in choice or scan_tiles("scan" if r is None else "scan_kept", p, c.shape.chip, every(c)):
             yield plan(
-                c, scan, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N + p.packed), t,
-                p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), states(p, x.initial_state), states(p, final),
-                INITIAL=x.initial_state is not None, OUTPUT=True, SAVE=r is not None,
-                TMA=t.tma and fits_tma(x.v, *outside(c)), follows=True,
+                c, scan, scan_grid(p, t), t,
+                p.N, p.T, *counts, *(table(t)[0] for t in indices[:3]), *table(indices[3]),
+                strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
+                INITIAL=initial is not None, POOL=slots is not None, OUTPUT=True, SAVE=r is not None,
+                TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
             )  # fmt: skip
 
-    read = (*readers(c, ch), x.v, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state)
-    launch(c, scan, (*read, o, final, *(r or (None,) * 3)), plans)
+    read = (*readers(c, ch), x.v, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, initial)
+    launch(c, scan, (*read, o, final, *(r or (None,) * 3), *indices), plans)
+
+
+def scan_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    return triton.cdiv(p.V, columns(p, t)), p.HV, p.N + p.packed
+
+
+def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
+    """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
+    (t,) = scan_tiles("scan", p, chip, every=False)
+    if not (t.tma and fits_tma(x.v, *outside(p, x))):
+        return 0
+    # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
+    channel = p.gate == "channel"
+    count = 5 + (p.erase is not None) + (p.erase is not None and channel) - (channel and columns(p, t) == 128)
+    return 128 * count * prod(scan_grid(p, t))
 
 
 def run_scan_backward(
@@ -123,7 +146,7 @@ def run_scan_backward(
                 p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
                 states(p, dfinal), states(p, dinitial),
                 FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
-                TMA=t.tma and fits_tma(x.v, do, *outside(c)), follows=recompute,
+                TMA=t.tma and fits_tma(x.v, do, *outside(p, x)), follows=recompute,
             )  # fmt: skip
 
     read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state, dfinal)
@@ -260,30 +283,6 @@ def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) 
     launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k), plans)
 
 
-def run_decode(c: Call, o: Tensor, t: Tile | None = None) -> None:
-    """``c.more`` are the call's `Slots`. No products are contracted: how depends on what else is compiled with them."""
-    p, x, s = c.p, c.x, Slots(*c.more)
-    write = s.write_indices
-    first_written = p.T - 1 if write is not None and write.dim() == 1 else 0
-    per_token = [counted(tokens) for tokens in (x.q, x.k, x.v, x.g, x.beta)]
-
-    def plans() -> Iterator[Plan]:
-        chosen = t or decode_tile(p)
-        grid = (p.B * p.HV * triton.cdiv(p.V, columns(p, chosen)), 1, 1)
-        yield plan(
-            c, decode, grid, chosen,
-            p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,
-            p.scale, p.lower_bound or 0.0, p.beta_range,
-            *(count for counts, _ in per_token for count in counts),
-            *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
-            *(strides for _, strides in per_token), states(p, s.state_pool),
-            W=min(128 // s.state_pool.element_size(), block(p.K)) if p.state_v_first else block(p.K),
-        )._replace(contracts=False)  # fmt: skip
-
-    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, s.read_indices, write)
-    launch(c, decode, (*pointers, s.num_accepted_tokens, s.parent_idx, o), plans)
-
-
 def plan(
     c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
 ) -> Plan:
@@ -295,10 +294,17 @@ def plan(
         "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p, c.shape.chip),
-        "OVERLAP": overlap,
+        "OVERLAP": overlap, "SHORT": short(p),
     } | own  # fmt: skip
     used = {name: constants[name] for name in kernel.arg_names if name in constants}
     return Plan(grid, t, scalars, used, follows and overlap)
+
+
+def short(p: Problem) -> int:
+    """Tokens of packed sequences that `decode` runs; 0 where rows are no packed sequences, or it runs none."""
+    if not p.packed or p.pool is None or p.batch_invariant:
+        return 0
+    return LONG if p.recurrent else SHORT
 
 
 def readers(c: Call, ch: Channels) -> tuple[Any, Any]:
@@ -311,9 +317,9 @@ def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
     return tuple(f) if ch.P is None else (ch.Kd, ch.P, ch.rates)
 
 
-def outside(c: Call) -> tuple[Tensor, ...]:
+def outside(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Those of ``readers`` that the caller laid out."""
-    return (c.x.q, c.keys) if c.p.gate != "channel" else ()
+    return (x.q, x.k if x.p is None else x.p) if p.gate != "channel" else ()
 
 
 def every(c: Call) -> bool:
@@ -350,14 +356,6 @@ def tokens(t: Tensor | None) -> tuple[int, ...]:
 def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
     """Strides of (sequence, head, key, value) in either layout."""
     return (0, 0, 0, 0) if t is None else (t.mT if p.state_v_first else t).stride()
-
-
-def counted(t: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Strides of (row, token) in units of up to 16 numbers, and of (unit, head, channel): to a compiler nothing else of
-    the first two matters, and usually the unit does not depend on T."""
-    row, token, *others = t.stride()
-    unit = gcd(row, token, 16)
-    return (row // unit, token // unit), (unit, *others)
 
 
 def table(t: Tensor | None) -> tuple[int, int]:

@@ -7,9 +7,12 @@ like it is used again.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain, repeat
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +21,14 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
+from flash_delta.kernels.triton.forbidding import Flags, Key, Layout, Refused, difference
 from flash_delta.kernels.triton.tiles import Chip, Tile, chip_of
 from flash_delta.kernels.triton.workspace import Workspace
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Around, Inputs, Problem, Slots
+
+DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
+TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
+POOLS = ("state_pool", "conv_pool")
 
 
 class Plan(NamedTuple):
@@ -77,7 +85,7 @@ class Call(NamedTuple):
 
 
 _compiled: dict[tuple, Any] = {}  # by kernel, key and tile
-_keys: dict[tuple, int] = {}
+_keys: dict[Key, int] = {}  # numbered as they come
 _ready: set[int] = set()
 
 
@@ -87,11 +95,14 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
     if shape is None:
         shape = _shape(
             chip_of(p.device),
-            (
+            Flags(
                 kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
-                p.lower_bound is None, p.state_v_first,
+                p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
             ),
-            (p.N, p.T, p.scale, p.beta_range, p.lower_bound, *(None if t is None else t.shape for t in more)),
+            (
+                p.N, p.T, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.eps,
+                *(None if t is None else t.shape for t in more),
+            ),
             *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
         )  # fmt: skip
         if memo is not None:
@@ -102,16 +113,46 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
 
 
 @lru_cache(maxsize=1024)
-def _shape(chip: Chip, flags: tuple, sizes: tuple, *tensors: tuple | None) -> Shape:
+def _shape(chip: Chip, flags: Flags, sizes: tuple, *tensors: tuple | None) -> Shape:
     """``sizes`` change what is launched, not what is compiled for it."""
-    key = (flags, *(None if t is None else _specialisation(*t) for t in tensors))
-    return Shape(_keys.setdefault(key, len(_keys)), chip, [])
+    names = (
+        (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind in (DECODE, STEP, PREFILL) else Inputs._fields
+    )
+    counted = TOKENS if flags.kind in (DECODE, STEP) else ()
+    layouts = (
+        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=sizes[1] == 1)
+        for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
+    )
+    return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip, [])
 
 
-def _specialisation(dtype: torch.dtype, strides: tuple[int, ...], alignment: int) -> tuple:
-    """What Triton compiles for; of a batch row's stride, which depends on T, alignment and whether it is 1 or long."""
-    batch, *others = strides or (0,)
-    return dtype, *others, batch % 16, batch == 1, batch < 2**31, alignment
+def _layout(
+    dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: bool, alone: bool
+) -> Layout:
+    """What Triton compiles for: of a stride whether it is 1 or long and how it divides. To all kernels those of indices
+    are numbers like any other, and parameters lie side by side; where tokens are ``counted`` their unit says it all.
+    Within a slot of a pool strides are ``fixed``: to `decode` they are constants."""
+
+    def classes(*strides: int) -> tuple:
+        return tuple((stride % 16, stride == 1, stride < 2**31) for stride in strides)
+
+    if not dtype.is_floating_point or len(strides) < 3:
+        return Layout(dtype, alignment == 0, ())
+    if fixed:
+        return Layout(dtype, alignment == 0, (*classes(strides[0]), *strides[1:]))
+    if not counted:
+        return Layout(dtype, alignment == 0, classes(*strides))
+    row, token, *others = strides
+    size = unit(row, token, alone)
+    counts = tuple(stride // size < 2**31 for stride in (row, token))
+    return Layout(dtype, alignment == 0, (size, *counts, *classes(*others)))
+
+
+def unit(row: int, token: int, alone: bool) -> int:
+    """In how many numbers `decode` counts its way from row to row and from token to token: up to 16. To a compiler
+    nothing else of these strides matters, and usually the unit does not depend on T. Where rows have one token
+    (``alone``) its stride is whatever the view left there."""
+    return gcd(row, 0 if alone else token, 16)
 
 
 def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
@@ -121,10 +162,15 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
     this call, a workspace as its buffer.
     """
     if not c.direct:
-        return kernels(c)
+        with _explained(c):
+            return kernels(c)
     if c.shape.key not in _ready:
         found: dict[tuple, Any] = {}
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads):
+        with (
+            _explained(c),
+            ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+            triton.AsyncCompileMode(threads),
+        ):
             kernels(c._replace(direct=False, compiling=found))
         for key, kernel in found.items():
             _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
@@ -145,6 +191,21 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
         step.run(
             *step.grid, stream, step.function, step.metadata, None, None, None, *addresses, *step.rest
         )  # fmt: skip
+
+
+@contextmanager
+def _explained(c: Call) -> Iterator[None]:
+    """Says of a refused compilation (forbidding.py) what the call has that earlier ones had not."""
+    try:
+        yield
+    except Refused as refused:
+        keys = list(_keys)
+        others = (*Slots._fields, *Around._fields) if c.p.pool is not None else ("do", "dfinal")
+        tensors = dict(zip((*Inputs._fields, *others), (*c.x, *c.more), strict=False))
+        why = difference(keys[c.shape.key], (keys[number] for number in _ready), tensors)
+        raise RuntimeError(
+            f"{c.p.op}: kernel {refused} would have to be compiled, which forbid_compilation() forbids: {why}"
+        ) from None
 
 
 def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], Iterable[Plan]]) -> None:

@@ -24,7 +24,7 @@ from flash_delta.kernels.triton.workspace import (
     Solved,
     Workspace,
 )
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import chunked, stages
 from flash_delta.reference.tokens import TokenReader
 
@@ -62,34 +62,6 @@ CHUNKS = {
 SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128", "kda-128")}
 
 
-class Decoding(NamedTuple):
-    """A model's states in a pool: a draft of ``tokens`` each for two rows."""
-
-    model: Case = Case(raw=True)
-    dtype: torch.dtype = torch.float32
-    v_first: bool = True
-    tree: bool = False
-    tokens: int = 4
-
-
-BOUNDED = CHUNKS["kda-128-bounded"]
-DECODINGS = {  # every tile once; then what the kernel's code depends on
-    **{
-        f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
-            Case(width, raw=True), dtype, v_first
-        )
-        for width, dtype, v_first in product((64, 128, 256), (torch.float32, torch.bfloat16), (True, False))
-    },
-    "decode-gdn-128-tree": Decoding(tree=True),
-    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True),
-    "decode-kda-128": Decoding(CHUNKS["kda-128"]),
-    "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
-    "decode-kda-128-bounded": Decoding(BOUNDED),
-    "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
-    "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True),
-}
-
-
 def describe(
     x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False, lower_bound: float | None = None
 ) -> Problem:
@@ -106,8 +78,8 @@ def describe(
 class Kernels:
     """The launchers on one problem, with all that the kernels write for each other."""
 
-    def __init__(self, p: Problem, x: Inputs):
-        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",))._replace(direct=False)
+    def __init__(self, p: Problem, x: Inputs, *more: Tensor | None):
+        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",), *more)._replace(direct=False)
         groups = (Channels, Solved, Factors, Residual, Chain, Scores, HeadGradients)
         parts = self.c.parts(Workspace(p, *groups))
         self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
@@ -120,6 +92,14 @@ class Kernels:
 
     def factor(self, t: Tile | None = None) -> None:
         launch.run_factor(self.c, self.solved, self.factors, t)
+
+    def maps(self) -> None:
+        """All that the scans need."""
+        if self.p.gate == "channel":
+            self.channel()
+        self.solve()
+        if self.p.gate != "channel":
+            self.factor()
 
     def scan(self, save: bool, t: Tile) -> Tensors:
         o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
@@ -168,11 +148,7 @@ def problem_of(case: Case) -> tuple[Problem, Inputs]:
 
 def call_chunks(case: Case) -> None:
     kernels = Kernels(*problem_of(case))
-    if case.gate == "channel":
-        kernels.channel()
-    kernels.solve()
-    if case.gate != "channel":
-        kernels.factor()
+    kernels.maps()
     kernels.gradients()
 
 
@@ -182,22 +158,6 @@ def call_scan(case: Case, save: bool, t: Tile) -> None:
 
 def call_scan_backward(case: Case, recompute: bool, t: Tile) -> None:
     Kernels(*problem_of(case)).scan_backward(recompute, t)
-
-
-def call_decode(case: Decoding, t: Tile | None = None, *, counted: bool = True, written: bool = True) -> None:
-    B, T, new = 2, case.tokens, partial(torch.empty, device="meta")
-    p, x = problem_of(case.model._replace(tokens=T))
-    x = Inputs(
-        *(None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5]), A_log=x.A_log, dt_bias=x.dt_bias
-    )
-    p = p._replace(B=B, N=B, packed=False, recurrent=True, state_v_first=case.v_first, pool=case.dtype)
-    pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(B, T, dtype=torch.int32)
-    accepted = new(B, dtype=torch.int32) if counted else None
-    s = Slots(
-        pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
-    )
-    call = make_call(p, x, ("launches",), *s)._replace(direct=False)
-    launch.run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), t)
 
 
 def launches(target: str) -> Iterator[Launch]:
@@ -218,8 +178,6 @@ def launches(target: str) -> Iterator[Launch]:
             kernel, call = forms[form]
             for t in scan_tiles(kernel, p, chip, every=True):
                 yield Launch(f"{name}-BV={t.BV}{form}", partial(call, t))
-    for name, case in DECODINGS.items():
-        yield Launch(name, partial(call_decode, case))
 
 
 def make(
@@ -302,52 +260,7 @@ def scan_candidates(target: str) -> list[Tile]:
     return [Tile(warps, depth, BV, tma=tma) for BV, warps, depth in product((32, 64, 128), (4, 8), depths)]
 
 
-def make_decoding(
-    device: torch.device | str, B: int = 128, T: int = 1, H: int = 16, HV: int = 32, K: int = 128, V: int = 128,
-    dtype: torch.dtype = torch.bfloat16, *, pool: torch.dtype, v_first: bool,
-) -> Tensors:  # fmt: skip
-    """As `make`, with states that go from the first half of a pool to the second."""
-    states = torch.randn(2 * B, HV, *((V, K) if v_first else (K, V)), device=device).to(pool)
-    slots = torch.arange(2 * B, dtype=torch.int32, device=device)
-    made = make(device, B, T, H, HV, K, V, dtype)
-    return made | {"pool": states, "read": slots[:B], "write": slots[B:]}
-
-
-def decoding(made: Tensors, v_first: bool) -> tuple[Problem, Inputs, Slots]:
-    x = Inputs(*(made[name] for name in ("q", "k", "v", "g", "beta")))
-    p = describe(x)._replace(recurrent=True, state_v_first=v_first, pool=made["pool"].dtype)
-    return p, x, Slots(made["pool"], made["read"], made["write"])
-
-
-def tune_decode(made: Tensors, t: Tile, v_first: bool) -> Tensors:
-    p, x, s = decoding(made, v_first)
-    o = torch.empty_like(x.v)
-    launch.run_decode(make_call(p, x, ("launches",), *s)._replace(direct=False), o, t)
-    return {"o": o, "pool": s.state_pool}
-
-
-def truth_of_decode(made: Tensors, v_first: bool) -> Tensors:
-    wide = {name: t.double() if t.is_floating_point() else t for name, t in made.items()}
-    p, x, s = decoding(wide, v_first)
-    return {"o": chunked.decode(p, x, s), "pool": s.state_pool}
-
-
-def decode_candidates(target: str) -> list[Tile]:
-    return [Tile(warps, 1, BV) for BV, warps in product((4, 8, 16, 32, 64), (1, 2, 4, 8)) if 32 * warps >= BV]
-
-
-def stage_of_decode(pool: torch.dtype, v_first: bool) -> Stage:
-    return Stage(
-        (128, 128), decode_candidates, partial(make_decoding, pool=pool, v_first=v_first),
-        partial(tune_decode, v_first=v_first), partial(truth_of_decode, v_first=v_first),
-    )  # fmt: skip
-
-
 STAGES = {
-    "decode": stage_of_decode(torch.float32, True),
-    "decode-bfloat16": stage_of_decode(torch.bfloat16, True),
-    "decode-k-first": stage_of_decode(torch.float32, False),
-    "decode-k-first-bfloat16": stage_of_decode(torch.bfloat16, False),
     "factor": Stage((128, 128), factor_candidates, make, tune_factor, truth_of("X", "Y")),
     "scan": Stage((128, 128), scan_candidates, make, tune_scan, truth_of("o", "final_state")),
     "scan_backward": Stage((128, 128), scan_candidates, make, tune_scan_backward, truth_of("dstates", "dU")),

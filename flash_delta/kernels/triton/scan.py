@@ -13,6 +13,9 @@ are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulat
 they were given; what Qg and Kg give lacks norms only. One program walks a sequence with BV columns of one value head's
 state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
 
+On a pool of states (POOL) sequences start from slots and end in slots, and leave checkpoints in others. What is no slot
+is never an address; a sequence without one that it needs is padding, whose outputs are zeros.
+
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
 """
@@ -21,19 +24,21 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.triton.chunk import bounds, follow, load_block, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.decode import find_state, load_slot
 
 
 @triton.jit
-def load_state(state, strides, n, hv, d, c, V: tl.constexpr, K: tl.constexpr):
-    """S^T [BV, BK] in float32; strides: (sequence, head, key, value), as the caller's layout has them."""
+def load_state(state, strides, n, hv, d, c, V: tl.constexpr, K: tl.constexpr, stored=True):
+    """S^T [BV, BK] in float32; strides: (sequence, head, key, value), as the caller's layout has them. 0 if it is not
+    ``stored``."""
     at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
-    return tl.load(at, mask=(d < V)[:, None] & (c < K)[None, :], other=0.0).to(tl.float32)
+    return tl.load(at, mask=(d < V)[:, None] & (c < K)[None, :] & stored, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr):
+def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr, stored=True):
     at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
-    tl.store(at, S.to(state.dtype.element_ty), mask=(d < V)[:, None] & (c < K)[None, :])
+    tl.store(at, S.to(state.dtype.element_ty), mask=(d < V)[:, None] & (c < K)[None, :] & stored)
 
 
 @triton.jit
@@ -52,13 +57,33 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
     return e_q, e_p, b, gamma
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit
+def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
+    """Of sequence n the slot of its first state and whether there is one, that of its last, and if it is no padding."""
+    read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
+    write = n
+    if write_indices is not None:
+        write, well = load_slot(write_indices, n, 0, (write_row, 0), slots, well)
+    return read, stored & well, write, well
+
+
+NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
+    "N", "T", "slots", "columns", "interval", "read_row", "write_row", "has_row", "checkpoint_row", "checkpoint_column",
+]  # fmt: skip
+
+
+INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_indices"]  # see decode.py
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan(
-    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, N, T,
-    q_strides, p_strides, v_strides, initial_strides, final_strides,
+    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
+    write_indices, has_initial_state, checkpoint_indices, N, T, slots, columns, interval, read_row, write_row,
+    has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides, initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, OUTPUT: tl.constexpr,
-    SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
+    POOL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
@@ -79,7 +104,18 @@ def scan(
     # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
+    first, stored, last, well = n, True, n, True  # where the states lie
+    if POOL:
+        first, stored, last, well = load_slots(
+            read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
+        )
+        if SHORT > 0:  # `decode` has run it
+            short = (stop > start) & (stop - start <= SHORT)
+            start = tl.where(short, stop, start)
+            stored, well = stored & (short == 0), well & (short == 0)
+        chunks = tl.where(well, chunks, 0)
     rows = chunks * (HV * C)
+    CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
     STATE_TMA: tl.constexpr = TMA and V % BV == 0  # a block of a state's rows must not reach into the next state
     k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
@@ -106,48 +142,62 @@ def scan(
         As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
     S = tl.zeros([BV, BK], tl.float32)
     if INITIAL:
-        S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
+        S = load_state(initial_state, initial_strides, first, hv, d, c, V, K, stored)
     follow(OVERLAP)
+    if POOL:
+        for token in range(tl.where(well, stop, start), stop, C):
+            store_tile(o_rows, o_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
     # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
     # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
     if AHEAD:
         y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
-    for j in range(chunks):
-        token, at = start + j * C, j * (HV * C)
-        q_token = at if CHANNEL else token
-        x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
-        R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
-        s = S.to(ty)
-        if SAVE:
-            store_tile(Ss, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
-        if ERASE:
-            pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
-            E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
-        if OUTPUT:
-            qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
-            O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
-        if ERASE:
-            R -= E * e_p[None, :]
-        r = (R * b[None, :]).to(ty)  # [BV, C]
-        u, written, read = r, r, r
-        if ERASE and (SAVE or CHANNEL):
-            a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-            U = tl.dot(r, tl.trans(a), input_precision=PRECISION)
-            u = U.to(ty)
-            if CHANNEL:
-                written, read = (U * e_p[None, :]).to(ty), u
-        S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
-        if OUTPUT:
-            y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-            O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
-            store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
-        if SAVE:
-            store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
-            store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
-        later = head + tl.minimum(j + 1, chunks - 1) * HV
-        if AHEAD:
-            y_ahead = load_block(Y + later * C * C, 0, 0, C, C, C, C)
-        e_q, e_p, b, gamma = load_rates(rates, gammas, later, i, c, chunks, C, K, CHANNEL)
-    if OUTPUT:
-        store_state(final_state, final_strides, S, n, hv, d, c, V, K)
+    # From checkpoint to checkpoint: stored inside of the pipelined loop, one would take shared memory beside its tiles.
+    begin, end, parts = 0, chunks, 1
+    if CHECKPOINTS:
+        parts = (chunks + interval - 1) // interval
+    for m in range(parts):
+        if CHECKPOINTS:
+            begin, end = m * interval, tl.minimum((m + 1) * interval, chunks)
+        for j in range(begin, end):
+            token, at = start + j * C, j * (HV * C)
+            q_token = at if CHANNEL else token
+            x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
+            R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
+            s = S.to(ty)
+            if SAVE:
+                store_tile(Ss, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
+            if ERASE:
+                pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
+                E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
+            if OUTPUT:
+                qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
+                O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
+            if ERASE:
+                R -= E * e_p[None, :]
+            r = (R * b[None, :]).to(ty)  # [BV, C]
+            u, written, read = r, r, r
+            if ERASE and (SAVE or CHANNEL):
+                a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
+                U = tl.dot(r, tl.trans(a), input_precision=PRECISION)
+                u = U.to(ty)
+                if CHANNEL:
+                    written, read = (U * e_p[None, :]).to(ty), u
+            S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
+            if OUTPUT:
+                y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
+                O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+                store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
+            if SAVE:
+                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
+                store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
+            later = head + tl.minimum(j + 1, chunks - 1) * HV
+            if AHEAD:
+                y_ahead = load_block(Y + later * C * C, 0, 0, C, C, C, C)
+            e_q, e_p, b, gamma = load_rates(rates, gammas, later, i, c, chunks, C, K, CHANNEL)
+        if CHECKPOINTS:
+            reached = (m < columns) & ((m + 1) * interval * C <= stop - start)
+            slot, known = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, reached)
+            store_state(final_state, final_strides, S, slot, hv, d, c, V, K, known)
+    if OUTPUT and (not POOL or write_indices is not None):
+        store_state(final_state, final_strides, S, last, hv, d, c, V, K, well)

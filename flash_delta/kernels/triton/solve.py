@@ -208,11 +208,11 @@ def solve(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
         return
     if CHANNEL:

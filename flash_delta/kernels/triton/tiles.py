@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from triton import next_power_of_2
 from triton.runtime.driver import driver
 
 from flash_delta.problem import Problem
@@ -195,18 +196,21 @@ for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
 
 
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
-# values first 4 KB of a state are a warp's, which has no barrier to wait at; with keys first, whole lines decide. They
-# compile without a spill; which is fastest has not been measured yet (``flash-delta tune decode``).
+# values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
+# Measured on an H200 with 64 and with 256 rows (docs/notes).
 DECODE = {
-    (True, 4): (Tile(1, 1, 16), Tile(1, 1, 8), Tile(1, 1, 4)),
-    (True, 2): (Tile(1, 1, 32), Tile(1, 1, 16), Tile(1, 1, 8)),
-    (False, 4): (Tile(2, 1, 32), Tile(4, 1, 32), Tile(8, 1, 32)),
-    (False, 2): (Tile(2, 1, 64), Tile(4, 1, 64), Tile(8, 1, 64)),
+    (True, 4): (Tile(1, 1, 8), Tile(1, 1, 8), Tile(1, 1, 4)),
+    (True, 2): (Tile(1, 1, 16), Tile(1, 1, 8), Tile(1, 1, 4)),
+    (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 16)),
+    (False, 2): (Tile(2, 1, 32), Tile(1, 1, 32), Tile(1, 1, 16)),
 }
 
 
-def decode_tile(p: Problem) -> Tile:
-    return DECODE[p.state_v_first, p.pool.itemsize][(p.K > 64) + (p.K > 128)]
+def decode_tile(p: Problem, chip: Chip) -> Tile:
+    if not p.taps and p.eps is None:
+        return DECODE[p.state_v_first, p.pool.itemsize][(p.K > 64) + (p.K > 128)]
+    K, V = (max(16, next_power_of_2(width)) for width in (p.K, p.V))  # a head's whole state in one program
+    return Tile(min(8, max(1, K * V // 1024)), 1, V, registers=128 if family(chip.target) == "sm_90" else None)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
@@ -217,10 +221,13 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
     """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose.
 
     "scan_kept" is the scan that writes both the output and what the backward pass needs (``disable_recompute``),
-    "scan_both" the backward scan beside which the forward one runs again.
+    "scan_both" the backward scan beside which the forward one runs again. For batch invariance the tile is that of a
+    sequence alone: a long prompt has most to lose.
     """
+    if p.batch_invariant:
+        p, every = p._replace(N=1), False
     states = p.N * p.HV * (2 if kernel == "scan_both" else 1)
-    return _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0 if every else states)
+    return _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0 if every else max(1, states))
 
 
 # Every launch asks: a remembered answer takes 0.3 us.

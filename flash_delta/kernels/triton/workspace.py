@@ -95,8 +95,7 @@ class Workspace:
     """Memory for some groups of tensors, ``Solved`` and the like; or ``buffer``, one that was filled before."""
 
     def __init__(self, p: Problem, *groups: type, buffer: Tensor | None = None):
-        self.slots = count_slots(p)
-        self.layout = _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
+        self.slots, self.layout = count_slots(p), _layout_of(p, groups)
         size = self.slots * self.layout.bytes
         self.buffer = torch.empty(size, dtype=torch.uint8, device=p.device) if buffer is None else buffer
 
@@ -115,6 +114,15 @@ class Workspace:
         size = self.slots * prod(part.shape) * part.dtype.itemsize
         piece = self.buffer.narrow(0, self.slots * part.start, size)
         return piece.view(part.dtype).view(self.slots, *part.shape)
+
+
+def count_bytes(p: Problem, *groups: type) -> int:
+    """Of the memory for them."""
+    return count_slots(p) * _layout_of(p, groups).bytes
+
+
+def _layout_of(p: Problem, groups: tuple[type, ...]) -> Layout:
+    return _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
 
 
 @lru_cache

@@ -1,0 +1,169 @@
+"""The same for serving (see launches.py)."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from flash_delta.compiler import Launch, Stage
+from flash_delta.kernels.triton import launch, launch_decode
+from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.launches import CHUNKS, Case, Kernels, Tensors, describe, make, problem_of
+from flash_delta.kernels.triton.tiles import Chip, Tile, scan_tiles
+from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.reference import backend
+
+
+class Decoding(NamedTuple):
+    """A model's states in a pool: a draft of ``tokens`` each for two rows."""
+
+    model: Case = Case(raw=True)
+    dtype: torch.dtype = torch.float32
+    v_first: bool = True
+    tree: bool = False
+    tokens: int = 4
+    whole: bool = False  # with a convolution and an output norm
+
+
+BOUNDED = CHUNKS["kda-128-bounded"]
+DECODINGS = {  # every tile once; then what the kernel's code depends on
+    **{
+        f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
+            Case(width, raw=True), dtype, v_first
+        )
+        for width, dtype, v_first in product((64, 128, 256), (torch.float32, torch.bfloat16), (True, False))
+    },
+    "decode-gdn-128-tree": Decoding(tree=True),
+    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True),
+    "decode-kda-128": Decoding(CHUNKS["kda-128"]),
+    "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
+    "decode-kda-128-bounded": Decoding(BOUNDED),
+    "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
+    "decode-gdn-128-whole": Decoding(whole=True),
+    "decode-gdn-128-whole-k-first-bfloat16": Decoding(dtype=torch.bfloat16, v_first=False, whole=True),
+    "decode-gdn-64-whole-tree": Decoding(Case(64, raw=True), tree=True, whole=True),
+    "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
+    "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True),
+}
+
+
+class Prefilling(NamedTuple):
+    """A model's states in a pool, and what goes on from them in chunks: two sequences, or token by token."""
+
+    model: Case = Case()
+    dtype: torch.dtype = torch.float32
+    v_first: bool = True
+    checkpoints: bool = True
+
+
+PREFILLS = {  # every tile once; then what the kernels' code depends on
+    "prefill-gdn-64": Prefilling(CHUNKS["gdn-64"]),
+    "prefill-gdn-128": Prefilling(),
+    "prefill-gdn-128-k-first-bfloat16": Prefilling(Case(raw=True), torch.bfloat16, v_first=False, checkpoints=False),
+    "prefill-gdn-256": Prefilling(CHUNKS["gdn-256"]),
+    "prefill-kda-128": Prefilling(CHUNKS["kda-128"]),
+    "prefill-kda-128-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False),
+}
+
+
+def call_decode(case: Decoding, t: Tile | None = None, *, counted: bool = True, written: bool = True) -> None:
+    B, T, new = 2, case.tokens, partial(torch.empty, device="meta")
+    p, x = problem_of(case.model._replace(tokens=T))
+    x = Inputs(
+        *(None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5]), A_log=x.A_log, dt_bias=x.dt_bias
+    )
+    p = p._replace(B=B, N=B, packed=False, recurrent=True, state_v_first=case.v_first, pool=case.dtype)
+    around = Around()
+    if case.whole:
+        D = 2 * p.H * p.K + p.HV * p.V
+        around = Around(new(9, D, 4, dtype=p.dtype), new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
+        p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
+    pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(B, T, dtype=torch.int32)
+    accepted = new(B, dtype=torch.int32) if counted else None
+    s = Slots(
+        pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
+    )
+    call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
+    launch_decode.run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), t)
+
+
+def call_prefill(case: Prefilling, t: Tile | None = None) -> None:
+    """The scan with a tile; without one what runs before it."""
+    (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
+    x = x._replace(initial_state=None)
+    p = p._replace(state_v_first=case.v_first, pool=case.dtype, checkpoint_every=64 if case.checkpoints else 0)
+    index, has = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool)
+    checkpoints = new(p.N, case.model.tokens // 64, dtype=torch.int32) if case.checkpoints else None
+    s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, checkpoints)
+    kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
+    if t is None:
+        launch_decode.run_decode(kernels.c, o)
+        kernels.maps()
+    else:
+        launch.run_scan(kernels.c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
+
+
+def launches(target: str) -> Iterator[Launch]:
+    chip = Chip(target.removesuffix("a"), 1)
+    for name, case in DECODINGS.items():
+        yield Launch(name, partial(call_decode, case))
+    for name, case in PREFILLS.items():
+        yield Launch(name, partial(call_prefill, case))
+        p, _ = problem_of(case.model)
+        choices = scan_tiles("scan", p, chip, every=True)
+        for t in choices if case == PREFILLS["prefill-gdn-128"] or case.model.gate == "channel" else choices[-1:]:
+            yield Launch(f"{name}-BV={t.BV}", partial(call_prefill, case, t))
+
+
+def make_decoding(
+    device: torch.device | str, B: int = 128, T: int = 1, H: int = 16, HV: int = 32, K: int = 128, V: int = 128,
+    dtype: torch.dtype = torch.bfloat16, *, pool: torch.dtype, v_first: bool,
+) -> Tensors:  # fmt: skip
+    """As `make`, with states that go from the first half of a pool to the second."""
+    states = torch.randn(2 * B, HV, *((V, K) if v_first else (K, V)), device=device).to(pool)
+    slots = torch.arange(2 * B, dtype=torch.int32, device=device)
+    made = make(device, B, T, H, HV, K, V, dtype)
+    return made | {"pool": states, "read": slots[:B], "write": slots[B:]}
+
+
+def decoding(made: Tensors, v_first: bool) -> tuple[Problem, Inputs, Slots]:
+    x = Inputs(*(made[name] for name in ("q", "k", "v", "g", "beta")))
+    p = describe(x)._replace(recurrent=True, state_v_first=v_first, pool=made["pool"].dtype)
+    return p, x, Slots(made["pool"], made["read"], made["write"])
+
+
+def tune_decode(made: Tensors, t: Tile, v_first: bool) -> Tensors:
+    p, x, s = decoding(made, v_first)
+    o = torch.empty_like(x.v)
+    launch_decode.run_decode(make_call(p, x, ("launches",), *s)._replace(direct=False), o, t)
+    return {"o": o, "pool": s.state_pool}
+
+
+def truth_of_decode(made: Tensors, v_first: bool) -> Tensors:
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in made.items()}
+    p, x, s = decoding(wide, v_first)
+    return {"o": backend.decode(p, x, s, Around()), "pool": s.state_pool}
+
+
+def decode_candidates(target: str) -> list[Tile]:
+    """Of 2 to 32 rows a warp."""
+    limits = (None,) if target.startswith("gfx") else (None, 96, 128)
+    sizes = [(BV, warps) for BV, warps in product((4, 8, 16, 32, 64), (1, 2, 4, 8)) if 2 * warps <= BV <= 32 * warps]
+    return [Tile(warps, 1, BV, registers=limit) for (BV, warps), limit in product(sizes, limits)]
+
+
+def stage_of_decode(pool: torch.dtype, v_first: bool) -> Stage:
+    return Stage(
+        (128, 128), decode_candidates, partial(make_decoding, pool=pool, v_first=v_first),
+        partial(tune_decode, v_first=v_first), partial(truth_of_decode, v_first=v_first),
+    )  # fmt: skip
+
+
+STAGES = {
+    "decode": stage_of_decode(torch.float32, True),
+    "decode-bfloat16": stage_of_decode(torch.bfloat16, True),
+    "decode-k-first": stage_of_decode(torch.float32, False),
+    "decode-k-first-bfloat16": stage_of_decode(torch.bfloat16, False),
+}
