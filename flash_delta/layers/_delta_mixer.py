@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class DeltaMixer(nn.Module):
         raise NotImplementedError
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """The token-by-token or the chunkwise op, with this layer's own options bound."""
+        """The token-by-token or the chunkwise op."""
         raise NotImplementedError
 
     def forward(
@@ -112,28 +113,64 @@ class DeltaMixer(nn.Module):
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
         x = packing.pack(hidden_states)
         past = MixerState() if state is None else state
-        (q, k, v), conv = self._convolve(x, past.conv, state is not None, packing.cu_seqlens)
-        op = self._op(recurrent=self._steps_through(hidden_states.shape[1]))
-        o, recurrent = op(
-            q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
-            k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
-            v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            g=self._raw_gate(x),
-            beta=self.b_proj(x),
+        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens)
+        o, recurrent = self._op(recurrent=self._steps_through(hidden_states.shape[1]))(
+            **tokens,
+            **self.options(),
             initial_state=past.recurrent,
             output_final_state=state is not None,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=packing.cu_seqlens,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            backend=self.backend,
         )
         if state is not None:
             state.conv, state.recurrent = conv, recurrent
-        return packing.unpack(self.o_proj(self._normalize(o, x).flatten(-2)))
+        return packing.unpack(self.output(o, x))
+
+    # What comes before the op and behind it, for engines that keep the states themselves (flash_delta.ops.serving).
+
+    def tokens(
+        self,
+        x: Tensor,
+        conv: tuple[Tensor, Tensor, Tensor] | None = None,
+        keep_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+        """What the op reads of the tokens.
+
+        Args:
+            x: the layer's input [B, T, D].
+            conv: the convolutions' states [N, D, W] to start from, as in `MixerState`; None means zeros.
+            keep_state: whether to return the states after the last token.
+            cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
+
+        Returns:
+            The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
+            [B, T, HV], raw as `options` tells the op; and the convolutions' states or None.
+        """
+        (q, k, v), conv = self._convolve(x, conv, keep_state, cu_seqlens)
+        return {
+            "q": q.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            "k": k.unflatten(-1, (self.num_heads, self.head_k_dim)),
+            "v": v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            "g": self._raw_gate(x),
+            "beta": self.b_proj(x),
+        }, conv
+
+    def options(self) -> dict[str, Any]:
+        """The op's arguments that are the layer's and not the tokens', by name: any op of the layer's member, the
+        serving ops included, is called with them."""
+        return {
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "backend": self.backend,
+        }
+
+    def output(self, o: Tensor, x: Tensor) -> Tensor:
+        """The layer's output [B, T, D] from the op's o [B, T, HV, V] and the layer's input x [B, T, D]."""
+        return self.o_proj(self._normalize(o, x).flatten(-2))
 
     def _steps_through(self, T: int) -> bool:
         return self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not torch.is_grad_enabled())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,8 @@ class KimiDeltaAttention(DeltaMixer):
     def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).view_as(o))
 
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"lower_bound": self.lower_bound}
+
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        if recurrent:
-            return partial(fused_recurrent_kda, lower_bound=self.lower_bound)
-        return partial(chunk_kda, safe_gate=self.safe_gate, lower_bound=self.lower_bound)
+        return fused_recurrent_kda if recurrent else partial(chunk_kda, safe_gate=self.safe_gate)

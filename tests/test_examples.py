@@ -1,0 +1,75 @@
+"""The examples do what they say."""
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tiny_model import build
+from typer.testing import CliRunner
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "continuous_batching.py"
+# More prompts than slots, and prompts longer than a step.
+SMALL = ("--prompts", "9", "--longest", "90", "--max-new-tokens", "8", "--slots", "3", "--step-tokens", "40")
+FRESH = ("--hidden-size", "32", "--layers", "2")
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(example, *options):
+    app = typer.Typer()
+    app.command()(example.main)
+    return CliRunner().invoke(app, [*SMALL, *options])
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_completions_are_those_of_generate(example, seed):
+    out = run(example, *FRESH, "--seed", seed)
+    assert out.exit_code == 0, out.output
+    assert "9 of 9 completions are what model.generate makes of the prompt alone" in out.output
+    assert "9 prompts in " in out.output
+    assert "72 written" in out.output
+
+
+def test_a_trained_model_is_served(example, tmp_path):
+    example.fresh_model(32, 2, seed=3).save_pretrained(tmp_path / "checkpoints" / "step-00000001")
+    assert "9 of 9 completions" in run(example, "--run", str(tmp_path)).output
+
+
+def test_what_another_request_left_in_a_slot_would_show(example, monkeypatch):
+    """The comparison can fail: here every request goes on from whatever is in its slot."""
+    pack = example.Engine.pack
+
+    def all_begun(engine, chosen):
+        batch = pack(engine, chosen)
+        return replace(batch, begun=torch.ones_like(batch.begun))
+
+    monkeypatch.setattr(example.Engine, "pack", all_begun)
+    out = run(example, *FRESH, "--longest", "9")
+    assert out.exit_code == 1
+    equal = int(re.search(r"(\d+) of 9 completions", out.output)[1])
+    assert 3 <= equal < 9  # those that came first
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("hybrid", (4, 16, 1), "model: expected mixers 'gdn' and 'kda' only, got ['gdn', 'attention', 'kda']"),
+        ("gdn", (0, 16, 1), "slots: expected at least 1, got 0"),
+        ("gdn", (4, 3, 1), "step_tokens: expected at least 4, got 3"),
+        ("gdn", (4, 16, 0), "max_new_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_served(example, kind, sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        example.Engine(build(kind), *sizes)
