@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from flash_delta.bench import Group, Result, changes, runner, select
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
-from flash_delta.bench.tables import number, refusals, times
+from flash_delta.bench.tables import bandwidth, number, of, refusals, times
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.cli.app import app
-from flash_delta.testing import Isolated, Lost, Refused, Workload, judge, make_tensors, output_gradient
+from flash_delta.testing import Isolated, Lost, Refused, Workload, allowed, judge, make_tensors, output_gradient
 from flash_delta.testing.large import run_workload
 
 H200 = Ceilings(4.3e12, 790e12, 4.2e12, 700e12)
@@ -26,6 +27,7 @@ SMALL = [
     Workload("small", "training", "gdn", 2, 4, 1, 70, "float32", packed=False, states=False, l2norm=True, K=16, V=24),
     Workload("small", "training", "kda", 2, 2, 2, 70, "float32", l2norm=True, raw=True, K=16, V=24),
     Workload("small", "decode", "gdn", 2, 4, 3, 1, "float32", packed=False, l2norm=True, raw=True, K=16, V=24),
+    Workload("small", "decode", "kda", 2, 2, 3, 1, "float32", packed=False, l2norm=True, raw=True, K=16, V=24),
 ]
 
 
@@ -41,6 +43,8 @@ def rows(group):
         ("kda-forward", "96/96 1x8192", 0.237),
         ("gdn-training", "16/32 1x8192", 0.212),
         ("decode", "16/32 batch 128", 0.125),
+        ("decode", "16/32 batch 128, bfloat16 states", 0.0629),
+        ("kda-decode", "32/32 batch 128", 0.126),
     ],
 )
 def test_floors(group, name, ms):
@@ -84,6 +88,19 @@ def test_an_entry_measures_a_row(workload):
     saved = entry.costs().saved_mb
     assert (saved is not None) == (workload.kind == "training")
     entry.drop()
+
+
+def test_states_are_judged_in_their_dtype():
+    """With half the bits of a state, the roundings that nothing can avoid are allowed, and no others."""
+    workload = replace(SMALL[3], dtype="bfloat16", state_dtype="bfloat16")
+    _, errors = Entry("flash_delta", CPU).prepare(workload)
+    error, reference = errors["final_state"]
+    assert 1e-3 < error <= allowed(reference, torch.bfloat16) < 1e-2
+    x = make_tensors(workload, CPU)
+    rounded = run_workload(workload, x, None, "torch")
+    rounded["final_state"] = rounded["final_state"].to(torch.float8_e5m2).to(torch.bfloat16)
+    error, reference = judge(workload, x, rounded)["final_state"]
+    assert error > 5 * allowed(reference, torch.bfloat16)
 
 
 def test_a_graph_that_replays_stale_numbers_is_refused(monkeypatch):
@@ -287,6 +304,23 @@ def test_tables(group):
     assert table.rows[-1][-1] == "2.00x"
     assert "flashinfer, all rows: its process died: illegal address" in list(refusals(group))
     assert [number(x) for x in (None, 0.01234, 0.1234, 12.34, 12345.6)] == ["", "0.0123", "0.123", "12.3", "12,346"]
+
+
+def test_decoding_is_measured_by_the_copy_rate(group):
+    """In 0.25 ms 64 states of 32 heads, 2.1 MB each, come and go: 270 MB of the 1.05 GB that could be copied."""
+    assert bandwidth(group).rows == []
+    assert len(of(group)) == 3
+    workload = rows("decode")["16/32 batch 64"]
+    results = [
+        Result(workload, "flash_delta", graph_ms=Spread(0.25, 0.2, 0.3)),
+        Result(workload, "fla", "it cannot"),
+        Result(rows("decode")["16/32 batch 64, bfloat16 states"], "fla", graph_ms=Spread(0.25, 0.2, 0.3)),
+    ]
+    table = bandwidth(Group("decode", {}, dict.fromkeys(("flash_delta", "fla"), "1.0"), H200, results))
+    assert table == (
+        ["share of the copy rate", "flash_delta", "fla"],
+        [["decode 16/32 batch 64", "26%", "-"], ["decode 16/32 batch 64, bfloat16 states", "-", "13%"]],
+    )
 
 
 def test_result_needs_no_time():

@@ -51,6 +51,21 @@ def test_ours_and_the_fallback_of_transformers_agree(row):
         assert_accurate(name, t, theirs[name].double(), torch.float32)
 
 
+def test_decoding_moves_a_pool_on_in_place():
+    """States stay in their dtype, rounded once, and what the clock runs over does not copy them."""
+    row = replace(ROWS["gdn decode"], state_dtype="bfloat16")
+    x = make_tensors(row, "cpu")
+    assert x["initial_state"].dtype == torch.bfloat16
+    call = load("flash_delta").prepare(row, x)
+    o, pool = call.run()
+    assert pool is call.inputs["initial_state"]
+    assert pool.dtype == torch.bfloat16
+    theirs = results("transformers", row)
+    assert_accurate("o", o, theirs["o"].double(), torch.float32)
+    assert_accurate("final_state", pool.mT, theirs["final_state"].double(), torch.bfloat16)
+    assert not torch.equal(call.run()[0], o), "the second token goes on from where the first one left the states"
+
+
 def test_ours_takes_packed_sequences():
     packed = replace(ROWS["gdn forward"], packed=True)
     for name, t in results("flash_delta", packed).items():
@@ -73,8 +88,8 @@ def test_what_runs_on_a_cpu(name):
 
 
 HOPPER = {  # the groups of rows that each runs on such a GPU
-    "flash_delta": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode"},
-    "fla": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode"},
+    "flash_delta": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode", "kda-decode"},
+    "fla": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode", "kda-decode"},
     "flash_qla": {"gdn-prefill", "gdn-training"},
     "flashinfer": {"gdn-prefill", "decode"},
     "cudnn": {"kda-forward", "kda-training"},

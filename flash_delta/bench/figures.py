@@ -45,6 +45,7 @@ def scaling_figure(group: Group) -> Figure | None:
         w = result.workload
         if result.ms and (w.N == 1 or w.kind == "decode") and (w.T > 1) == (w.kind != "decode"):
             name = f"{w.kind}, {w.H}/{w.HV} heads" + ("" if w.dtype == "bfloat16" else f", {w.dtype}")
+            name += "" if w.state_dtype == "float32" else f", {w.state_dtype} states"
             panels.setdefault(name, []).append(result)
     panels = {name: rs for name, rs in panels.items() if len({r.workload.N * r.workload.T for r in rs}) > 1}
     if not panels:
@@ -56,7 +57,8 @@ def scaling_figure(group: Group) -> Figure | None:
         for contestant in contestants(group):
             points = sorted((r.workload.N * r.workload.T, r.ms.median) for r in results if r.contestant == contestant)
             axes.plot(*zip(*points, strict=True), "o-", ms=4, **_style(group, contestant)) if points else None
-        axes.set(xscale="log", yscale="log", ylabel="ms", xlabel="sequences" if group.group == "decode" else "tokens")
+        decoding = results[0].workload.kind == "decode"
+        axes.set(xscale="log", yscale="log", ylabel="ms", xlabel="sequences" if decoding else "tokens")
         axes.set_title(name, fontsize="small")
         sizes = sorted({r.workload.N * r.workload.T for r in results})
         axes.minorticks_off()

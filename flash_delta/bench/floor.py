@@ -6,7 +6,7 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   tensor crosses once;
 * backward bytes: ``e (4 H K + 3 HV V) + 2 a HV (1 + channels)``: q, k, v, do, gate and beta are read, dq, dk, dv and
   the gates' gradients written;
-* states, per sequence and value head: ``4 K V`` for each that comes in or goes out;
+* states, per sequence and value head: ``K V`` numbers in their dtype for each that comes in or goes out;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
 * backward multiply-adds: 10/3 of that, 30 products where the forward has 9: recomputed states and factors 8, the chain
@@ -58,7 +58,7 @@ def floor(workload: Workload) -> Floor:
         moved += tokens * (e * (4 * w.H * w.K + 3 * w.HV * w.V) + 2 * a * gates)
         products += round(BACKWARD_PRODUCTS * products)
     if w.states:
-        moved += 2 * w.N * w.HV * 4 * w.K * w.V
+        moved += 2 * w.N * w.HV * getattr(torch, w.state_dtype).itemsize * w.K * w.V
     return Floor(moved, 2 * products)
 
 

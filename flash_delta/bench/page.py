@@ -15,9 +15,10 @@ Every time is the median of repeated calls on inputs that a freshly initialised 
 replays of a CUDA graph, or eager calls where a dagger stands and on a CPU. The contestants take turns within a row.
 Outputs, states and gradients are compared with float64 first; a wrong result gets no time. The floor is the larger of
 the bytes that must move over the copy rate and of the operations over the bfloat16 rate of this GPU
-(`flash_delta/bench/floor.py`). A row is key heads / value heads, sequences x tokens; K = V = 128. Compare within a
-row: an absolute time holds for its machine only. Contestants are those that are installed, of fla-core, flash_qla,
-flashinfer-python, nvidia-cudnn-frontend and transformers."""
+(`flash_delta/bench/floor.py`). A row is key heads / value heads, sequences x tokens; K = V = 128. Decoding updates
+states in place, float32 ones unless the row says otherwise. Compare within a row: an absolute time holds for its
+machine only. Contestants are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend
+and transformers."""
 
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
@@ -25,6 +26,7 @@ TITLES = {
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
+    "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
     "cpu": "Gated DeltaNet on a CPU, norm in the op",
 }
 
@@ -68,7 +70,7 @@ def _markdown(groups: list[tuple[str, Group]]) -> str:
     for folder, group in groups:
         lines += [f"## {TITLES[group.group]}", "", _machine(group), ""]
         lines += ["```", f"flash-delta bench {group.group}{' --device cpu' if folder == 'cpu' else ''}", "```", ""]
-        for table in _tables(group):
+        for table in tables.of(group):
             lines += [_row(table.head), "|---" * len(table.head) + "|", *map(_row, table.rows), ""]
         remarks = [f"* {remark}" for remark in tables.refusals(group)]
         lines += [*remarks, ""] if remarks else []
@@ -77,10 +79,6 @@ def _markdown(groups: list[tuple[str, Group]]) -> str:
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _tables(group: Group) -> list[tables.Table]:
-    return [tables.times(group), tables.costs(group), tables.accuracy(group)]
 
 
 def _machine(group: Group) -> str:
@@ -95,7 +93,7 @@ def _machine(group: Group) -> str:
 
 def _section(folder: str, group: Group) -> Section:
     return Section(
-        f"{folder}-{group.group}", TITLES[group.group], _machine(group), _tables(group), list(tables.refusals(group)),
+        f"{folder}-{group.group}", TITLES[group.group], _machine(group), tables.of(group), list(tables.refusals(group)),
         list(_pictures(group)),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
+from flash_delta.bench.floor import floor
 from flash_delta.bench.results import Group, Result
 
 OURS = "flash_delta"
@@ -12,6 +13,11 @@ OURS = "flash_delta"
 class Table(NamedTuple):
     head: list[str]
     rows: list[list[str]]
+
+
+def of(group: Group) -> list[Table]:
+    """Those that have something to say."""
+    return [table for table in (times(group), bandwidth(group), costs(group), accuracy(group)) if table.rows]
 
 
 def contestants(group: Group) -> list[str]:
@@ -49,6 +55,17 @@ def _time(result: Result | None, best: float | None, group: Group) -> str:
     text = number(result.ms.median)
     text = f"**{text}**" if result.ms.median == best else text
     return text if result.graph_ms or group.group == "cpu" else f"{text} †"
+
+
+def bandwidth(group: Group) -> Table:
+    """Of decoding, which memory bounds: the bytes that must move over the time, as a share of this run's copy rate."""
+    names, rows = contestants(group), []
+    for row, results in group.rows().items():
+        if group.ceilings is not None and results[0].workload.kind == "decode":
+            bound = 1e3 * floor(results[0].workload).bytes / group.ceilings.measured_bytes_per_s
+            found = {r.contestant: bound / r.ms.median for r in results if r.ms}
+            rows.append([row, *(f"{found[name]:.0%}" if name in found else "-" for name in names)])
+    return Table(["share of the copy rate", *names], rows)
 
 
 def costs(group: Group) -> Table:

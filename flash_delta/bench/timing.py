@@ -28,13 +28,16 @@ class Spread(NamedTuple):
 
 
 def milliseconds(run: Run, device: torch.device, repeats: int) -> list[float]:
-    """Each call by itself; on a GPU between events and with a cold L2 cache, so that the host's time stays hidden."""
+    """Each call by itself; on a GPU between events and with a cold L2 cache, so that the host's time stays hidden.
+
+    The cache is filled by reading: what is written would have to leave it first, as a part of the call that is timed.
+    """
     if device.type == "cpu":
         return [1e3 * seconds(run, device) for _ in range(repeats)]
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    flush = torch.zeros(FLUSH_BYTES // 4, device=device)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in pairs:
-        flush.zero_()
+        flush.sum()
         start.record()
         run()
         end.record()

@@ -6,7 +6,7 @@ import torch
 
 from flash_delta.testing import Workload
 
-BATCHES = (1, 8, 32, 128, 256)
+BATCHES = (1, 8, 32, 64, 128, 256)
 
 
 def _gdn_prefill() -> Iterator[Workload]:
@@ -33,8 +33,12 @@ def _kda() -> Iterator[Workload]:
 
 
 def _decode() -> Iterator[Workload]:
-    for batch in BATCHES:
-        yield Workload("decode", "decode", "gdn", 16, 32, batch, 1, packed=False, l2norm=True, raw=True)
+    common = {"T": 1, "packed": False, "l2norm": True, "raw": True}
+    for state_dtype in ("float32", "bfloat16"):
+        for N in BATCHES:
+            yield Workload("decode", "decode", "gdn", 16, 32, N, **common, state_dtype=state_dtype)
+    for N in BATCHES:
+        yield Workload("kda-decode", "decode", "kda", 32, 32, N, **common)
 
 
 def _cpu() -> Iterator[Workload]:

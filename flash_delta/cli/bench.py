@@ -86,7 +86,7 @@ def _show(console: Console, group: "Group") -> None:
     from flash_delta.bench import tables
 
     title = f"{group.group}, {group.machine.get('gpu', 'CPU')}"
-    for words in (tables.times(group), tables.costs(group), tables.accuracy(group)):
+    for words in tables.of(group):
         table = Table(
             *(Column(name, justify="right" if i else "left") for i, name in enumerate(words.head)), title=title
         )

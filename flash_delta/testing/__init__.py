@@ -13,7 +13,7 @@ from flash_delta.testing.accuracy import (
 from flash_delta.testing.cases import CASES, MEMBERS, Case, Member, make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient
-from flash_delta.testing.workload import Workload, make_tensors, options
+from flash_delta.testing.workload import Workload, activations, make_tensors, options
 
 __all__ = [
     "ALLOWED",
@@ -25,6 +25,7 @@ __all__ = [
     "Member",
     "Refused",
     "Workload",
+    "activations",
     "allowed",
     "assert_accurate",
     "first_line",

@@ -54,7 +54,10 @@ def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) 
 
 
 def run_workload(workload: Workload, x: dict[str, Tensor], do: Tensor, backend: str | None) -> dict[str, Tensor]:
-    """The library's own results: o, the final state if there is one, with a backward the gradients of <o, do>."""
+    """The library's own results: o, the final state if there is one, with a backward the gradients of <o, do>.
+
+    The final state in the dtype of the initial one, as states that are updated in place have it.
+    """
     training = workload.kind == "training"
     x = {n: t.detach().requires_grad_(training and t.is_floating_point()) for n, t in x.items()}
     call: dict[str, Any] = {**x, **options(workload), "backend": backend}
@@ -63,7 +66,7 @@ def run_workload(workload: Workload, x: dict[str, Tensor], do: Tensor, backend: 
     o, final_state = workload.op.op(**call)
     results = {"o": o.detach()}
     if final_state is not None:
-        results["final_state"] = final_state.detach()
+        results["final_state"] = final_state.detach().to(x["initial_state"].dtype)
     if training:
         leaves = {name: t for name, t in x.items() if t.requires_grad}
         gradients = torch.autograd.grad(o, list(leaves.values()), do)

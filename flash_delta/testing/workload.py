@@ -17,7 +17,8 @@ LOWER_BOUND = -5.0  # of KDA's gate
 
 @dataclass(frozen=True)
 class Workload:
-    """One row: ``kind`` is one call without gradients, one call with its backward, or one token per sequence."""
+    """One row: ``kind`` is one call without gradients, one call with its backward, or one token per sequence on states
+    that are updated in place."""
 
     group: str
     kind: Literal["forward", "training", "decode"]
@@ -26,7 +27,7 @@ class Workload:
     HV: int
     N: int  # sequences
     T: int  # tokens of each; 1 with kind "decode"
-    dtype: str = "bfloat16"  # of q, k, v; gates, beta and states are float32
+    dtype: str = "bfloat16"  # of q, k, v; gates and beta are float32 unless ``raw``
     packed: bool = True  # the sequences lie in one row behind cu_seqlens; else they are batch rows
     states: bool = True  # an initial state comes in, a final one goes out
     l2norm: bool = False  # q and k are normalised inside the op; else they come normalised
@@ -34,12 +35,15 @@ class Workload:
     K: int = 128
     V: int = 128
     disable_recompute: bool = False  # all is kept for the backward pass; else it computes most of it again
+    state_dtype: str = "float32"  # of the states that come in; with kind "decode" they stay in it
 
     @property
     def name(self) -> str:
         shape = f"batch {self.N}" if self.kind == "decode" else f"{self.N}x{self.T}"
         dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
-        return f"{self.H}/{self.HV} {shape}{dtype}" + (" disable_recompute" if self.disable_recompute else "")
+        state = "" if self.state_dtype == "float32" else f", {self.state_dtype} states"
+        kept = " disable_recompute" if self.disable_recompute else ""
+        return f"{self.H}/{self.HV} {shape}{dtype}{state}{kept}"
 
     @property
     def gate(self) -> str:
@@ -56,7 +60,7 @@ class Workload:
 
     @property
     def op(self) -> Member:
-        """The library's own op for this row."""
+        """The library's own op for this row; with kind "decode" the one that says what is right."""
         return MEMBERS[self.member + ("-recurrent" if self.recurrent else "")]
 
 
@@ -94,20 +98,26 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
         g = LOWER_BOUND * torch.sigmoid(A[:, None] * (a + dt_bias.view(channels)))
         x |= {"g": g, "beta": beta.sigmoid()}
     if w.states:
-        x["initial_state"] = randn(w.N, w.HV, w.K, w.V)
+        x["initial_state"] = randn(w.N, w.HV, w.K, w.V).to(getattr(torch, w.state_dtype))
     if w.packed:
         x["cu_seqlens"] = torch.arange(w.N + 1, device=device, dtype=torch.int32) * w.T
     return x
 
 
-def options(workload: Workload) -> dict[str, bool | float]:
-    """The other arguments of the library's own op."""
+def activations(workload: Workload) -> dict[str, bool | float]:
+    """What runs inside the op, as arguments of all ops."""
     w = workload
-    chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm, "output_final_state": w.states}
+    chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm}
     if w.raw:
         chosen |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
         if w.lower_bound is not None:
             chosen["lower_bound"] = w.lower_bound
-    if w.disable_recompute:
+    return chosen
+
+
+def options(workload: Workload) -> dict[str, bool | float]:
+    """The other arguments of ``workload.op``."""
+    chosen = activations(workload) | {"output_final_state": workload.states}
+    if workload.disable_recompute:
         chosen["disable_recompute"] = True
     return chosen

@@ -1,6 +1,8 @@
 """flash-linear-attention (Triton kernels). Looked at: 0.6.0; it needs a GPU.
 
-On Hopper it refuses the backward of Gated DeltaNet with Triton >= 3.4.0 and < 3.7.1, which miscompiles it.
+On Hopper it refuses the backward of Gated DeltaNet with Triton >= 3.4.0 and < 3.7.1, which miscompiles it. Decoding,
+Gated DeltaNet makes new states in float32 in every call. For KDA there is, behind the public op that does so too, a
+function that updates a pool in place; it is what runs here.
 """
 
 import os
@@ -9,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
-from flash_delta.bench.contestants.tensors import leaves
-from flash_delta.testing import Workload, options
+from flash_delta.bench.contestants.tensors import leaves, state_pool
+from flash_delta.testing import Workload, activations, options
 
 PACKAGE = "fla-core"  # the part with the ops; flash-linear-attention adds layers and models
 CACHES = ("TRITON_CACHE_DIR",)
@@ -30,6 +32,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     for variable in DELEGATES:
         os.environ[variable] = "0"
+    if workload.kind == "decode":
+        return _decode_kda(workload, x) if workload.member == "kda" else _decode(workload, x)
     from fla import ops
 
     inputs, op, chosen = leaves(workload, x), getattr(ops, workload.op.name), options(workload)
@@ -39,3 +43,25 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.op.name == "chunk_kda":  # its faster path, for whoever knows that no log decay is below -5
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= workload.lower_bound).all())
     return Call(lambda: op(**inputs, **chosen), inputs)
+
+
+def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
+    from fla.ops import fused_recurrent_gated_delta_rule as op
+
+    inputs, chosen = x | {"initial_state": state_pool(x)[0]}, options(workload)
+    return Call(lambda: op(**inputs, **chosen, state_v_first=True), inputs, state_v_first=True)
+
+
+def _decode_kda(workload: Workload, x: dict[str, Tensor]) -> Call:
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    (pool, slots), chosen = state_pool(x), activations(workload)
+    inputs = x | {"initial_state": pool}
+    out = torch.empty_like(x["v"])  # a server owns one; without it every call fills a new one with zeros
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        return fused_recurrent_kda_fwd(
+            **inputs, **chosen, ssm_state_indices=slots, inplace_final_state=True, state_v_first=True, out=out
+        )
+
+    return Call(run, inputs, state_v_first=True)

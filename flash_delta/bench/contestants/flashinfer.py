@@ -1,14 +1,15 @@
 """FlashInfer (CuTe DSL kernels). Looked at: 0.7.2.post1.
 
 Inference only, K = V = 128, bfloat16 and float16. Gated DeltaNet: prefill of packed sequences, from log decays, and
-decoding, from raw activations. Its kernels for KDA are for Blackwell.
+decoding, from raw activations, on a pool of states in float32 or bfloat16, each with kernels of its own. Its
+kernels for KDA are for Blackwell.
 """
 
 import torch
 from torch import Tensor
 
 from flash_delta.bench.contestants.call import Call
-from flash_delta.bench.contestants.tensors import bounds
+from flash_delta.bench.contestants.tensors import bounds, state_pool
 from flash_delta.testing import Workload
 
 PACKAGE = "flashinfer-python"
@@ -26,19 +27,21 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return "it takes K = V = 128 in bfloat16 or float16 only"
     if workload.recurrent and not (workload.raw and workload.states):
         return "its decoding takes raw activations and a state"
+    if workload.recurrent and workload.state_dtype not in ("float32", "bfloat16"):
+        return "its decoding takes states in float32 or bfloat16 only"
     if workload.raw and not workload.recurrent:
         return "its prefill takes log decays and write strengths, not their raw activations"
     return None
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
-    state = x["initial_state"].mT.contiguous() if workload.states else None  # [N, HV, V, K]
-    return _decode(workload, x, state) if workload.recurrent else _prefill(workload, x, state)
+    return _decode(workload, x) if workload.recurrent else _prefill(workload, x)
 
 
-def _prefill(workload: Workload, x: dict[str, Tensor], state: Tensor | None) -> Call:
+def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
+    state = x["initial_state"].mT.contiguous() if workload.states else None  # [N, HV, V, K]
     inputs = {name: x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}  # [tokens, heads, width]
     inputs |= {"g": inputs["g"].float().exp(), "beta": inputs["beta"].float(), "cu_seqlens": bounds(workload, x)}
     longest = int(inputs["cu_seqlens"].diff().max())
@@ -56,9 +59,10 @@ def _prefill(workload: Workload, x: dict[str, Tensor], state: Tensor | None) -> 
     return Call(run, inputs, state_v_first=True)
 
 
-def _decode(workload: Workload, x: dict[str, Tensor], state: Tensor) -> Call:
+def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 
+    pool, slots = state_pool(x)
     output = torch.empty_like(x["v"])  # a server owns one; without it every call fills a new one with zeros
 
     def run() -> tuple[Tensor, Tensor | None]:
@@ -66,7 +70,9 @@ def _decode(workload: Workload, x: dict[str, Tensor], state: Tensor) -> Call:
             x["q"],
             x["k"],
             x["v"],
-            state=state,  # updated in place
+            state=None,
+            initial_state=pool,  # updated in place
+            initial_state_indices=slots,
             A_log=x["A_log"],
             a=x["g"],
             dt_bias=x["dt_bias"],
@@ -75,4 +81,4 @@ def _decode(workload: Workload, x: dict[str, Tensor], state: Tensor) -> Call:
             use_qk_l2norm=workload.l2norm,
         )
 
-    return Call(run, {**x, "initial_state": state}, state_v_first=True)
+    return Call(run, {**x, "initial_state": pool}, state_v_first=True)

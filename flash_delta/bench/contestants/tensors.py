@@ -17,3 +17,9 @@ def bounds(workload: Workload, x: dict[str, Tensor]) -> Tensor:
     if workload.packed:
         return x["cu_seqlens"]
     return torch.arange(workload.N + 1, device=x["q"].device, dtype=torch.int32) * workload.T
+
+
+def state_pool(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A pool ``[N, HV, V, K]`` of the rows' states, and the slot of each row ``[N]``."""
+    pool = x["initial_state"].mT.contiguous()
+    return pool, torch.arange(len(pool), device=pool.device, dtype=torch.int32)
