@@ -155,16 +155,25 @@ def channels(tokens):
 
 def decoding(tokens):
     """A token alone, too; more than a call may have are as good here. ``tokens`` rows would be, but for the grid."""
-    from flash_delta.kernels.triton import launches
+    from flash_delta.kernels.triton import launches_serving as launches
 
     for kept in (1, tokens):
         launches.call_decode(launches.Decoding(tokens=kept))
 
 
+def prefilling(tokens):
+    """With checkpoints, of which there are more the longer sequences are."""
+    from flash_delta.kernels.triton import launches_serving as launches
+
+    case = launches.Prefilling(launches.Case(gate="channel", raw=True, tokens=tokens))
+    launches.call_prefill(case)
+    launches.call_prefill(case, launches.Tile(4, 2, 32))
+
+
 def variants_of_decode():
     """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree."""
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.triton import launches
+    from flash_delta.kernels.triton import launches_serving as launches
 
     computed = []
     for case in (launches.Decoding(), launches.Decoding(tree=True)):
@@ -193,7 +202,7 @@ def specialised_product(steps):
 @needs_triton
 @pytest.mark.parametrize(
     ("launch", "first", "total"),
-    [("family", 8, 8), ("channels", 6, 6), ("decoding", 1, 1), ("specialised_product", 1, 2)],
+    [("family", 8, 8), ("channels", 6, 6), ("decoding", 1, 1), ("prefilling", 4, 4), ("specialised_product", 1, 2)],
 )
 def test_random_lengths_compile_nothing_new(launch, first, total):
     """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving_truth import DEVICES, GPU, KINDS, coarser, make_call, needs_triton, run, slots, truth
+from serving_truth import DEVICES, KINDS, coarser, make_call, needs_triton, run, slots, truth
 
 from flash_delta.testing import assert_accurate
 
@@ -228,49 +228,3 @@ def test_a_row_is_what_it_is_alone(backend):
         alone, alone_pool = run("kda-raw", x | row, backend)
         assert torch.equal(alone[0], o[b])
         assert torch.equal(alone_pool[x["write_indices"][b]], pool[x["write_indices"][b]])
-
-
-def expected(kind, x, b, state):
-    """What row b gives, and the states before and after each of its tokens, all in the pool's dtype."""
-    T = x["q"].shape[1]
-    pool = torch.cat([state.unsqueeze(0), state.new_zeros(T, *state.shape)])
-    row = x | {name: x[name][b : b + 1] for name in ("q", "k", "v", "g", "beta")}
-    row |= {"state_pool": pool, "read_indices": slots([0], x), "write_indices": slots([range(1, T + 1)], x)}
-    o, states = truth(kind, row | {"num_accepted_tokens": None})
-    return o[0], states.to(state.dtype)
-
-
-@backends
-@pytest.mark.parametrize(("kind", "pool"), [("gdn-raw", torch.float32), ("kda-bounded", torch.bfloat16)])
-def test_an_engine(kind, pool, backend):
-    """Requests come, are decoded, drafted for, accepted in part and go. Slots of none are NaN; rows are padded to 5."""
-    device, steps, W, shape = DEVICES[backend], 300 if backend == "torch" or GPU else 60, 3, (1, 8, 16)
-    gen = torch.Generator().manual_seed(1)
-
-    def draw(below):
-        return int(torch.randint(below, (), generator=gen))
-
-    memory = torch.full((16, *shape), float("nan"), dtype=pool, device=device)
-    free, requests = list(range(16)), []  # a request: its slots, tokens accepted of its last draft, its state
-    for step in range(steps):
-        if len(free) >= W and draw(2):
-            own = [free.pop(draw(len(free))) for _ in range(W)]
-            requests.append([own, 1, torch.randn(shape, generator=gen).to(pool)])
-            memory[own[0]] = requests[-1][2].to(device)
-        rows = [requests[i] for i in torch.randperm(len(requests), generator=gen).tolist()[: 1 + draw(4)]]
-        drafts, pads = draw(3) > 0, 5 - len(rows)
-        x = make_call(kind, B=5, T=W if drafts else 1, HV=1, K=16, V=8, pool=pool, device=device, seed=step)
-        tables = slots([own for own, _, _ in rows] + [[-1] * W] * pads, x)
-        counts = slots([accepted for _, accepted, _ in rows] + [draw(9) - 3 for _ in range(pads)], x)
-        x |= {"state_pool": memory, "read_indices": tables, "num_accepted_tokens": counts}
-        o = KINDS[kind][0](**x, write_indices=tables if drafts else tables[:, 0], backend=backend)
-        assert not o[len(rows) :].any()
-        for b, request in enumerate(rows):
-            want, states = expected(kind, x, b, request[2])
-            assert_accurate(f"o of step {step}", o[b], want, coarser(torch.float32, pool))
-            request[1] = 1 + draw(x["q"].shape[1])
-            request[2] = states[request[1]]
-        if requests and draw(6) == 0:
-            own, *_ = requests.pop(draw(len(requests)))
-            memory[own] = float("nan")
-            free += own

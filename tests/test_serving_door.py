@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
+from prefill_truth import OPS, bounds, make_prefill
+from prefill_truth import run as run_prefill
 from serving_truth import DEVICES, KINDS, make_call, needs_triton, run, slots
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
-from flash_delta.ops import _decode
+from flash_delta.ops.serving import _run
 from flash_delta.problem import Inputs
 
 z, INDEX = torch.zeros, torch.int64
@@ -61,6 +63,58 @@ def test_bad_input(changes, message):
             flash_delta.decode_gated_delta_rule(**x)
 
 
+SEQUENCES = [  # the same of prefill: T = 73, N = 2
+    ({"cu_seqlens": None}, "cu_seqlens: expected a tensor [N + 1], got None"),
+    ({"cu_seqlens": [0, 70, 73]}, "cu_seqlens: expected a tensor [N + 1], got list"),
+    ({"cu_seqlens": z(3)}, "cu_seqlens: expected dtype torch.int32 or torch.int64, got torch.float32"),
+    ({"cu_seqlens": torch.tensor([0, 70, 74])}, "cu_seqlens: expected bounds up to T = 73, got 74"),
+    ({"cu_seqlens": torch.tensor([0, 70, 60])}, "cu_seqlens: expected bounds that do not decrease, got [0, 70, 60]"),
+    ({"read_indices": index(3)}, "read_indices: expected a tensor [2], got shape [3]"),
+    ({"read_indices": None}, "read_indices: expected a tensor [2], got None"),
+    ({"write_indices": index(2, 1)}, "write_indices: expected a tensor [2], got shape [2, 1]"),
+    ({"has_initial_state": index(2)}, "has_initial_state: expected dtype torch.bool, got torch.int64"),
+    ({"has_initial_state": z(3).bool()}, "has_initial_state: expected a tensor [2], got shape [3]"),
+    ({"has_initial_state": z(2).bool().to("meta")}, "has_initial_state: expected a tensor on cpu like q, got one on m"),
+    ({"checkpoint_every": 64}, "checkpoint_indices: expected a tensor [2, M], got None"),
+    ({"checkpoint_indices": index(2, 1)}, "checkpoint_every: expected a multiple of 64 beside checkpoint_indices, got"),
+    (
+        {"checkpoint_indices": index(2), "checkpoint_every": 64},
+        "checkpoint_indices: expected a tensor [2, M], got shap",
+    ),
+    (
+        {"checkpoint_indices": z(2, 1), "checkpoint_every": 64},
+        "checkpoint_indices: expected dtype torch.int32 or torch.int64, got torch.float32",
+    ),
+    *(
+        ({"checkpoint_every": every}, f"checkpoint_every: expected a positive multiple of 64 or None, got {every}")
+        for every in (0, -64, 65, 64.0, True)
+    ),
+    (
+        {"state_pool": z(6, 2, 24, 16).mT.contiguous()},
+        "state_pool: expected a tensor [slots, 2, 24, 16], got shape [6, 2, 16, 24]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), SEQUENCES, ids=[row[1].split(", got")[0] for row in SEQUENCES])
+def test_bad_sequences(changes, message):
+    x = make_prefill()
+    flash_delta.prefill_gated_delta_rule(**x)  # what is remembered of a call does not let a worse one in
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            flash_delta.prefill_gated_delta_rule(**(x | changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"K": 20}, "backend 'triton' cannot run this: K and V have to be multiples of 8 up to 256, they are 20 and 24"),
+    ({"pool": torch.float64}, "it computes in float32, the tensors are torch.float32, the pool is torch.float64"),
+])  # fmt: skip
+@needs_triton
+def test_what_the_kernels_cannot_do_they_say(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_delta.prefill_gated_delta_rule(**make_prefill(device=DEVICES["triton"], **changes), backend="triton")
+
+
 def test_remembered_calls_are_looked_at_again_when_something_changes():
     x = make_call()
     flash_delta.decode_gated_delta_rule(**x)
@@ -68,6 +122,7 @@ def test_remembered_calls_are_looked_at_again_when_something_changes():
         ("read_indices", x["read_indices"].float()),
         ("k", x["k"][:1]),
         ("beta", x["beta"].double().long()),
+        ("state_pool", x["state_pool"].to("meta")),
     ):
         with pytest.raises(ValueError, match=name):
             flash_delta.decode_gated_delta_rule(**(x | {name: t}))
@@ -106,9 +161,10 @@ def test_the_torch_backend_wants_indices_on_the_host():
     )
 
 
-@pytest.mark.parametrize("name", ["decode_gated_delta_rule", "decode_kda"])
+@pytest.mark.parametrize("name", ["decode_gated_delta_rule", "decode_kda", "prefill_gated_delta_rule", "prefill_kda"])
 def test_every_argument_is_documented(name):
-    doc = inspect.getdoc(getattr(flash_delta, name)) + inspect.getdoc(flash_delta.decode_gated_delta_rule)
+    shared = getattr(flash_delta, f"{name.split('_')[0]}_gated_delta_rule")
+    doc = inspect.getdoc(getattr(flash_delta, name)) + inspect.getdoc(shared)
     for argument in inspect.signature(getattr(flash_delta, name)).parameters:
         assert f"\n    {argument}: " in doc, argument
 
@@ -132,7 +188,56 @@ def test_compiled_is_eager(kind):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_prefill_is_eager():
+    """In one graph for all lengths; with checkpoints it is another one."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(OPS["gdn-raw"], fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for length in (66, 70, 81):
+        x = make_prefill("gdn-raw", (length, 3, 0), slots=9)
+        x |= {"checkpoint_indices": slots([[6], [7], [8]], x), "checkpoint_every": 64}
+        o, pool = run_prefill("gdn-raw", x, None)
+        again = x["state_pool"].clone()
+        assert torch.equal(compiled(**(x | {"state_pool": again})), o)
+        assert torch.equal(again, pool)
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+    torch._dynamo.reset()
+
+
+def test_lengths_are_values():
+    """A call whose sequences have other lengths is like the one before, and is not what was remembered of it."""
+    x = make_prefill("gdn", (70, 3))
+    other = x | {"cu_seqlens": bounds([3, 70], x)}
+    for y in (x, other, x):
+        o, pool = run_prefill("gdn", y, None)
+        for n in range(2):
+            start, stop = y["cu_seqlens"][n : n + 2].tolist()
+            want = flash_delta.chunk_gated_delta_rule(
+                *(y[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")),
+                initial_state=y["state_pool"][n : n + 1], output_final_state=True, state_v_first=True,
+            )  # fmt: skip
+            torch.testing.assert_close(o[:, start:stop], want[0])
+            torch.testing.assert_close(pool[2 + n : 3 + n], want[1])
+
+
 def test_operator():
     x = make_call("kda-raw") | {"op": "decode_kda", "gate": "channel", "erase": "decayed", "scale": None}
-    x |= {"recurrent": True, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
-    torch.library.opcheck(_decode.operator, [x.get(name) for name in (*_decode.TENSORS, *_decode.FIELDS)] + [None])
+    x |= {
+        "recurrent": True,
+        "l2norm": True,
+        "raw_gate": True,
+        "raw_beta": True,
+        "neg_eigval": False,
+        "batch_invariant": False,
+    }
+    torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])
+
+
+def test_operator_of_prefill():
+    x = make_prefill("gdn-raw") | {"op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed"}
+    x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
+    x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
+    x |= {"checkpoint_every": 64, "batch_invariant": False}
+    torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flash_delta
 from flash_delta.ops import _function, _library
 from flash_delta.problem import Inputs
-from flash_delta.reference import chunked
+from flash_delta.reference import backend
 from flash_delta.testing import CASES, MEMBERS, make_inputs, run
 from flash_delta.testing.accuracy import with_gradients
 
@@ -155,7 +155,7 @@ def test_what_a_backend_can_foresee_is_saved(monkeypatch):
     """The torch backend saves nothing while compiling; one with ``empty_saved`` gets its tensors back."""
     x = inputs_of("gdn", "ragged")
     want, saved = run(MEMBERS["gdn"], x), []
-    keep = chunked.backward
+    keep = backend.backward
 
     def backward(problem, x, tensors, do, dfinal):
         saved.append(tensors)
@@ -164,10 +164,10 @@ def test_what_a_backend_can_foresee_is_saved(monkeypatch):
     def empty_saved(p, x):  # T = 150 is one segment: the state at its start
         return (x.v.new_empty(p.B, p.H, p.HV // p.H, p.K, p.V),)
 
-    monkeypatch.setattr(chunked, "backward", backward)
+    monkeypatch.setattr(backend, "backward", backward)
     assert_same(want, with_gradients(*compiled(flash_delta.chunk_gated_delta_rule)[0](**x), x, torch.float32))
     torch._dynamo.reset()
-    monkeypatch.setattr(chunked, "empty_saved", empty_saved, raising=False)
+    monkeypatch.setattr(backend, "empty_saved", empty_saved, raising=False)
     assert_same(want, with_gradients(*compiled(flash_delta.chunk_gated_delta_rule)[0](**x), x, torch.float32))
     assert [len(tensors) for tensors in saved] == [0, 1]
 

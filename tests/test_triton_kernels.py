@@ -122,9 +122,10 @@ def test_descriptors_and_pointers_load_the_same():
     ("op", "changes", "reason"),
     [
         ("chunk_gated_delta_rule", {"k": 12}, "K and V have to be multiples of 8 up to 256, they are 12 and 16"),
-        ("chunk_gated_delta_rule", {"dtype": torch.float64}, "it computes in float32, the tensors are float64"),
+        ("chunk_gated_delta_rule", {"dtype": torch.float64}, "it computes in float32, the tensors are torch.float64"),
         ("chunk_kda", {"return_intermediate_states": True}, "it does not return the states of chunks"),
-        ("fused_recurrent_gated_delta_rule", {}, "it runs whole chunks, not token by token"),
+        ("fused_recurrent_gated_delta_rule", {"g": None}, "token by token it runs the delta rule with a decay"),
+        ("fused_recurrent_gated_delta_rule", {"T": 2**27}, "token by token it counts a tensor's numbers in 32 bits"),
     ],
 )
 def test_what_it_cannot_do_it_says(op, changes, reason):
@@ -133,6 +134,10 @@ def test_what_it_cannot_do_it_says(op, changes, reason):
     x = {"q": q, "k": q, "v": v, "beta": torch.rand(1, 4, 1), "g": -torch.rand(1, 4, 1)}
     if op == "chunk_kda":
         x |= {"g": -torch.rand(1, 4, 1, K)} | changes
+    if "g" in changes:
+        x |= changes
+    if "T" in changes:  # of no memory
+        x = {name: t[:, :1].expand(1, changes["T"], *t.shape[2:]) for name, t in x.items()}
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run this: {reason}"):
         getattr(flash_delta, op)(**x, backend="triton")
 

@@ -1,0 +1,72 @@
+"""Calls of prefill, and what they have to give: sequence by sequence, token by token, in float64."""
+
+from itertools import pairwise
+
+import torch
+from serving_truth import KINDS, activated, make_call, slots
+
+import flash_delta
+from flash_delta.reference.recurrent import recurrent
+
+OPS = {kind: getattr(flash_delta, op.__name__.replace("decode", "prefill")) for kind, (op, _) in KINDS.items()}
+TOKENS = ("q", "k", "v", "g", "beta")
+
+
+def bounds(lengths, like):
+    return slots([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], like)
+
+
+def make_prefill(kind="gdn", lengths=(70, 3), behind=0, slots=None, **shape):
+    """Keyword arguments of a call whose sequences read the first slots and write the next ones."""
+    N = len(lengths)
+    x = make_call(kind, B=1, T=sum(lengths) + behind, slots=slots or 2 * N + 2, **shape)
+    x["cu_seqlens"] = bounds(lengths, x)
+    x["read_indices"] = torch.arange(N, device=x["q"].device)
+    return x | {"write_indices": x["read_indices"] + N}
+
+
+def sequence(x, n):
+    """The arguments of a call with sequence n alone."""
+    start, stop = x["cu_seqlens"][n : n + 2].tolist()
+    names = ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices")
+    alone = {name: x[name][n : n + 1] for name in names if x.get(name) is not None}
+    tokens = {name: x[name][:, start:stop] for name in TOKENS}
+    return x | tokens | alone | {"cu_seqlens": bounds([stop - start], x)}
+
+
+def run(kind, x, backend):
+    """o, and the pool afterwards; that of the call stays as it is."""
+    given = x["state_pool"]
+    pool = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device).copy_(given)
+    return OPS[kind](**(x | {"state_pool": pool}), backend=backend), pool
+
+
+def truth(kind, x):
+    """o and the pool afterwards in float64."""
+    q, k, v, g, beta = activated(kind, x)
+    before = x["state_pool"].cpu().double()
+    pool = before.clone()
+    o, count, every = torch.zeros_like(v), len(pool), x.get("checkpoint_every") or 1
+    read, write, has, checkpoints = (
+        None if x.get(name) is None else x[name].tolist()
+        for name in ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices")
+    )
+
+    def states(of):
+        return of.mT if x["state_v_first"] else of
+
+    for n, (start, stop) in enumerate(pairwise(x["cu_seqlens"].tolist())):
+        stored = has is None or has[n]
+        if (stored and not 0 <= read[n] < count) or (write is not None and not 0 <= write[n] < count):
+            continue
+        S = states(before)[read[n]] if stored else torch.zeros_like(states(before[:1])[0] if count else v)
+        S = S.unsqueeze(0)
+        for m, at in enumerate(range(start, stop, every if checkpoints else max(1, stop - start))):
+            end = min(at + every, stop) if checkpoints else stop
+            piece = [y[:, at:end] for y in (q, k, v, g, beta)]
+            o[:, at:end], S = recurrent(*piece, scale=x.get("scale"), initial_state=S)
+            if checkpoints and end == at + every and m < len(checkpoints[n]) and 0 <= checkpoints[n][m] < count:
+                states(pool)[checkpoints[n][m]] = S[0]
+        if write is not None:
+            states(pool)[write[n]] = S[0]
+    return o, pool

@@ -1,0 +1,96 @@
+"""Small serving calls on a GPU, for compute-sanitizer: `python sanitized_calls.py decode | prefill | out-of-bounds`.
+
+Every pool is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that what lies beside it is nobody's. What
+is not for the GPU to compute is made and compared on the CPU: under the sanitizer each kernel takes long.
+"""
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+from serving_truth import KINDS, make_call, slots
+from test_serving import BAD, BAD_64, TREES, hostile
+
+import flash_delta
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for Triton's interpreter
+CALLED = [
+    ("gdn-raw", {"H": 1, "HV": 2, "K": 16, "V": 24, "v_first": True}),
+    ("kda", {"H": 1, "HV": 2, "K": 24, "V": 16, "v_first": False}),
+    ("gdn", {"H": 1, "HV": 2, "K": 64, "V": 64, "dtype": torch.bfloat16, "pool": torch.bfloat16, "v_first": False}),
+    ("kda-bounded", {"H": 1, "HV": 1, "K": 64, "V": 64, "dtype": torch.bfloat16, "pool": torch.bfloat16}),
+]
+
+
+def on_device(x):
+    return {name: t.to(DEVICE, copy=True) if torch.is_tensor(t) else t for name, t in x.items()}
+
+
+def call(op, x, owned):
+    """o; of the pool nothing but slots ``owned`` may have changed."""
+    before, given = x["state_pool"].clone(), on_device(x)
+    o = op(**given, backend="triton").cpu()
+    after = given["state_pool"].cpu()
+    assert not torch.equal(after[owned], before[owned]), "nothing was written"
+    before[owned] = after[owned]
+    bits = {4: torch.int32, 2: torch.int16}[before.itemsize]
+    assert torch.equal(after.view(bits), before.view(bits)), "a canary has changed"
+    return o
+
+
+def decode(kind, sizes):
+    op = KINDS[kind][0]
+    x = make_call(kind, B=4, T=7, slots=40, **sizes)
+    write = torch.arange(28).view(4, 7)
+    call(op, x | {"read_indices": slots([30, 31, 32, 33], x), "write_indices": write[:, -1]}, write[:, -1])
+    counted = {"read_indices": write, "num_accepted_tokens": slots([1, 7, 3, 8], x)}
+    call(op, x | counted | {"write_indices": write}, write[:3].flatten())
+    call(op, x | {"read_indices": write[:, 0], "write_indices": write, "parent_idx": slots(TREES, x)}, write.flatten())
+    for where in BAD:
+        for dtype in (torch.int32, torch.int64):
+            x = make_call(kind, B=1 + len(BAD[where]) + (len(BAD_64) if dtype == torch.int64 else 0), **sizes)
+            x |= hostile(where, dtype, x)
+            owned = x["write_indices"][0].reshape(-1)
+            o = call(op, x, owned)
+            assert not o[1:].any()
+
+
+def prefill(kind, sizes):
+    """Of nine sequences the first four are well; in the others an index is none, of which many are tried."""
+    op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
+    lengths = [0, 1, 70, 130, 5, 70, 3, 66, 2]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    x = make_call(kind, B=1, T=int(bounds[-1]) + 3, slots=20, **sizes)
+    x["v"][:, bounds[-1] :] = float("nan")
+    x |= {"cu_seqlens": bounds, "checkpoint_every": 64}
+    x["has_initial_state"] = torch.tensor([True, False, False, True, True, True, False, False, True])
+    for bad in (-1, 20, *BAD["read"][2:], *BAD_64):
+        dtype = torch.int64 if bad in BAD_64 else torch.int32
+        x |= {
+            "read_indices": slots([15, bad, bad, 16, bad, bad, 17, 17, 17], x, dtype),
+            "write_indices": slots([0, 1, 2, 3, 18, 18, bad, bad, bad], x, dtype),
+            "checkpoint_indices": slots([[19, 19]] * 2 + [[4, 19], [bad, 5]] + [[19, 19]] * 5, x, dtype),
+        }
+        o = call(op, x, [0, 1, 2, 3, 4, 5])
+        assert o[:, : bounds[4]].flatten(2).any(-1).all()
+        assert not o[:, bounds[4] :].any()
+
+
+@triton.jit
+def write_behind(x, size):
+    tl.store(x + size + tl.arange(0, 1024), 1.0)
+
+
+def main(calls):
+    if calls == "out-of-bounds":  # a mistake, for the sanitizer to find
+        write_behind[(1,)](torch.zeros(64, device=DEVICE), 64)
+        torch.cuda.synchronize()
+        return
+    for kind, sizes in CALLED:
+        {"decode": decode, "prefill": prefill}[calls](kind, sizes)
+    print(f"{calls}: all calls returned")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

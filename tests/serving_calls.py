@@ -1,0 +1,208 @@
+"""Calls of the serving ops as an engine makes them: rows of requests, and of padding that names canaries."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from serving_pool import SLOTS, Pool
+from serving_truth import KINDS, activated, make_call
+from torch.nn.utils.rnn import pad_sequence
+
+import flash_delta
+from flash_delta.reference.recurrent import recurrent
+
+DRAFT = 4  # tokens, and slots of a request for the states after each
+KEPT = 2  # slots of a request for states to roll back to
+EVERY = 64  # tokens between checkpoints
+NOT_A_COUNT = (0, -1, DRAFT + 1, -(2**31), 2**31 - 1)
+INPUTS = ("q", "k", "v", "g", "beta")
+
+
+@dataclass
+class Request:
+    table: list[int]  # slots for the states after the tokens of a draft
+    at: int | None = None  # the slot that it goes on from; None: from zeros
+    kept: list[int] = field(default_factory=list)  # slots of earlier states, the oldest first
+
+    def place(self, pool: Pool) -> int:
+        """A slot for the next state: any but those that are kept, at times one more of these."""
+        if len(self.kept) < KEPT and pool.free and pool.random.random() < 0.2:
+            self.kept.append(pool.take())
+            return self.kept[-1]
+        return pool.random.choice(self.table)
+
+
+@dataclass
+class Row:
+    """What a decoding call is told of a row."""
+
+    request: Request | None  # None: padding
+    read: int
+    writes: list[int]  # after every token
+
+
+@dataclass
+class Piece:
+    """What a prefill call is told of a sequence."""
+
+    request: Request | None  # None: padding
+    length: int
+    begun: bool
+    read: int
+    write: int
+    checkpoints: list[int]
+
+
+def with_padding(pool, rows, padding):
+    for _ in range(pool.random.randint(0, 2)):
+        rows.insert(pool.random.randint(0, len(rows)), padding())
+    return rows
+
+
+def make_tokens(pool, kind, B, T):
+    sizes = {"H": pool.H, "HV": pool.HV, "K": pool.K, "V": pool.V}
+    x = make_call(kind, B, T, **sizes, slots=0, v_first=pool.v_first, device=pool.device, seed=pool.calls)
+    del x["read_indices"]
+    return x | {"state_pool": pool.slots}
+
+
+def decode(pool, kind, backend, requests, T, writes, tree=False):
+    """T tokens of some requests. ``writes``: "none", "last" or "each" state. Judged by the recurrence."""
+    rows = [decoding_row(pool, request, T, writes) for request in requests]
+    rows = with_padding(pool, rows, lambda: decoding_padding(pool, T, writes))
+    x = make_tokens(pool, kind, len(rows), T)
+    x |= tables(pool, rows) if pool.random.random() < 0.5 else {"read_indices": pool.index([row.read for row in rows])}
+    if writes != "none":
+        x["write_indices"] = pool.index([row.writes if writes == "each" else row.writes[-1] for row in rows])
+    parents = [[pool.random.choice(range(-1, t)) if tree else t - 1 for t in range(T)] for _ in rows]
+    if tree:
+        x["parent_idx"] = pool.index(parents)
+    x["v"][[row.request is None for row in rows]] = float("nan")
+    before = pool.memory.clone()
+    o = KINDS[kind][0](**x, backend=backend)
+    want_o, after = expected_of_decoding(pool, activated(kind, x), rows, parents)
+    written = {}
+    for row, states in zip(rows, after, strict=True):
+        if states and writes != "none":
+            kept = states if writes == "each" else {T - 1: states[T - 1]}
+            written |= {row.writes[t]: S for t, S in kept.items()}
+            row.request.at = row.writes[pool.random.choice(list(kept))]  # of a draft, any token is the last accepted
+    pool.judge(o, want_o, written, before)
+
+
+def decoding_row(pool, request, T, writes):
+    if writes == "each":  # drafts of some are shorter
+        drafted = pool.random.randint(1, T)
+        return Row(request, request.at, request.table[:drafted] + [pool.no_slot()] * (T - drafted))
+    return Row(request, request.at, [request.place(pool) if writes == "last" else request.at] * T)
+
+
+def decoding_padding(pool, T, writes):
+    if writes == "none" or pool.random.random() < 0.5:
+        return Row(None, pool.no_slot(), [pool.canary()] * T)
+    return Row(None, pool.canary(), [pool.no_slot() for _ in range(T)])
+
+
+def tables(pool, rows):
+    """Columns to read from, and counts that choose one: a request's table wherever its state lies in there."""
+    columns, counts = [], []
+    for row in rows:
+        column = pool.random.randrange(DRAFT)
+        table = [pool.no_slot() for _ in range(DRAFT)]
+        table[column] = row.read
+        count = column + 1
+        if row.request is not None and row.read in row.request.table:
+            table, count = row.request.table, row.request.table.index(row.read) + 1
+        elif row.request is None and pool.random.random() < 0.5:
+            table, count = [pool.canary()] * DRAFT, pool.random.choice(NOT_A_COUNT)
+        columns.append(table)
+        counts.append(count)
+    return {"read_indices": pool.index(columns), "num_accepted_tokens": pool.index(counts)}
+
+
+def expected_of_decoding(pool, x, rows, parents):
+    """o ``[B, T, HV, V]``, and of each row the states after its tokens by their places, all in float64."""
+    o, after = torch.zeros_like(x[2]), [{} for _ in rows]
+    for t in range(o.shape[1]):
+        live = [
+            b
+            for b, row in enumerate(rows)
+            if row.request is not None and row.writes[t] in range(SLOTS) and parents[b][t] in (-1, *after[b])
+        ]
+        if not live:
+            continue
+        S = torch.stack([after[b].get(parents[b][t], pool.want[rows[b].read]) for b in live])
+        out, S = recurrent(*(y[live, t : t + 1] for y in x), initial_state=S)
+        S = S.to(pool.dtype).double()  # as the ops promise, after every token
+        o[live, t] = out[:, 0]
+        for n, b in enumerate(live):
+            after[b][t] = S[n]
+    return o, after
+
+
+def prefill(pool, kind, backend, requests, lengths, writes=True):
+    """So many tokens of each request, which begins with them or goes on. Judged by the recurrence."""
+    pieces = [prefill_piece(pool, request, length, writes) for request, length in zip(requests, lengths, strict=True)]
+    pieces = with_padding(pool, pieces, lambda: prefill_padding(pool, writes))
+    bounds = [0, *accumulate(piece.length for piece in pieces)]
+    x = make_tokens(pool, kind, 1, bounds[-1] + pool.random.randint(0, 5))
+    x["v"][:, bounds[-1] :] = float("nan")
+    x |= {"cu_seqlens": pool.index(bounds), "read_indices": pool.index([piece.read for piece in pieces])}
+    x["has_initial_state"] = torch.tensor([piece.begun for piece in pieces], device=pool.device)
+    if writes:
+        x["write_indices"] = pool.index([piece.write for piece in pieces])
+    x |= {"checkpoint_indices": pool.index([piece.checkpoints for piece in pieces]), "checkpoint_every": EVERY}
+    x["batch_invariant"] = pool.random.random() < 0.3
+    op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
+    before = pool.memory.clone()
+    o = op(**x, backend=backend)
+    want_o, written = expected_of_prefill(pool, activated(kind, x), pieces, bounds, writes)
+    for piece in pieces:
+        if piece.request is not None and writes:
+            piece.request.at = piece.write
+    pool.judge(o, want_o, written, before)
+
+
+def prefill_piece(pool, request, length, writes):
+    """A checkpoint is kept while there is room; columns that no token reaches name canaries."""
+    checkpoints = []
+    for m in range(3):
+        if (m + 1) * EVERY > length:
+            checkpoints.append(pool.canary())
+        elif len(request.kept) < KEPT and pool.free:
+            request.kept.append(pool.take())
+            checkpoints.append(request.kept[-1])
+        else:
+            checkpoints.append(pool.no_slot())
+    begun = request.at is not None
+    write = request.place(pool) if writes else pool.canary()
+    return Piece(request, length, begun, request.at if begun else pool.canary(), write, checkpoints)
+
+
+def prefill_padding(pool, writes):
+    length, checkpoints = pool.random.choice((0, 1, 3, 70)), [pool.canary()] * 3
+    if not writes or pool.random.random() < 0.5:
+        return Piece(None, length, True, pool.no_slot(), pool.canary(), checkpoints)
+    return Piece(None, length, pool.random.random() < 0.5, pool.canary(), pool.no_slot(), checkpoints)
+
+
+def expected_of_prefill(pool, x, pieces, bounds, writes):
+    """o ``[1, T, HV, V]``, and the states that are written by their slots, all in float64.
+
+    The sequences run beside each other, short ones on with tokens of zeros, which change no state."""
+    o, written = torch.zeros_like(x[2]), {}
+    live = [n for n, piece in enumerate(pieces) if piece.request is not None]
+    zeros = torch.zeros(pool.HV, pool.K, pool.V, dtype=torch.float64)
+    S = torch.stack([pool.want[pieces[n].read] if pieces[n].begun else zeros for n in live])
+    rows = [pad_sequence([y[0, bounds[n] : bounds[n + 1]] for n in live], batch_first=True) for y in x]
+    for start in range(0, rows[0].shape[1], EVERY):
+        out, S = recurrent(*(row[:, start : start + EVERY] for row in rows), initial_state=S)
+        for i, n in enumerate(live):
+            here = pieces[n].length - start
+            if here > 0:
+                o[0, bounds[n] + start : bounds[n + 1]][:EVERY] = out[i, :here]
+            if here >= EVERY and pieces[n].checkpoints[start // EVERY] in range(SLOTS):
+                written[pieces[n].checkpoints[start // EVERY]] = S[i].to(pool.dtype).double()
+    if writes:
+        written |= {pieces[n].write: S[i].to(pool.dtype).double() for i, n in enumerate(live)}
+    return o, written

@@ -1,0 +1,84 @@
+"""A pool of states under test, and what in float64 has to be in every slot of it."""
+
+import random
+
+import torch
+from serving_truth import coarser
+
+from flash_delta.testing import assert_accurate
+
+SLOTS = 48
+CANARIES = (0, SLOTS - 1)  # nobody's
+NOT_A_SLOT = (-1, SLOTS, -(2**31), 2**31 - 1)
+TOGETHER = 20  # calls whose outputs are judged as one tensor
+
+
+class Pool:
+    """Slots with gaps between them, and memory before and behind them; what nobody wrote is NaN.
+
+    ``want`` says for each slot that somebody wrote what is in it, ``[HV, K, V]`` float64: what the recurrence makes of
+    the tokens so far, with the roundings that the ops promise and no other.
+    """
+
+    H, HV, K, V = 1, 2, 8, 16
+
+    def __init__(self, dtype, v_first, device, seed):
+        self.dtype, self.v_first, self.device, self.random = dtype, v_first, device, random.Random(seed)
+        rows, columns = (self.V, self.K) if v_first else (self.K, self.V)
+        shape = (SLOTS + 4, self.HV, rows + 1, columns + 2)
+        self.memory = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.slots, self.states = self.views(self.memory)
+        self.free = [slot for slot in range(SLOTS) if slot not in CANARIES]
+        self.want: dict[int, torch.Tensor] = {}
+        self.calls, self.outputs = 0, []
+
+    def views(self, memory):
+        """The slots as the ops are given them, and as ``[SLOTS, HV, K, V]``."""
+        slots = memory[2:-2, :, 1:, 2:]
+        return slots, slots.mT if self.v_first else slots
+
+    def take(self):
+        """A random free slot."""
+        return self.free.pop(self.random.randrange(len(self.free)))
+
+    def release(self, slots):
+        """What is read of a slot before it is written again shows as NaN."""
+        for slot in slots:
+            self.want.pop(slot, None)
+        self.free += slots
+        self.slots[slots] = float("nan")
+
+    def canary(self):
+        return self.random.choice(CANARIES)
+
+    def no_slot(self):
+        return self.random.choice(NOT_A_SLOT)
+
+    def index(self, values):
+        return torch.tensor(values, dtype=self.random.choice((torch.int32, torch.int64)), device=self.device)
+
+    def judge(self, o, want_o, written, before):
+        """A call's outcome is as accurate as the dtypes allow, zero where there is padding, and every number in memory
+        that it had not to write keeps its bits. ``written``: slot -> state; ``before``: the memory at its start."""
+        self.calls += 1
+        which = f"call {self.calls}"
+        assert torch.equal(o.cpu() == 0, want_o == 0), f"{which}: other rows than expected are zero"
+        self.outputs.append((o.flatten(), want_o.flatten()))
+        if len(self.outputs) == TOGETHER:
+            self.judge_outputs()
+        if written:
+            places = list(written)
+            got, dtype = self.states[places], coarser(o.dtype, self.dtype)
+            assert_accurate(f"state_pool after {which}", got, torch.stack(list(written.values())), dtype)
+            self.views(before)[1][places] = got
+        bits = {4: torch.int32, 2: torch.int16}[before.itemsize]
+        assert torch.equal(before.view(bits), self.memory.view(bits)), f"{which} wrote where it should not"
+        self.want |= written
+
+    def judge_outputs(self):
+        """Of several calls: a first token gives scale (q . k) v, and where q . k cancels, few digits are left of a call
+        with no other."""
+        if self.outputs:
+            o, want = (torch.cat(of) for of in zip(*self.outputs, strict=True))
+            assert_accurate(f"o of the calls up to {self.calls}", o, want, coarser(o.dtype, self.dtype))
+            self.outputs = []

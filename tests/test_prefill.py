@@ -1,0 +1,244 @@
+"""Prefill on a pool of states: both backends against float64; without a GPU, kernels in Triton's interpreter."""
+
+import pytest
+import torch
+from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence, truth
+from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
+
+from flash_delta.testing import allowed, assert_accurate, products_in, relative_error
+
+BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+POOLS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TINY = {"H": 1, "HV": 1, "K": 16, "V": 16}
+
+
+def check(kind, x, backend):
+    """Outputs and the whole pool are as accurate as their dtypes allow; what no sequence writes keeps its bits."""
+    (o, pool), (want_o, want_pool) = run(kind, x, backend), truth(kind, x)
+    before, dtype = x["state_pool"].cpu(), coarser(o.dtype, pool.dtype)
+    kept = (want_pool == before.double()).flatten(1).all(1)
+    got, want = (o, pool.cpu()[~kept]), (want_o, want_pool[~kept])
+    if backend == "torch":
+        assert_accurate("o", got[0], want[0], dtype)
+        assert_accurate("state_pool", got[1], want[1], dtype)
+    else:
+        with products_in(o.dtype):
+            reference, rounded = run(kind, {n: y.cpu() if torch.is_tensor(y) else y for n, y in x.items()}, "torch")
+        for name, y, z, w in zip(("o", "state_pool"), got, (reference, rounded[~kept]), want, strict=True):
+            assert relative_error(y, w) <= allowed(relative_error(z, w), dtype), name
+    assert torch.equal(pool.cpu()[kept], before[kept])
+    assert torch.equal(o.cpu() == 0, want_o == 0)
+    return o, pool
+
+
+@backends
+@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_recurrence(kind, pool, v_first, backend):
+    """Long, short and no sequences, and rows behind them; one goes on in its own slot, and one starts from zeros."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}[pool]
+    if kind == "kda-bounded":  # in float32 Triton's interpreter does not get through the bound's division
+        dtype = torch.float16
+    x = make_prefill(
+        kind, (70, 1, 0, 20), behind=2, dtype=dtype, pool=POOLS[pool], v_first=v_first, device=DEVICES[backend]
+    )
+    x["write_indices"][0] = 0
+    x |= {"has_initial_state": slots([1, 1, 1, 0], x).bool(), "scale": 0.3}
+    for name in TOKENS:
+        x[name][:, -2:] = float("nan")
+    check(kind, x, backend)
+
+
+@backends
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
+def test_lengths(kind, batch_invariant, backend):
+    """All that decoding runs, and those around one, two and three chunks."""
+    lengths = (*range(18), 63, 64, 65, 128, 190)
+    x = make_prefill(kind, lengths, device=DEVICES[backend], **TINY) | {"batch_invariant": batch_invariant}
+    check(kind, x, backend)
+
+
+@backends
+@pytest.mark.parametrize(("lengths", "slots"), [((), None), ((0, 0), None), ((5, 70), 1), ((3, 0), 1)])
+def test_nothing_to_do(lengths, slots, backend):
+    """No sequences; none with a token; no slots but one, which both write to if anyone does."""
+    x = make_prefill("gdn", lengths, behind=3, slots=slots, device=DEVICES[backend], **TINY)
+    x["write_indices"] = None if slots else x["write_indices"]
+    check("gdn", x, backend)
+
+
+@backends
+def test_sequences_without_a_slot_to_write(backend):
+    """Nothing is written, and nothing but an index that is needed makes a sequence padding."""
+    x = make_prefill("gdn", (20, 66, 2, 5), device=DEVICES[backend], **TINY) | {"write_indices": None}
+    x |= {"read_indices": slots([-1, 1, -1, 2], x), "has_initial_state": slots([0, 1, 0, 1], x).bool()}
+    o, pool = check("gdn", x, backend)
+    assert o.any(-1).all()
+    assert torch.equal(pool, x["state_pool"])
+
+
+@backends
+@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
+@pytest.mark.parametrize("kind", ["gdn", "kda-raw"])
+def test_checkpoints(kind, v_first, backend):
+    """As far as a sequence reaches, where there is a slot; going on from one gives the same bits."""
+    x = make_prefill(kind, (192, 130, 16, 127, 200), slots=20, device=DEVICES[backend], v_first=v_first, **TINY)
+    table = [[10, 11, 12, 13], [14, -1, 0, 1], [0, 1, 2, 3], [2**40, 15, 3, 4], [20, 16, 17, 18]]
+    x |= {"checkpoint_indices": slots(table, x), "checkpoint_every": 64}
+    o, pool = check(kind, x, backend)
+    bare, without = run(kind, x | {"checkpoint_indices": None, "checkpoint_every": None}, backend)
+    assert torch.equal(bare, o)  # they change nothing else
+    assert torch.equal(without[5:10], pool[5:10])
+    twice = {"checkpoint_indices": slots([[10, 11], [14, 15], [16, 17], [18, 19], [12, -1]], x)}
+    _, half = check(kind, x | twice | {"checkpoint_every": 128}, backend)
+    assert torch.equal(half[[10, 14, 12]], torch.stack([pool[11], half[14], pool[16]]))
+    rest = {name: x[name][:, 64:192] for name in TOKENS} | {"cu_seqlens": bounds([128], x)}
+    rest |= {"read_indices": slots([10], x), "write_indices": slots([19], x), "state_pool": pool}
+    tail, after = run(kind, x | rest | {"checkpoint_indices": None, "checkpoint_every": None}, backend)
+    assert torch.equal(tail, o[:, 64:192])
+    assert torch.equal(after[19], pool[5])
+
+
+@backends
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
+def test_batch_invariance(kind, backend):
+    """Bitwise: each sequence alone, and in pieces cut at multiples of 64, is what it is among others."""
+    lengths = (150, 1, 70, 12, 64)
+    x = make_prefill(kind, lengths, device=DEVICES[backend], **TINY) | {"batch_invariant": True}
+    o, pool = run(kind, x, backend)
+    start = 0
+    for n, length in enumerate(lengths):
+        alone, alone_pool = run(kind, sequence(x, n), backend)
+        assert torch.equal(alone, o[:, start : start + length])
+        assert torch.equal(alone_pool[5 + n], pool[5 + n])
+        start += length
+    first, half = run(
+        kind, x | {n: x[n][:, :64] for n in TOKENS} | {"cu_seqlens": bounds([64, 0, 0, 0, 0], x)}, backend
+    )
+    rest = sequence(x, 0) | {n: x[n][:, 64:150] for n in TOKENS} | {"cu_seqlens": bounds([86], x)}
+    second, whole = run(kind, rest | {"state_pool": half, "read_indices": slots([5], x)}, backend)
+    assert torch.equal(torch.cat([first, second], 1), o[:, :150])
+    assert torch.equal(whole[5], pool[5])
+
+
+@backends
+@pytest.mark.parametrize(("kind", "pool"), [("gdn-raw", torch.float32), ("kda", torch.bfloat16)])
+def test_short_sequences_are_what_decoding_makes_of_them(kind, pool, backend):
+    """Beside a prompt, whose results they do not change."""
+    x = make_prefill(kind, (16, 16, 90, 16), pool=pool, device=DEVICES[backend], **TINY)
+    o, after = check(kind, x, backend)
+    decoded = {name: torch.cat([x[name][:, :32], x[name][:, -16:]], 1).unflatten(1, (3, 16))[0] for name in TOKENS}
+    decoded |= {name: x[name][[0, 1, 3]] for name in ("read_indices", "write_indices")}
+    decoded = {name: t for name, t in (x | decoded).items() if name != "cu_seqlens"}
+    again = x["state_pool"].clone()
+    rows = KINDS[kind][0](**(decoded | {"state_pool": again}), backend=backend)
+    assert_accurate("o", torch.cat([o[:, :32], o[:, -16:]], 1).unflatten(1, (3, 16))[0], rows, coarser(pool))
+    assert_accurate("state_pool", after[[4, 5, 7]], again[[4, 5, 7]], pool)
+    alone, _ = run(kind, sequence(x, 2), backend)
+    assert_accurate("o", o[:, 32:-16], alone, torch.float32)
+
+
+BAD = [-1, 10, -(2**31), 2**31 - 1]
+BAD_64 = [2**32, 2**32 + 1, 2**62, -(2**63), 2**63 - 1]
+
+
+@backends
+@pytest.mark.parametrize("length", [0, 3, 66])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("where", ["read_indices", "write_indices", "checkpoint_indices"])
+def test_what_is_no_slot_is_padding(where, dtype, length, backend):
+    """Zeros, and no canary changed: between slots, around them, in those of others. NaN in such rows harms none."""
+    bad = BAD + (BAD_64 if dtype == torch.int64 else [])
+    others, checkpoints = len(bad), where == "checkpoint_indices"
+    x = make_prefill("gdn", (70, *[length] * others), slots=10, device=DEVICES[backend], **TINY)
+    indices = {"read_indices": [0] + [7] * others, "write_indices": [1] + [8] * others}
+    indices["checkpoint_indices"] = [[2]] + [[9]] * others
+    indices[where][1:] = [[b] for b in bad] if checkpoints else bad
+    if checkpoints:  # these sequences are well, but for what they would leave on their way
+        indices["read_indices"][1:] = indices["write_indices"][1:] = [-1] * others
+        indices["read_indices"][1], indices["write_indices"][1] = 3, 4
+    else:
+        x["v"][:, 70:] = float("nan")
+    x |= {name: slots(values, x, dtype) for name, values in indices.items()} | {"checkpoint_every": 64}
+    memory = torch.full((14, 1, 17, 18), float("nan"), device=x["q"].device)
+    pool = memory[2:12, :, 1:, 2:]
+    pool.copy_(x["state_pool"])
+    before = memory.clone()
+    o = OPS["gdn"](**(x | {"state_pool": pool}), backend=backend)
+    want_o, want_pool = truth("gdn", x)
+    last = 70 + (length if checkpoints else 0)
+    assert_accurate("o", o[:, :last], want_o[:, :last], torch.float32)
+    assert not o[:, last:].any()
+    assert_accurate("state_pool", pool, want_pool, torch.float32)
+    own = [3, 4, 6] if checkpoints else [3, 4]  # in memory: the slots that are written
+    before[own, :, 1:, 2:] = memory[own, :, 1:, 2:]
+    assert torch.equal(before.view(torch.int32), memory.view(torch.int32))
+
+
+@backends
+def test_strides_are_taken_as_they_are(backend):
+    """Slices of one projection, padded slots, indices and flags out of tables: the same bits, no copy. Compiled kernels
+    fetch tiles in another way and may round another way."""
+    x = make_prefill("gdn-raw", (70, 4, 20), slots=12, device=DEVICES[backend])
+    x |= {"checkpoint_indices": slots([[8], [9], [10]], x), "checkpoint_every": 64}
+    x["has_initial_state"] = slots([1, 0, 1], x).bool()
+    o, pool = run("gdn-raw", x, backend)
+    device, views = x["q"].device, {}
+    projection = torch.randn(1, 94, 16 + 16 + 48 + 5, device=device)
+    gates, table = torch.randn(1, 94, 2, 2, device=device), torch.zeros(3, 7, dtype=torch.long, device=device)
+    views["q"], views["k"] = projection[..., :16].unflatten(2, (1, 16)), projection[..., 16:32].unflatten(2, (1, 16))
+    views["v"] = projection[..., 32:80].unflatten(2, (2, 24))
+    views["g"], views["beta"] = gates[..., 0], gates[..., 1]
+    views["state_pool"] = torch.randn(12, 2 * 24 * 16 + 80, device=device)[:, 80:].view(12, 2, 24, 16)
+    views["read_indices"], views["write_indices"], views["checkpoint_indices"] = table[:, 1], table[:, 2], table[:, 4:5]
+    views["has_initial_state"] = torch.zeros(3, 2, dtype=torch.bool, device=device)[:, 1]
+    for name, view in views.items():
+        view.copy_(x[name])
+        assert not view.is_contiguous()
+    again, pool_again = run("gdn-raw", x | views, backend)
+    if GPU and backend == "triton":
+        assert_accurate("o", again, o, o.dtype)
+        assert_accurate("state_pool", pool_again, pool, o.dtype)
+    else:
+        assert torch.equal(again, o)
+        assert torch.equal(pool_again, pool)
+
+
+@backends
+def test_a_prompt_in_pieces_is_a_prompt(backend):
+    """Wherever it is cut, within the accuracy rule."""
+    x = make_prefill("kda-raw", (180,), device=DEVICES[backend], **TINY)
+    want, pool = x | {"read_indices": slots([1], x), "write_indices": slots([1], x)}, x["state_pool"].clone()
+    want_o, want_pool = truth("kda-raw", want)
+    pieces = []
+    for start, stop in ((0, 5), (5, 104), (104, 105), (105, 180)):
+        piece = {name: x[name][:, start:stop] for name in TOKENS} | {"cu_seqlens": bounds([stop - start], x)}
+        pieces.append(OPS["kda-raw"](**(want | piece | {"state_pool": pool}), backend=backend))
+    assert_accurate("o", torch.cat(pieces, 1), want_o, torch.float32)
+    assert_accurate("state_pool", pool[1], want_pool[1], torch.float32)
+
+
+@backends
+def test_nothing_carries_a_gradient(backend):
+    x = make_prefill("gdn", (20, 3), device=DEVICES[backend], **TINY)
+    x["q"].requires_grad_()
+    o, pool = run("gdn", x, backend)
+    assert not o.requires_grad
+    assert not pool.requires_grad
+
+
+def test_autocast_changes_nothing():
+    x = make_prefill("gdn", (70, 3))
+    o, pool = run("gdn", x, "torch")
+    with torch.autocast("cpu"):
+        again, pool_again = run("gdn", x, "torch")
+    assert torch.equal(again, o)
+    assert torch.equal(pool_again, pool)
+
+
+def test_the_pool_in_float64():
+    x = make_prefill("kda-bounded", (70, 9, 0), dtype=torch.float64, pool=torch.float64)
+    check("kda-bounded", x, "torch")

@@ -1,0 +1,122 @@
+"""What of prefill only a GPU can show: graphs, no synchronisation, pools of more than 2^31 numbers, launches."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+import triton
+from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence
+from serving_truth import KINDS, slots
+
+HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
+
+
+def mixed(kind, lengths=(700, 1, 0, 130, 16, 64, 0, 0), **changes):
+    """Prompts beside decoding rows and rows that are none, with checkpoints, and NaN behind all."""
+    x = make_prefill(kind, lengths, behind=1300 - sum(lengths), slots=40, **(HEADS | changes))
+    table = [[16 + 3 * n, 17 + 3 * n, 18 + 3 * n] for n in range(8)]
+    x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 128}
+    x["has_initial_state"] = slots([1, 1, 0, 0, 1, 0, 1, 1], x).bool()
+    x["read_indices"][-2:] = x["write_indices"][-2:] = -1
+    for name in TOKENS:
+        x[name][:, sum(lengths) :] = float("nan")
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+def test_graph(kind, pool, batch_invariant):
+    """Captured once, replayed with other lengths, indices and values; nothing waits, and what a call allocates is its
+    output, its workspace and, for tiles by the copy engine, their descriptors."""
+    x, other = mixed(kind, pool=pool), mixed(kind, (3, 0, 900, 70, 17, 200, 2, 65), pool=pool, seed=1)
+    other["checkpoint_indices"] = other["checkpoint_indices"].flip(0)
+    other["read_indices"] = slots([0, 1, 2, -1, 4, 5, 99, 7], x)
+    other["write_indices"] = slots([8, 9, 10, 11, -1, 12, 13, 7], x)
+    x, other = x | {"batch_invariant": batch_invariant}, other | {"batch_invariant": batch_invariant}
+    want, want_pool = run(kind, other, "triton")
+    static = {name: t.clone() if torch.is_tensor(t) else t for name, t in x.items()}
+    OPS[kind](**static)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        o = OPS[kind](**static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before in (2, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = OPS[kind](**static)
+    for name, t in other.items():
+        if torch.is_tensor(t):
+            static[name].copy_(t)
+    graph.replay()
+    assert torch.equal(o, want)
+    assert torch.equal(static["state_pool"], want_pool)
+    assert not want.isnan().any()
+
+
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
+def test_batch_invariance(kind):
+    """Where other numbers of sequences choose other tiles; cut at 64, too."""
+    x = mixed(kind, (700, 1, 5, 130, 16, 64, 0, 77)) | {"batch_invariant": True}
+    x |= {"read_indices": torch.arange(8, device="cuda"), "write_indices": torch.arange(8, 16, device="cuda")}
+    o, pool = run(kind, x, "triton")
+    for n, (start, stop) in enumerate(zip(x["cu_seqlens"].tolist(), x["cu_seqlens"].tolist()[1:], strict=False)):
+        alone, alone_pool = run(kind, sequence(x, n), "triton")
+        assert torch.equal(alone, o[:, start:stop])
+        assert torch.equal(alone_pool[8 + n], pool[8 + n])
+    rest = sequence(x, 0) | {name: x[name][:, 128:700] for name in TOKENS} | {"cu_seqlens": bounds([572], x)}
+    rest |= {"state_pool": pool, "read_indices": slots([16], x), "has_initial_state": None}
+    rest |= {"checkpoint_indices": None, "checkpoint_every": None}
+    o_rest, after = run(kind, rest, "triton")
+    assert torch.equal(o_rest, o[:, 128:700])
+    assert torch.equal(after[8], pool[8])
+
+
+@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
+def test_pools_of_more_than_two_to_the_31_numbers(v_first):
+    """The same bits as in a small pool with slots as far apart, and nothing else touched."""
+    x = mixed("gdn-raw", pool=torch.bfloat16, v_first=v_first)
+    far = 2**31 // (4 * 128 * 128) + 100
+    pool = torch.zeros(far + 40, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
+    pool[far:] = x["state_pool"]
+    o, small = run("gdn-raw", x, "triton")
+    moved = {n: x[n].where(x[n] < 0, x[n] + far) for n in ("read_indices", "write_indices", "checkpoint_indices")}
+    again = OPS["gdn-raw"](**(x | moved | {"state_pool": pool}))
+    assert torch.equal(again, o)
+    assert torch.equal(pool[far:], small)
+    assert not pool[:far].any()
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_launches(kind):
+    """All sequences in one call of four kernels, and without short ones to look for in three."""
+    x, launched = mixed(kind), []
+    hook, note = triton.knobs.runtime.launch_enter_hook, launched.append
+    for invariant, count in ((False, 4), (True, 3)):
+        run(kind, x | {"batch_invariant": invariant}, "triton")
+        launched.clear()
+        hook.add(note)
+        try:
+            run(kind, x | {"batch_invariant": invariant}, "triton")
+        finally:
+            hook.remove(note)
+        assert len(launched) == count
+
+
+def test_bits_do_not_change_from_call_to_call():
+    x = mixed("kda-bounded")
+    o, pool = run("kda-bounded", x, "triton")
+    for _ in range(100):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            again, pool_again = run("kda-bounded", x, "triton")
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(again, o)
+        assert torch.equal(pool_again, pool)

@@ -1,0 +1,48 @@
+"""Serving touches no memory but its own, as compute-sanitizer sees it: with good indices and with hostile ones."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+if not torch.cuda.is_available() or SANITIZER is None:
+    pytest.skip("there is no GPU, or no compute-sanitizer", allow_module_level=True)
+
+TESTS = Path(__file__).parent
+
+
+def sanitized(tool, calls):
+    """How `sanitized_calls.py` ends under the tool, and what is said. A call that CUDA refuses, as on probing for what
+    a driver has, is no error here."""
+    options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    out = subprocess.run(
+        [SANITIZER, *options, sys.executable, TESTS / "sanitized_calls.py", calls],
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    if "Device not supported" in out.stdout:
+        pytest.skip("compute-sanitizer cannot look into this GPU")
+    return out.returncode, out.stdout
+
+
+@pytest.mark.parametrize("calls", ["decode", "prefill"])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_nothing_is_found(tool, calls):
+    status, said = sanitized(tool, calls)
+    assert f"{calls}: all calls returned" in said, said
+    assert "SUMMARY: 0 " in said, said  # errors, or hazards
+    assert status == 0, said
+
+
+def test_a_store_behind_a_tensor_is_found():
+    status, said = sanitized("memcheck", "out-of-bounds")
+    assert "Invalid __global__ write" in said, said
+    assert "SUMMARY: 0 " not in said, said
+    assert status != 0

@@ -1,0 +1,204 @@
+"""A whole decoding step in one call: convolution, rule and output norm, against float64 and against the parts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from serving_truth import DEVICES, KINDS, coarser, make_call, needs_triton, slots, table, truth
+
+from flash_delta.ops.serving import Convolution, OutputNorm
+from flash_delta.testing import assert_accurate
+
+backends = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+
+
+def make_step(kind, W=4, L=4, bias=True, activation="silu", seed=1, **sizes):
+    """A call with a convolution and an output norm; the convolution as its three tensors."""
+    x = make_call(kind, **sizes)
+    gen = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, dtype=x["q"].dtype):
+        return torch.randn(*shape, generator=gen).to(x["q"].device, dtype)
+
+    (B, T, H, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
+    D = 2 * H * K + HV * V
+    conv = randn(len(x["state_pool"]), D, L), randn(D, W, dtype=torch.float32), randn(D) if bias else None
+    norm = OutputNorm(randn(B, T, HV, V), 1 + randn(V, dtype=torch.float32) / 4, 1e-3, activation)
+    return x | {"output_norm": norm}, conv
+
+
+def run_step(kind, x, conv, backend, convolve=True):
+    """o and the pools afterwards; those of the call stay as they are."""
+    pools = {"state_pool": x["state_pool"].clone()}
+    window = conv[0].clone()
+    convolution = Convolution(window, *conv[1:]) if convolve else None
+    return KINDS[kind][0](**(x | pools), convolution=convolution, backend=backend), pools["state_pool"], window
+
+
+def step_truth(kind, x, conv):
+    """By the definitions in float64: along every token's ancestors a convolution, then the rule, then the norm."""
+    pool, weight, bias = (None if t is None else t.double().cpu() for t in conv)
+    q, k, v = (x[name].double().cpu() for name in ("q", "k", "v"))
+    (B, T, H, K), (HV, V), L = q.shape, v.shape[2:], pool.shape[2]
+    inputs = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], 2)  # [B, T, D]
+    read, write, counts, parents = (
+        table(x.get(name)) for name in ("read_indices", "write_indices", "num_accepted_tokens", "parent_idx")
+    )
+    y, after = torch.zeros_like(inputs), pool.clone()
+    for b in range(B):
+        column = 0 if counts is None else counts[b][0] - 1
+        slot = read[b][column] if 0 <= column < len(read[b]) else -1
+        windows = {-1: pool[slot]} if 0 <= slot < len(pool) else {}
+        for t in range(T):
+            parent = t - 1 if parents is None else parents[b][t]
+            per_token = write is not None and len(write[b]) == T and x["write_indices"].dim() == 2
+            to = None if write is None else write[b][t if per_token else 0]
+            if parent not in windows or (to is not None and not 0 <= to < len(pool)):
+                continue
+            seen = torch.cat([windows[parent], inputs[b, t, :, None]], 1)  # [D, L + 1]
+            y[b, t] = (seen[:, -weight.shape[1] :] * weight).sum(1) + (0 if bias is None else bias)
+            windows[t] = seen[:, -L:]
+            if to is not None and (per_token or t == T - 1):
+                after[to] = windows[t]
+    q, k, v = F.silu(y).split([H * K, H * K, HV * V], 2)
+    rounded = x | {"q": q.view(B, T, H, K), "k": k.view(B, T, H, K), "v": v.view(B, T, HV, V)}
+    o, states = truth(kind, rounded)
+    return normed(o, x["output_norm"]), states, after
+
+
+def normed(o, norm):
+    gate = norm.gate.double().cpu()
+    gate = torch.sigmoid(gate) if norm.activation == "sigmoid" else F.silu(gate)
+    return o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double().cpu() * gate
+
+
+def check(kind, x, conv, backend):
+    (o, pool, window), (want_o, want_pool, want_window) = run_step(kind, x, conv, backend), step_truth(kind, x, conv)
+    dtype = coarser(o.dtype, pool.dtype)
+    assert_accurate("o", o, want_o, dtype)
+    assert_accurate("state_pool", pool, want_pool, dtype)
+    assert torch.equal(window.cpu().double(), want_window)  # inputs, as they came
+    return o, pool, window
+
+
+@backends
+@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda", "kda-bounded"])
+def test_against_the_definitions(kind, pool, v_first, backend):
+    """In place: a draft of three, each token in a slot of its own, the first one where the row was read."""
+    dtype = torch.bfloat16 if pool == torch.bfloat16 else torch.float32
+    sizes = {"H": 2, "HV": 4, "dtype": dtype, "pool": pool, "v_first": v_first, "device": DEVICES[backend]}
+    x, conv = make_step(kind, activation="sigmoid" if kind == "kda" else "silu", **sizes)
+    check(kind, x | {"write_indices": slots([[0, 4, 5], [1, 8, 6]], x)}, conv, backend)
+    check(kind, x | {"write_indices": slots([0, 1], x, torch.int32)}, conv, backend)
+
+
+@backends
+@pytest.mark.parametrize(("W", "L"), [(4, 3), (3, 2), (3, 4), (2, 1), (1, 1)])
+def test_taps_and_windows(W, L, backend):
+    x, conv = make_step("gdn-raw", W=W, L=L, bias=W % 2 == 0, T=5, slots=12, K=24, V=17, device=DEVICES[backend])
+    check("gdn-raw", x | {"write_indices": slots([[2, 3, 4, 5, 6], [7, 8, 9, 10, 11]], x)}, conv, backend)
+
+
+@backends
+def test_hostile_indices_and_counts(backend):
+    x, conv = make_step("gdn-raw", B=4, T=3, HV=2, slots=9, device=DEVICES[backend])
+    x |= {"read_indices": slots([[0, 1], [2, 99], [3, 4], [-5, 2**40]], x)}
+    x |= {"num_accepted_tokens": slots([2, 2, 7, 1], x), "write_indices": slots([[1, 5, -1], *[[6, 7, 8]] * 3], x)}
+    o, *_ = check("gdn-raw", x, conv, backend)
+    assert torch.all(o[1:] == 0)
+    assert torch.all(o[0, 2] == 0)
+    assert not torch.any(o[0, :2] == 0)
+
+
+@backends
+def test_what_is_padding_may_hold_anything(backend):
+    x, conv = make_step("gdn-raw", B=2, T=1, device=DEVICES[backend])
+    x |= {"read_indices": slots([0, -1], x), "write_indices": slots([0, 3], x)}
+    clean = run_step("gdn-raw", x, conv, backend)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][1] = float("nan")
+    x["output_norm"].gate[1] = float("nan")
+    for a, b in zip(run_step("gdn-raw", x, conv, backend), clean, strict=True):
+        assert torch.equal(a, b)
+
+
+@backends
+@pytest.mark.parametrize("T", [2, 5, 9])
+def test_tokens_in_one_call_are_tokens_in_calls(T, backend):
+    """Bitwise, states, windows and all; in a tree, too, and with another form of the indices."""
+    kind, pool = (("gdn-raw", torch.bfloat16), ("kda-bounded", torch.float32))[T % 2]
+    x, conv = make_step(kind, B=1, T=T, H=1, HV=2, V=16, slots=20, pool=pool, device=DEVICES[backend])
+    path = slots([[0, *range(2, T + 1)]], x)
+    o, after, window = run_step(kind, x | {"write_indices": path}, conv, backend)
+    state, windows, singles = x["state_pool"], conv[0], []
+    for t in range(T):
+        token = {name: x[name][:, t : t + 1] for name in ("q", "k", "v", "g", "beta")}
+        token["output_norm"] = x["output_norm"]._replace(gate=x["output_norm"].gate[:, t : t + 1])
+        read = x["read_indices"] if t == 0 else path[:, t - 1]
+        call = x | token | {"state_pool": state, "read_indices": read, "write_indices": path[:, t]}
+        out, state, windows = run_step(kind, call, (windows, *conv[1:]), backend)
+        singles.append(out)
+    assert torch.equal(torch.cat(singles, 1), o)
+    assert torch.equal(state, after)
+    assert torch.equal(windows, window)
+    again = run_step(kind, x | {"write_indices": path, "parent_idx": slots([range(-1, T - 1)], x)}, conv, backend)
+    for a, b in zip(again, (o, after, window), strict=True):
+        assert torch.equal(a, b)
+
+
+@backends
+def test_draft_trees(backend):
+    trees = [[-1, 0, 0, 1, 1, 2], [-1, -1, 1, 0, 2, -1]]
+    x, conv = make_step("gdn-raw", B=2, T=6, H=1, HV=2, V=8, slots=14, device=DEVICES[backend])
+    write = torch.arange(12, device=x["q"].device).view(2, 6)
+    write[:, 0] = x["read_indices"] = slots([12, 13], x)  # a root takes the place of what was read
+    check("gdn-raw", x | {"write_indices": write, "parent_idx": slots(trees, x)}, conv, backend)
+
+
+@backends
+@pytest.mark.parametrize("kind", ["gdn", "kda-bounded"])
+def test_norm_alone(kind, backend):
+    x, conv = make_step(kind, H=2, HV=4, device=DEVICES[backend])
+    x |= {"write_indices": slots([3, 1], x)}
+    o, pool, window = run_step(kind, x, conv, backend, convolve=False)
+    want, want_pool = truth(kind, x)
+    assert_accurate("o", o, normed(want, x["output_norm"]), o.dtype)
+    assert_accurate("state_pool", pool, want_pool, o.dtype)
+    assert torch.equal(window, conv[0])
+
+
+def test_the_truth_is_the_definition():
+    """Without a window behind it, a first token meets the last tap alone."""
+    x, (pool, weight, _) = make_step("gdn", B=1, T=1, L=3, bias=False)
+    o, *_ = step_truth("gdn", x, (torch.zeros_like(pool), weight, None))
+    keys = x["q"].shape[2] * x["q"].shape[3]
+    weights = weight.split([keys, keys, weight.shape[0] - 2 * keys])
+    single = {
+        name: F.silu(x[name].double() * w[:, -1].double().view(x[name].shape[2:]))
+        for name, w in zip("qkv", weights, strict=True)
+    }
+    assert_accurate("o", o, normed(truth("gdn", x | single)[0], x["output_norm"]), torch.float64)
+
+
+WRONG = {
+    "taps": ("convolution.weight: expected 1 to 4 taps", lambda c, n: (c._replace(weight=c.weight.repeat(1, 2)), n)),
+    "window": ("convolution.pool: expected 3 to 4 inputs", lambda c, n: (c._replace(pool=c.pool[:, :, :2]), n)),
+    "slots": ("convolution.pool: expected a tensor", lambda c, n: (c._replace(pool=c.pool[1:]), n)),
+    "dtype": ("convolution.pool: expected torch.float32 like q", lambda c, n: (c._replace(pool=c.pool.half()), n)),
+    "bias": ("convolution.bias: expected a tensor", lambda c, n: (c._replace(bias=c.bias[1:]), n)),
+    "gate": ("output_norm.gate: expected a tensor", lambda c, n: (c, n._replace(gate=n.gate[:, :1]))),
+    "weight": ("output_norm.weight: expected a tensor", lambda c, n: (c, n._replace(weight=None))),
+    "eps": ("output_norm.eps: expected a number from 0 on", lambda c, n: (c, n._replace(eps=-1.0))),
+    "activation": ("output_norm.activation: expected one of", lambda c, n: (c, n._replace(activation="relu"))),
+    "tuple": ("convolution: expected a Convolution", lambda c, n: (tuple(c), n)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_argument(name):
+    message, change = WRONG[name]
+    x, conv = make_step("gdn-raw")
+    convolution, norm = change(Convolution(*conv), x.pop("output_norm"))
+    with pytest.raises(ValueError, match=f"decode_gated_delta_rule: {message}"):
+        KINDS["gdn-raw"][0](**x, convolution=convolution, output_norm=norm)

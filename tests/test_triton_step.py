@@ -1,0 +1,60 @@
+"""The recurrent ops on the Triton backend: forward by the kernel of decoding, backward by chunks."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import flash_delta
+from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, run, truth
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+BY_NAME = {case.name: case for case in CASES}
+CELLS = [
+    *(("gdn", case) for case in ("ragged", "one-token", "packed", "all-empty", "no-sequences", "state-v-first")),
+    *(("gdn", case) for case in ("no-initial-state", "grouped-by-3", "extreme-decay")),
+    *(("kda", case) for case in ("short", "packed", "in-kernel-packed")),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CELLS, ids=lambda x: x)
+def test_against_the_recurrence(name, case):
+    """Outputs and all gradients, in float32."""
+    member = MEMBERS[f"{name}-recurrent"]
+    x = make_inputs(BY_NAME[case], member, torch.float32, DEVICE)
+    want, got = truth(member, x), run(member, x, "triton")
+    with products_in(torch.float32):
+        reference = run(member, make_inputs(BY_NAME[case], member, torch.float32), "torch")
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), torch.float32)
+        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+@torch.no_grad()
+def test_tokens_in_one_call_are_tokens_in_calls(name):
+    """Bitwise; more of them than fit a serving call; and the caller's state is not written."""
+    member = MEMBERS[f"{name}-recurrent"]
+    x = make_inputs(BY_NAME["in-kernel"], member, torch.float32, DEVICE)
+    before = x["initial_state"].clone()
+    o, final = member.op(**x, backend="triton")
+    assert torch.equal(x["initial_state"], before)
+    state, rows = x["initial_state"], []
+    for t in range(x["q"].shape[1]):
+        now = {n: x[n][:, t : t + 1] for n in ("q", "k", "v", "g", "beta")}
+        row, state = member.op(**(x | now | {"initial_state": state}), backend="triton")
+        rows.append(row)
+    assert torch.equal(torch.cat(rows, 1), o)
+    assert torch.equal(state, final)
+
+
+@torch.no_grad()
+def test_a_beta_of_one_need_not_be_given():
+    x = make_inputs(BY_NAME["short"], MEMBERS["gdn-recurrent"], torch.float32, DEVICE)
+    op = flash_delta.fused_recurrent_gated_delta_rule
+    one = x | {"beta": torch.ones_like(x["beta"])}
+    for a, b in zip(op(**one, backend="triton"), op(**(x | {"beta": None}), backend="triton"), strict=True):
+        assert torch.equal(a, b)

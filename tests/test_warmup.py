@@ -1,0 +1,264 @@
+"""Before the first request: all that calls can need is compiled, what they take is known, and then nothing compiles."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from serving_truth import DEVICES, KINDS, needs_triton
+from serving_truth import make_call as make_decode
+from test_serving_step import make_step
+
+import flash_delta
+from flash_delta.compiler.pool import clean_processes
+from flash_delta.ops.serving import Convolution, DecodeCalls, PrefillCalls, Serving, Slice, warmup, workspace_bytes
+from flash_delta.ops.serving.warmup import calls, prefill_call
+from flash_delta.problem import Inputs, Slots
+
+RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+EVERY = tuple(DecodeCalls(*form) for form in product((True, False), repeat=3) if form[0] or not form[2])
+SPECS = {
+    "gdn": Serving("gated_delta_rule", 1, 2, 16, 24, True, torch.float32, decode=EVERY),
+    "kda-bounded": Serving("kda", 1, 2, 16, 24, True, torch.float32, **RAW, lower_bound=-5.0, decode=EVERY),
+}
+
+
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_what_was_warmed_up_is_told(rule):
+    spec = Serving(rule, 1, 2, 16, 24, False, decode=(DecodeCalls(), DecodeCalls(True, True, True)))
+    spec = replace(spec, prefill=(PrefillCalls(), PrefillCalls(True, True, True, True)))
+    seconds = warmup(spec, "cpu")
+    assert all(0 < s < 60 for s in seconds.values())
+    assert [name.removeprefix("decode_").removeprefix("prefill_") for name in seconds] == [
+        f"{rule}(write_indices)",
+        f"{rule}(write_indices, num_accepted_tokens, parent_idx)",
+        f"{rule}(write_indices)",
+        f"{rule}(write_indices, has_initial_state, checkpoint_indices, batch_invariant)",
+    ]
+    assert warmup(replace(spec, decode=(), prefill=()), "cpu") == {}
+
+
+def test_descriptions_that_cannot_be():
+    with pytest.raises(ValueError, match="Serving: rule: expected 'gated_delta_rule' or 'kda', got 'gdn'"):
+        Serving("gdn", 1, 2, 16, 24, True)
+    with pytest.raises(ValueError, match="Serving: lower_bound: expected None with rule 'gated_delta_rule', got -5"):
+        Serving("gated_delta_rule", 1, 2, 16, 24, True, lower_bound=-5.0)
+    with pytest.raises(ValueError, match=r"decode_kda: lower_bound: expected a number in \[-5, 0\), got -6"):
+        warmup(Serving("kda", 1, 2, 16, 24, True, use_gate_in_kernel=True, lower_bound=-6.0), "cpu")
+    with pytest.raises(ValueError, match="workspace_bytes: device: expected a GPU, got cpu"):
+        workspace_bytes(SPECS["gdn"], 8, 1, "cpu")
+
+
+def keys():
+    from flash_delta.kernels.triton import launcher
+
+    return dict(launcher._keys)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", SPECS)
+def test_calls_as_described_depend_on_nothing_new(kind):
+    """Any batch, number of tokens, table and pool: what the launcher knows compiled code by is there already."""
+    device = DEVICES["triton"]
+    warmup(replace(SPECS[kind], prefill=()), device, "triton")
+    before = keys()
+    for form, (B, T, W, slots) in product(EVERY, [(1, 1, 1, 9), (3, 1, 7, 30), (2, 5, 5, 11), (1, 16, 3, 64)]):
+        x = make_decode(kind, B=B, T=T, slots=slots, device=device)
+        x |= {"scale": 0.1}
+        if kind == "kda-bounded":
+            x |= {"allow_neg_eigval": False, "dt_bias": x["dt_bias"].view(2, 16)}
+        table = torch.arange(B * max(T, W), dtype=torch.int32, device=device).view(B, -1) % slots
+        x["read_indices"] = table[:, 0].contiguous()
+        if form.num_accepted_tokens:
+            x |= {"read_indices": table[:, :W], "num_accepted_tokens": table[:, 0].contiguous()}
+        if form.write_indices:
+            x["write_indices"] = table[:, :T]
+        if form.parent_idx:
+            x["parent_idx"] = table[:, :T].contiguous()
+        KINDS[kind][0](**x, backend="triton")
+        if form == DecodeCalls():
+            KINDS[kind][0](**(x | {"write_indices": x["read_indices"]}), backend="triton")
+    assert keys() == before
+    KINDS[kind][0](**(x | {"g": x["g"].to(torch.bfloat16)}), backend="triton")
+    assert len(keys()) == len(before) + 1
+
+
+@needs_triton
+def test_slices_of_a_projection_are_described():
+    """q, k and v of one, g and beta of another, a pool whose slots have gaps."""
+    device, widths = DEVICES["triton"], (16, 16, 48)
+    where = {"q": Slice(90), "k": Slice(90, 16), "v": Slice(90, 32), "g": Slice(5, 1), "beta": Slice(5, 3)}
+    warmup(replace(SPECS["gdn"], **where, slot=1000, decode=(DecodeCalls(),), prefill=()), device, "triton")
+    before = keys()
+    for T in (1, 4):
+        x = make_decode("gdn", B=3, T=T, device=device)
+        q, k, v = torch.randn(3 * T, 90, device=device)[:, : sum(widths)].split(widths, 1)
+        g, beta = (-torch.rand(3 * T, 5, device=device))[:, 1:].split(2, 1)
+        x |= {"q": q.view(3, T, 1, 16), "k": k.view(3, T, 1, 16), "v": v.unflatten(0, (3, T)).unflatten(2, (2, 24))}
+        x |= {"g": g.view(3, T, 2), "beta": beta.view(3, T, 2)}
+        x["state_pool"] = torch.zeros(9, 1000, device=device)[:, : 2 * 24 * 16].view(9, 2, 24, 16)
+        x["read_indices"] = x["write_indices"] = x["read_indices"].int()
+        flash_delta.decode_gated_delta_rule(**x, backend="triton")
+        assert keys() == before
+    flash_delta.decode_gated_delta_rule(**(x | {"q": x["q"].contiguous()}), backend="triton")
+    assert len(keys()) == len(before) + 1
+
+
+@needs_triton
+def test_whole_steps_are_described():
+    """With a convolution and an output norm; without them, or with other taps, it is another kernel."""
+    device, form = DEVICES["triton"], DecodeCalls(convolution=True, output_norm=True)
+    spec = replace(SPECS["gdn"], conv_bias=True, conv_inputs=3, decode=(form,), prefill=())
+    warmup(spec, device, "triton")
+    before = keys()
+    for B, T, slots in ((1, 1, 9), (3, 1, 20), (2, 3, 11)):
+        x, conv = make_step("gdn", L=3, B=B, T=T, slots=slots, device=device)
+        x["read_indices"] = x["write_indices"] = x["read_indices"].int()
+        flash_delta.decode_gated_delta_rule(**x, convolution=Convolution(*conv), backend="triton")
+        assert keys() == before
+    flash_delta.decode_gated_delta_rule(**x, backend="triton")
+    assert len(keys()) == len(before) + 1
+    shorter = Convolution(conv[0], conv[1][:, 1:].contiguous(), conv[2])
+    flash_delta.decode_gated_delta_rule(**x, convolution=shorter, backend="triton")
+    assert len(keys()) == len(before) + 2
+
+
+@needs_triton
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_prefill_as_described_depends_on_nothing_new(rule):
+    device, form = torch.device(DEVICES["triton"]), PrefillCalls(True, True, True)
+    spec = Serving(rule, 1, 1, 16, 16, False, torch.float32, **RAW, decode=(), prefill=(form,))
+    warmup(spec, device, "triton")
+    before = keys()
+    for T, N in ((70, 2), (33, 3)):
+        op, x = prefill_call(spec, form, T, N, device)
+        op(**(x | {"checkpoint_indices": torch.full((N, 5), -1, dtype=torch.int32, device=device)}), backend="triton")
+        assert {key for key in keys().keys() - before.keys() if key[0].HV != 1} == set()
+    op(**(x | {"batch_invariant": True}), backend="triton")
+    assert len(keys()) > len(before)
+
+
+def refused(compiled_for, changes):
+    """What a call says that would compile, when calls as ``compiled_for`` were compiled; and whose kernels pass."""
+    from faulty_kernels import multiply
+
+    from flash_delta.compiler.offline import offline
+    from flash_delta.kernels.triton import launch_decode, launcher
+    from flash_delta.ops._backend import Explain
+
+    spec = Serving("gated_delta_rule", 16, 32, 128, 128, True, **RAW)
+
+    def call(changes):
+        _, op, x = next(calls(replace(spec, **changes), torch.device("meta")))
+        p = op(**x, backend=Explain("triton")).problem
+        inputs, slots = (kind(**{name: x.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
+        o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
+        c = launcher.make_call(p, inputs, launcher.DECODE, *slots)._replace(direct=False)
+        launcher.run(c, partial(launch_decode.run_decode, o=o), o)
+        launcher._ready.add(c.shape.key)
+
+    with offline("sm_90a") as compiled:
+        if compiled_for is not None:
+            call(compiled_for)
+        before = len(compiled)
+        with flash_delta.forbid_compilation() as outer, flash_delta.forbid_compilation():
+            if compiled_for is not None:
+                call(compiled_for)
+            multiply(64, 64, 64, steps=16)
+            assert len(compiled) == before + 1
+            with pytest.raises(RuntimeError) as error:
+                call(changes)
+        assert not outer.switch.forbid(False)
+        call(changes)
+        assert len(compiled) == before + 2
+        return str(error.value)
+
+
+PROJECTION = {"q": Slice(8192), "k": Slice(8192, 2048), "v": Slice(8192, 4096), "g": Slice(64, 32), "slot": 2**20}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("compiled_for", "changes", "why"),
+    [
+        (None, {}, "nothing of its kind was compiled before"),
+        ({}, {"dtype": torch.float16, "g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat16},
+         "q is torch.float16, compiled was torch.bfloat16, k is torch.float16, compiled was torch.bfloat16, v is torch."
+         "float16, compiled was torch.bfloat16"),
+        (PROJECTION, {"state_v_first": False}, "state_v_first is False, compiled was True"),
+        ({}, {"index_dtype": torch.int64}, "read_indices is torch.int64, compiled was torch.int32, write_indices is"),
+        ({}, {"k": Slice(2052)}, "k has strides [2052, 2052, 128, 1], for which other code is compiled"),
+        ({}, PROJECTION | {"q": Slice(2048, 4)}, "q starts at no multiple of 16 bytes"),
+        ({}, {"decode": (DecodeCalls(False),)}, "write_indices is None"),
+    ],
+)  # fmt: skip
+def test_forbidden(compiled_for, changes, why):
+    with clean_processes(1) as (pool, _):
+        message = pool.submit(refused, compiled_for, changes).result()
+    start = "decode_gated_delta_rule: kernel decode would have to be compiled, which forbid_compilation() forbids: "
+    assert message.startswith(start)
+    assert message.removeprefix(start).startswith(why)
+    assert changes.keys() != {"state_v_first"} or message == start + why
+
+
+def test_forbidding_needs_no_triton(monkeypatch):
+    monkeypatch.setattr("flash_delta.ops._compilation._switch", lambda: None)
+    with flash_delta.forbid_compilation():
+        assert flash_delta.decode_gated_delta_rule(**make_decode()).shape == (2, 3, 2, 24)
+
+
+def variants():
+    """How many kernels decoding compiles for slices of tables at any address, of any width."""
+    from flash_delta.compiler.offline import offline
+    from flash_delta.kernels.triton import launch_decode, launcher
+    from flash_delta.ops._backend import Explain
+
+    spec = Serving("kda", 16, 32, 128, 128, True, decode=(DecodeCalls(True, True, True),))
+    _, op, x = next(calls(spec, torch.device("meta")))
+    with offline("sm_90a") as compiled:
+        for W, start in ((1, 0), (2, 3), (7, 1), (16, 4)):
+            table = torch.empty(100, dtype=torch.int32, device="meta")[start:]
+            now = x | {"read_indices": table[:W].view(1, W), "num_accepted_tokens": table[:1]}
+            now |= {name: table[:1].view(1, 1) for name in ("write_indices", "parent_idx")}
+            p = op(**now, backend=Explain("triton")).problem
+            inputs, slots = (kind(**{name: now.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
+            o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
+            launch_decode.run_decode(launcher.make_call(p, inputs, launcher.DECODE, *slots)._replace(direct=False), o)
+        return len(compiled)
+
+
+@needs_triton
+def test_tables_of_slots_compile_nothing():
+    with clean_processes(1) as (pool, _):
+        assert pool.submit(variants).result() == 1
+
+
+def scratch(target):
+    """Of scans with descriptors: what is planned for, and what the compiler asks for."""
+    from flash_delta.compiler.offline import offline
+    from flash_delta.kernels.triton import launch, launches
+    from flash_delta.kernels.triton.tiles import Chip, scan_tiles
+
+    found = []
+    for case in (launches.Case(), launches.Case(64), launches.Case(gate="channel"), launches.Case(erase=None)):
+        p, x = launches.problem_of(case)
+        for processors in (1, 8, 16, 132):
+            chip = Chip(target.removesuffix("a"), processors)
+            (t,) = scan_tiles("scan", p, chip, every=False)
+            with offline(target) as compiled:
+                launches.call_scan(case, False, t)
+            programs = prod(launch.scan_grid(p, t))
+            found.append((launch.scratch_bytes(p, x, chip), programs * compiled[0].kernel.metadata.global_scratch_size))
+    assert launch.scratch_bytes(*launches.problem_of(launches.Case(gap=1)), chip) == 0
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100"])
+def test_scratch_of_descriptors(target):
+    with clean_processes(1) as (pool, _):
+        found = pool.submit(scratch, target).result()
+    assert [planned for planned, _ in found] == [asked for _, asked in found]
+    assert len({planned for planned, _ in found}) > 4
