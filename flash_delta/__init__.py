@@ -9,6 +9,7 @@ from flash_delta.ops import chunk_simple_gla as chunk_simple_gla
 from flash_delta.ops import decode_gated_delta_rule as decode_gated_delta_rule
 from flash_delta.ops import decode_kda as decode_kda
 from flash_delta.ops import explain as explain
+from flash_delta.ops import forbid_compilation as forbid_compilation
 from flash_delta.ops import fused_gdn_gate as fused_gdn_gate
 from flash_delta.ops import fused_kda_gate as fused_kda_gate
 from flash_delta.ops import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
@@ -16,5 +17,7 @@ from flash_delta.ops import fused_recurrent_kda as fused_recurrent_kda
 from flash_delta.ops import naive_gdn_gate as naive_gdn_gate
 from flash_delta.ops import naive_kda_gate as naive_kda_gate
 from flash_delta.ops import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate
+from flash_delta.ops import prefill_gated_delta_rule as prefill_gated_delta_rule
+from flash_delta.ops import prefill_kda as prefill_kda
 
 __version__ = "0.1.0"
