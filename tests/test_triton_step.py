@@ -58,3 +58,18 @@ def test_a_beta_of_one_need_not_be_given():
     one = x | {"beta": torch.ones_like(x["beta"])}
     for a, b in zip(op(**one, backend="triton"), op(**(x | {"beta": None}), backend="triton"), strict=True):
         assert torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_a_packed_token_counts_by_its_own_stride():
+    """What was compiled for tokens 16 numbers apart is not taken for tokens 5 apart, also where there is only one."""
+    from flash_delta.kernels.triton import launcher
+
+    x = make_inputs(BY_NAME["one-token"], MEMBERS["gdn-recurrent"], torch.float32, DEVICE)
+    x = {n: x[n][:1] for n in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": torch.tensor([0, 1], device=DEVICE)}
+    op, known = flash_delta.fused_recurrent_gated_delta_rule, []
+    for token in (64, 5):
+        q = torch.empty_strided(x["q"].shape, (4096, token, 16, 1), device=DEVICE).copy_(x["q"])
+        op(**(x | {"q": q}), backend="triton")
+        known.append(len(launcher._keys))
+    assert known[1] == known[0] + 1

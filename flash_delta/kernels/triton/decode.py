@@ -5,7 +5,7 @@
 and, where they are asked for, what a layer does around it: a short convolution of q, k and v (window.py) in front, a
 gated norm of o behind.
 
-One program takes BV value columns of HEADS value heads of one row: grid (B HV / HEADS, V / BV). It reads its part of
+One program takes BV value columns of HEADS value heads of one row: grid (B HV / HEADS V / BV). It reads its part of
 the row's state once, and writes it after every token of whom ``write_indices`` has the slot. The state is kept in
 registers, transposed, S^T [BV, BK]. A norm needs all columns of a head. A convolution needs all heads that share q and
 k, too: the windows that one program would read another would overwrite.

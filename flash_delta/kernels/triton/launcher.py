@@ -119,8 +119,9 @@ def _shape(chip: Chip, flags: Flags, sizes: tuple, *tensors: tuple | None) -> Sh
         (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind in (DECODE, STEP, PREFILL) else Inputs._fields
     )
     counted = TOKENS if flags.kind in (DECODE, STEP) else ()
+    alone = sizes[1] == 1 and not flags.packed  # as `run_decode` has it
     layouts = (
-        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=sizes[1] == 1)
+        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=alone)
         for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
     )
     return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip, [])
