@@ -71,12 +71,14 @@ def decode(pool, kind, backend, requests, T, writes, tree=False):
     rows = [decoding_row(pool, request, T, writes) for request in requests]
     rows = with_padding(pool, rows, lambda: decoding_padding(pool, T, writes))
     x = make_tokens(pool, kind, len(rows), T)
-    x |= tables(pool, rows) if pool.random.random() < 0.5 else {"read_indices": pool.index([row.read for row in rows])}
+    counted = pool.random.random() < 0.5
+    x |= tables(pool, rows) if counted else {"read_indices": pool.index("read_indices", [row.read for row in rows])}
     if writes != "none":
-        x["write_indices"] = pool.index([row.writes if writes == "each" else row.writes[-1] for row in rows])
+        slots = [row.writes if writes == "each" else row.writes[-1] for row in rows]
+        x["write_indices"] = pool.index("write_indices", slots)
     parents = [[pool.random.choice(range(-1, t)) if tree else t - 1 for t in range(T)] for _ in rows]
     if tree:
-        x["parent_idx"] = pool.index(parents)
+        x["parent_idx"] = pool.index("parent_idx", parents)
     x["v"][[row.request is None for row in rows]] = float("nan")
     before = pool.memory.clone()
     o = KINDS[kind][0](**x, backend=backend)
@@ -117,7 +119,8 @@ def tables(pool, rows):
             table, count = [pool.canary()] * DRAFT, pool.random.choice(NOT_A_COUNT)
         columns.append(table)
         counts.append(count)
-    return {"read_indices": pool.index(columns), "num_accepted_tokens": pool.index(counts)}
+    indices = {"read_indices": columns, "num_accepted_tokens": counts}
+    return {name: pool.index(name, values) for name, values in indices.items()}
 
 
 def expected_of_decoding(pool, x, rows, parents):
@@ -147,11 +150,12 @@ def prefill(pool, kind, backend, requests, lengths, writes=True):
     bounds = [0, *accumulate(piece.length for piece in pieces)]
     x = make_tokens(pool, kind, 1, bounds[-1] + pool.random.randint(0, 5))
     x["v"][:, bounds[-1] :] = float("nan")
-    x |= {"cu_seqlens": pool.index(bounds), "read_indices": pool.index([piece.read for piece in pieces])}
-    x["has_initial_state"] = torch.tensor([piece.begun for piece in pieces], device=pool.device)
+    indices = {"cu_seqlens": bounds, "read_indices": [piece.read for piece in pieces]}
+    indices["checkpoint_indices"] = [piece.checkpoints for piece in pieces]
     if writes:
-        x["write_indices"] = pool.index([piece.write for piece in pieces])
-    x |= {"checkpoint_indices": pool.index([piece.checkpoints for piece in pieces]), "checkpoint_every": EVERY}
+        indices["write_indices"] = [piece.write for piece in pieces]
+    x |= {name: pool.index(name, values) for name, values in indices.items()} | {"checkpoint_every": EVERY}
+    x["has_initial_state"] = torch.tensor([piece.begun for piece in pieces], device=pool.device)
     x["batch_invariant"] = pool.random.random() < 0.3
     op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
     before = pool.memory.clone()

@@ -30,7 +30,7 @@ class Pool:
         self.slots, self.states = self.views(self.memory)
         self.free = [slot for slot in range(SLOTS) if slot not in CANARIES]
         self.want: dict[int, torch.Tensor] = {}
-        self.calls, self.outputs = 0, []
+        self.calls, self.outputs, self.index_dtypes = 0, [], {}
 
     def views(self, memory):
         """The slots as the ops are given them, and as ``[SLOTS, HV, K, V]``."""
@@ -54,8 +54,11 @@ class Pool:
     def no_slot(self):
         return self.random.choice(NOT_A_SLOT)
 
-    def index(self, values):
-        return torch.tensor(values, dtype=self.random.choice((torch.int32, torch.int64)), device=self.device)
+    def index(self, name, values):
+        """Each kind of indices in a dtype of its own: kernels are compiled for them, and for all mixtures of five kinds
+        on a GPU that took longer than ten thousand steps."""
+        dtype = self.index_dtypes.setdefault(name, self.random.choice((torch.int32, torch.int64)))
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def judge(self, o, want_o, written, before):
         """A call's outcome is as accurate as the dtypes allow, zero where there is padding, and every number in memory

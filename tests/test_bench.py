@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flash_delta.bench import Group, Result, changes, runner, select
+from flash_delta.bench import Group, Result, changes, runner, select, taking_part
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
-from flash_delta.bench.tables import bandwidth, number, of, refusals, times
+from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, times
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.cli.app import app
@@ -45,6 +45,8 @@ def rows(group):
         ("decode", "16/32 batch 128", 0.125),
         ("decode", "16/32 batch 128, bfloat16 states", 0.0629),
         ("kda-decode", "32/32 batch 128", 0.126),
+        ("serving", "16/32 batch 32, drafts of 4", 0.0788),
+        ("serving", "16/32 1x32768, a checkpoint every 1024", 0.205),
     ],
 )
 def test_floors(group, name, ms):
@@ -321,6 +323,19 @@ def test_decoding_is_measured_by_the_copy_rate(group):
         ["share of the copy rate", "flash_delta", "fla"],
         [["decode 16/32 batch 64", "26%", "-"], ["decode 16/32 batch 64, bfloat16 states", "-", "13%"]],
     )
+
+
+def test_serving_is_compared_with_plain_calls(group):
+    assert taking_part("serving", group.versions).keys() == {"flash_delta", "plain"}
+    assert taking_part("decode", group.versions) == group.versions
+    assert eager(group).rows == []
+    results = [
+        Result(rows("serving")["16/32 64x1 + 1x2048"], name, eager_ms=Spread(ms, ms, ms))
+        for name, ms in (("flash_delta", 0.5), ("plain", 0.6))
+    ]
+    serving = Group("serving", {}, dict.fromkeys(("flash_delta", "plain"), "1.0"), H200, results)
+    assert eager(serving).rows == [["prefill 16/32 64x1 + 1x2048", "0.500", "0.600", "1.20x"]]
+    assert len(times(serving).rows) == 1, "a mean of unlike things"
 
 
 def test_result_needs_no_time():

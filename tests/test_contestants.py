@@ -11,7 +11,7 @@ import torch
 from flash_delta.bench.contestants import NAMES, load
 from flash_delta.bench.contestants.call import NO_CHOICE
 from flash_delta.bench.workloads import WORKLOADS
-from flash_delta.testing import Workload, assert_accurate, make_tensors
+from flash_delta.testing import Workload, assert_accurate, make_tensors, options
 
 ROOT = Path(__file__).parent.parent
 TINY = {"dtype": "float32", "K": 16, "V": 24}
@@ -66,6 +66,31 @@ def test_decoding_moves_a_pool_on_in_place():
     assert not torch.equal(call.run()[0], o), "the second token goes on from where the first one left the states"
 
 
+SERVING = [
+    Workload("t", "prefill", "gdn", 2, 4, 2, 200, l2norm=True, raw=True, batch_invariant=True, **TINY),
+    Workload("t", "prefill", "gdn", 2, 4, 2, 200, l2norm=True, raw=True, checkpoint_every=64, **TINY),
+    Workload("t", "prefill", "gdn", 2, 4, 5, 70, l2norm=True, raw=True, lengths=(1, 1, 1, 70, 20), **TINY),
+    Workload("t", "decode", "gdn", 2, 4, 3, 4, packed=False, l2norm=True, raw=True, **TINY),
+]
+
+
+@pytest.mark.parametrize("row", SERVING, ids=lambda row: row.name)
+def test_plain_calls_of_serving_do_the_same_again_and_again(row):
+    """From slots that no call writes, so that every call that is timed finds the same."""
+    x = make_tensors(row, "cpu")
+    given = {name: t.clone() for name, t in x.items()}
+    ours, plain = (load(name).prepare(row, x) for name in ("flash_delta", "plain"))
+    for call in (ours, plain):
+        first, (o, states) = call.joined(call.run()[0]).clone(), call.run()
+        assert torch.equal(call.joined(o), first)
+        assert states.shape == (row.N, 4, 24, 16)
+    want, state = row.op.op(**given, **options(row))
+    for call in (ours, plain):
+        o, states = call.run()
+        assert_accurate("o", call.joined(o), want.double(), torch.float32)
+        assert_accurate("final_state", states.mT, state.double(), torch.float32)
+
+
 def test_ours_takes_packed_sequences():
     packed = replace(ROWS["gdn forward"], packed=True)
     for name, t in results("flash_delta", packed).items():
@@ -88,10 +113,19 @@ def test_what_runs_on_a_cpu(name):
 
 
 HOPPER = {  # the groups of rows that each runs on such a GPU
-    "flash_delta": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode", "kda-decode"},
-    "fla": {"gdn-prefill", "gdn-training", "kda-forward", "kda-training", "decode", "kda-decode"},
-    "flash_qla": {"gdn-prefill", "gdn-training"},
-    "flashinfer": {"gdn-prefill", "decode"},
+    "flash_delta": {
+        "gdn-prefill",
+        "gdn-long",
+        "gdn-training",
+        "kda-forward",
+        "kda-training",
+        "decode",
+        "kda-decode",
+        "serving",
+    },
+    "fla": {"gdn-prefill", "gdn-long", "gdn-training", "kda-forward", "kda-training", "decode", "kda-decode"},
+    "flash_qla": {"gdn-prefill", "gdn-long", "gdn-training"},
+    "flashinfer": {"gdn-prefill", "gdn-long", "decode"},
     "cudnn": {"kda-forward", "kda-training"},
 }
 
@@ -108,7 +142,7 @@ def test_what_runs_on_hopper(name, monkeypatch):
             assert reason is None
             small = unsupported(replace(workload, K=64), device)
             assert small is None if name in ("flash_delta", "fla") else "K = V = 128" in small
-        elif workload.group != "cpu":
+        elif workload.group not in ("cpu", "serving"):  # in which others take no part
             assert isinstance(reason, str)
 
 

@@ -112,6 +112,16 @@ def test_hostile_indices_and_counts(backend):
 
 
 @backends
+def test_a_tree_whose_first_tokens_are_padding(backend):
+    """No row has a first token, and what is left goes on from the rows' states and from each other."""
+    x, conv = make_step("gdn-raw", B=2, T=3, HV=2, slots=9, device=DEVICES[backend])
+    x |= {"read_indices": slots([0, 1], x), "write_indices": slots([[-1, 2, 3], [99, 4, 5]], x)}
+    o, *_ = check("gdn-raw", x | {"parent_idx": slots([[-1, -1, 1], [-1, -1, -1]], x)}, conv, backend)
+    assert torch.all(o[:, 0] == 0)
+    assert not torch.any(o[:, 1:] == 0)
+
+
+@backends
 def test_what_is_padding_may_hold_anything(backend):
     x, conv = make_step("gdn-raw", B=2, T=1, device=DEVICES[backend])
     x |= {"read_indices": slots([0, -1], x), "write_indices": slots([0, 3], x)}

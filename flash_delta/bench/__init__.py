@@ -1,6 +1,6 @@
 """How fast this library and its peers are: what ``flash-delta bench`` and ``flash-delta report`` do."""
 
-from flash_delta.bench.contestants import versions
+from flash_delta.bench.contestants import taking_part, versions
 from flash_delta.bench.floor import ceilings
 from flash_delta.bench.peer import Peer, PeerAnswer
 from flash_delta.bench.results import Change, Group, Result, changes, folder, machine
@@ -19,5 +19,6 @@ __all__ = [
     "machine",
     "run_group",
     "select",
+    "taking_part",
     "versions",
 ]

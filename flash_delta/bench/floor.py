@@ -6,7 +6,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   tensor crosses once;
 * backward bytes: ``e (4 H K + 3 HV V) + 2 a HV (1 + channels)``: q, k, v, do, gate and beta are read, dq, dk, dv and
   the gates' gradients written;
-* states, per sequence and value head: ``K V`` numbers in their dtype for each that comes in or goes out;
+* states, per sequence and value head: ``K V`` numbers in their dtype for each that comes in or goes out, of a draft
+  after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
 * backward multiply-adds: 10/3 of that, 30 products where the forward has 9: recomputed states and factors 8, the chain
@@ -51,14 +52,19 @@ def floor(workload: Workload) -> Floor:
     w = workload
     e = getattr(torch, w.dtype).itemsize
     a = e if w.raw else 4
-    tokens, gates = w.N * w.T, w.HV * (1 + (w.K if w.gate == "channel" else 1))
+    tokens, gates = w.tokens, w.HV * (1 + (w.K if w.gate == "channel" else 1))
     moved = tokens * (e * (2 * w.H * w.K + 2 * w.HV * w.V) + a * gates)
     products = tokens * w.HV * (3 * w.K * w.V + (0 if w.kind == "decode" else 2 * C * w.K + C * w.V))
     if w.kind == "training":
         moved += tokens * (e * (4 * w.H * w.K + 3 * w.HV * w.V) + 2 * a * gates)
         products += round(BACKWARD_PRODUCTS * products)
     if w.states:
-        moved += 2 * w.N * w.HV * getattr(torch, w.state_dtype).itemsize * w.K * w.V
+        states = 2 * w.N
+        if w.kind == "decode":
+            states = (1 + w.T) * w.N
+        if w.checkpoint_every:
+            states += sum(length // w.checkpoint_every for length in w.lengths or [w.T] * w.N)
+        moved += states * w.HV * getattr(torch, w.state_dtype).itemsize * w.K * w.V
     return Floor(moved, 2 * products)
 
 

@@ -17,16 +17,20 @@ Outputs, states and gradients are compared with float64 first; a wrong result ge
 the bytes that must move over the copy rate and of the operations over the bfloat16 rate of this GPU
 (`flash_delta/bench/floor.py`). A row is key heads / value heads, sequences x tokens; K = V = 128. Decoding updates
 states in place, float32 ones unless the row says otherwise. Compare within a row: an absolute time holds for its
-machine only. Contestants are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend
+machine only. A row of serving is named by its lengths, and `plain` is this library called without the option, with the
+rows of one token in a decoding call and the others in a prefill call, or with a call for each token of a draft.
+Contestants are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend
 and transformers."""
 
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
+    "gdn-long": "Gated DeltaNet, forward of one long sequence",
     "gdn-training": "Gated DeltaNet, forward and backward",
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
+    "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
     "cpu": "Gated DeltaNet on a CPU, norm in the op",
 }
 

@@ -68,7 +68,8 @@ class Group:
         tuples = {"graph_ms": Spread, "eager_ms": Spread, "costs": Costs, "lengths": Lengths}
         for result in data["results"]:
             result |= {name: kind(**result[name]) for name, kind in tuples.items() if result[name] is not None}
-            result["workload"] = Workload(**result["workload"])
+            lengths = tuple(result["workload"].get("lengths", ()))
+            result["workload"] = Workload(**result["workload"] | {"lengths": lengths})
         data["results"] = [Result(**result) for result in data["results"]]
         data["ceilings"] = data["ceilings"] and Ceilings(**data["ceilings"])
         return cls(**data)

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
+from flash_delta.bench.contestants import OURS, PLAIN
 from flash_delta.bench.floor import floor
 from flash_delta.bench.results import Group, Result
-
-OURS = "flash_delta"
 
 
 class Table(NamedTuple):
@@ -17,7 +16,8 @@ class Table(NamedTuple):
 
 def of(group: Group) -> list[Table]:
     """Those that have something to say."""
-    return [table for table in (times(group), bandwidth(group), costs(group), accuracy(group)) if table.rows]
+    tables = (times(group), eager(group), bandwidth(group), costs(group), accuracy(group))
+    return [table for table in tables if table.rows]
 
 
 def contestants(group: Group) -> list[str]:
@@ -34,7 +34,7 @@ def times(group: Group) -> Table:
         best = min((r.ms.median for r in found.values()), default=None)
         peers = [r.ms.median for name, r in found.items() if name != OURS]
         ours = found[OURS].ms.median if OURS in found else None
-        if ours and peers:
+        if ours and peers and PLAIN not in names:  # of options that cost and of calls that spare others, no mean
             ratios.setdefault(results[0].workload.kind, []).append(min(peers) / ours)
         rows.append([
             row,
@@ -47,6 +47,16 @@ def times(group: Group) -> Table:
         rows.append([f"{kind}, geometric mean", *[""] * (len(names) + 2), f"{geometric_mean(values):.2f}x"])
     head = ["row, ms", *names, "floor", "best / floor", "ours against the best peer"]
     return _without_empty_columns(Table(head, rows))
+
+
+def eager(group: Group) -> Table:
+    """What a loop in Python sees, of calls that come in place of several others."""
+    rows = []
+    for row, results in group.rows().items():
+        found = {r.contestant: r.eager_ms.median for r in results if r.eager_ms}
+        if found.keys() == {OURS, PLAIN}:
+            rows.append([row, number(found[OURS]), number(found[PLAIN]), f"{found[PLAIN] / found[OURS]:.2f}x"])
+    return Table(["eager calls, ms", OURS, PLAIN, "ours against plain"], rows)
 
 
 def _time(result: Result | None, best: float | None, group: Group) -> str:

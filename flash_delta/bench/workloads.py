@@ -15,6 +15,12 @@ def _gdn_prefill() -> Iterator[Workload]:
             yield Workload("gdn-prefill", "forward", "gdn", H, HV, N, T)
 
 
+def _gdn_long() -> Iterator[Workload]:
+    for H, HV in ((2, 8), (4, 16), (16, 64)):
+        for T in (131072, 524288):
+            yield Workload("gdn-long", "forward", "gdn", H, HV, 1, T)
+
+
 def _gdn_training() -> Iterator[Workload]:
     for H, HV, N, T in ((16, 32, 1, 8192), (16, 32, 1, 32768), (4, 8, 1, 8192), (4, 8, 1, 32768), (16, 32, 8, 1024)):
         yield Workload("gdn-training", "training", "gdn", H, HV, N, T, packed=N > 1, states=False)
@@ -41,16 +47,35 @@ def _decode() -> Iterator[Workload]:
         yield Workload("kda-decode", "decode", "kda", 32, 32, N, **common)
 
 
+def _serving() -> Iterator[Workload]:
+    def prefill(*lengths: int, **options: bool | int) -> Workload:
+        sizes = {"N": len(lengths), "T": max(lengths), "lengths": lengths}
+        return Workload("serving", "prefill", "gdn", 16, 32, **sizes, l2norm=True, raw=True, **options)
+
+    for lengths in ((8192,), (1024,) * 8, (500, 1500, 2500, 3692)):
+        yield prefill(*lengths, batch_invariant=True)
+    for lengths in ((32768,), (4096,) * 8):
+        yield prefill(*lengths, checkpoint_every=1024)
+    for rows, *prompts in ((8, 2048), (64, 2048), (64, 4096, 4096)):
+        yield prefill(*[1] * rows, *prompts)
+    for N in (32, 64):
+        for T in (2, 4, 8, 16):
+            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, l2norm=True, raw=True)
+
+
 def _cpu() -> Iterator[Workload]:
     for dtype in ("float32", "bfloat16"):
         common = {"dtype": dtype, "packed": False, "l2norm": True}
-        yield Workload("cpu", "decode", "gdn", 4, 8, 1, 1, **common)
+        for N in (1, 32):
+            yield Workload("cpu", "decode", "gdn", 4, 8, N, 1, **common)
         for T in (512, 2048, 8192):
             yield Workload("cpu", "forward", "gdn", 4, 8, 1, T, **common)
             yield Workload("cpu", "training", "gdn", 4, 8, 1, T, **common)
 
 
-WORKLOADS = (*_gdn_prefill(), *_gdn_training(), *_kda(), *_decode(), *_cpu())
+WORKLOADS = (
+    *_gdn_prefill(), *_gdn_long(), *_gdn_training(), *_kda(), *_decode(), *_serving(), *_cpu()
+)  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 
 

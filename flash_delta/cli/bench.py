@@ -40,7 +40,7 @@ def bench(
     Outputs (and gradients) are compared with float64 first; a wrong result gets no time. Results are written after
     every row, one file per group.
     """
-    from flash_delta.bench import Group, ceilings, folder, machine, run_group, select, versions
+    from flash_delta.bench import Group, ceilings, folder, machine, run_group, select, taking_part, versions
 
     where = require_device(device)
     target = results or (None if rows or contestants else RESULTS)  # parts must not replace the whole
@@ -50,14 +50,14 @@ def bench(
     rates = ceilings(where) if where.type == "cuda" else None
     slower = False
     for name, workloads in select(groups, where, rows).items():
-        group = Group(name, machine(where), installed, rates)
+        group = Group(name, machine(where), taking_part(name, installed), rates)
         path = target and target / folder(where) / f"{name}.json"
         if resume and path is not None and path.exists():
             group = _resumed(Group.read(path), group)
             workloads = group.missing(workloads)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task(name, total=len(workloads) * len(installed))
-            for result in run_group(workloads, tuple(installed), where, rates, timeout):
+            task = progress.add_task(name, total=len(workloads) * len(group.versions))
+            for result in run_group(workloads, tuple(group.versions), where, rates, timeout):
                 group.results.append(result)
                 if path is not None:
                     group.write(path)

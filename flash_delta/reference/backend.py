@@ -6,7 +6,7 @@ from flash_delta.reference.decode import decode
 from flash_delta.reference.prefill import prefill
 from flash_delta.reference.step import step
 
-__all__ = ["backward", "decode", "forward", "prefill", "step", "unsupported"]
+__all__ = ["backward", "decode", "forward", "prefill", "remark", "step", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -15,4 +15,9 @@ def unsupported(problem: Problem) -> str | None:
         return f"it reads the indices of slots on the host, they are on {problem.device}"
     if problem.lengths is None:
         return f"it plans packed sequences on the host and cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
+    return None
+
+
+def remark(problem: Problem) -> str | None:
+    """What else is to be said of how it runs ``problem``: nothing."""
     return None

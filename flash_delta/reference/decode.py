@@ -1,89 +1,138 @@
 """Serving on the CPU: the recurrence on the slots of a pool, a token of all rows at a time.
 
-A row without a slot goes along like any other, on a state that is somebody else's, and is left out of what is written
-and of the output: every call of one batch size computes the same for a row, whatever the others hold.
+What is done to a state is done row by row, in its slot if it can be: it stays in the cache from its decay to its
+output, where those of all rows together would come from memory four times. So no row changes another, and padding is
+left out.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_delta.problem import Around, Inputs, Problem, Slots
 from flash_delta.reference.around import convolve, normalize
-from flash_delta.reference.step import advance
+from flash_delta.reference.step import Token, activated, advance
+
+ALIGNMENT = 64  # bytes, of new tensors
+
+
+class Row(NamedTuple):
+    """What the indices say of a row that is no padding."""
+
+    read: int  # the slot of its state
+    parents: dict[int, int]  # of the tokens that are no padding: whose state each goes on from; -1: the row's
+    writes: dict[int, int]  # the slots that tokens write
 
 
 @torch.no_grad()
 def decode(problem: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
     """``o [B, T, HV, V]``; the pools are written in place."""
-    B, T, HV, K, V = problem.B, problem.T, problem.HV, problem.K, problem.V
-    o = torch.zeros(B, T, HV, V, dtype=problem.dtype, device=problem.device)
-    pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]
-    pools = [pool] if around.conv_pool is None else [pool, around.conv_pool]
-    read, live = rows_read(s)
-    if not live.any():
+    o = torch.zeros(problem.B, problem.T, problem.HV, problem.V, dtype=problem.dtype, device=problem.device)
+    rows = plan_rows(s, problem.T)
+    if not rows:
         return o
-    now = [of[read.where(live, 0)].contiguous() for of in pools]  # what a token goes on from: a state, a window
-    write, alive = rows_written(s, live, T)
-    before = [now]  # with parents: the row's, and those after every token
-    for t in range(T):
-        if s.parent_idx is not None:
-            now, alive[:, t] = goes_on(s.parent_idx[:, t], before, live, alive[:, :t], alive[:, t])
-        S, rows = now[0].to(problem.accumulate), alive[:, t]
-        if around.conv_pool is None:
-            out = advance(problem, x, t, None, S.view(B * HV, K, V))
-        else:
-            token, window = convolve(problem, x, t, now[1], around)
-            out = advance(problem, token, 0, None, S.view(B * HV, K, V))
-        out = out.view(B, HV, V)
+    states = States(problem, s, rows)
+    windows = None if around.conv_pool is None else Windows(problem, around, rows)
+    for t in range(problem.T):
+        live = {b: row for b, row in rows.items() if t in row.parents}
+        if not live:
+            continue
+        heads = by_row(problem, activated(problem, *((x, t) if windows is None else windows.convolved(x, t, live))))
+        out = o[:, t] if around.norm_gate is None else torch.zeros_like(o[:, t], dtype=problem.accumulate)  # [B, HV, V]
+        for b, row in live.items():
+            before, S = states.around(b, row, t)
+            out[b] = advance(problem, heads[b], before, S).squeeze(1)
+            states.keep(b, row, t, S)
         if around.norm_gate is not None:
-            out = normalize(problem, out, t, around)
-        o[rows, t] = out[rows].to(o.dtype)
-        now = [S.to(pool.dtype), *([] if around.conv_pool is None else [window])]
-        if write is not None and (t + 1 == T or s.write_indices.dim() == 2):
-            for of, after in zip(pools, now, strict=True):
-                of[write[rows, t]] = after[rows]
-        if s.parent_idx is not None:
-            before.append(now)
+            o[list(live), t] = normalize(problem, out, t, around)[list(live)].to(o.dtype)
     return o
 
 
-def rows_read(s: Slots) -> tuple[Tensor, Tensor]:
-    """The slots that rows read ``[B]``, and which of them are any."""
+def plan_rows(s: Slots, T: int) -> dict[int, Row]:
+    """The rows that are no padding."""
+    slots, rows = s.state_pool.shape[0], {}
+    parents, write = (None if of is None else of.tolist() for of in (s.parent_idx, s.write_indices))
+    per_token = write is not None and s.write_indices.dim() == 2
+    for b, read in enumerate(slots_read(s)):
+        row = Row(read, {}, {})
+        for t in range(T if 0 <= read < slots else 0):
+            parent = t - 1 if parents is None else parents[b][t]
+            slot = None if write is None else write[b][t] if per_token else write[b]
+            if parent not in (-1, *row.parents) or (slot is not None and not 0 <= slot < slots):
+                continue
+            row.parents[t] = parent
+            if slot is not None and (per_token or t + 1 == T):
+                row.writes[t] = slot
+        if row.parents:
+            rows[b] = row
+    return rows
+
+
+def slots_read(s: Slots) -> list[int]:
+    """Of every row; -1 where the count says none."""
+    read = s.read_indices.tolist()
     if s.num_accepted_tokens is None:
-        read = s.read_indices.long()
-        return read, is_slot(read, s)
-    column, W = s.num_accepted_tokens.long() - 1, s.read_indices.shape[1]
-    counted = (column >= 0) & (column < W)
-    if W == 0:
-        return column, counted
-    read = s.read_indices.gather(1, column.where(counted, 0).unsqueeze(1)).squeeze(1).long()
-    return read, counted & is_slot(read, s)
+        return read
+    counts = s.num_accepted_tokens.tolist()
+    return [row[n - 1] if 0 < n <= len(row) else -1 for row, n in zip(read, counts, strict=True)]
 
 
-def rows_written(s: Slots, live: Tensor, T: int) -> tuple[Tensor | None, Tensor]:
-    """The slots that tokens write ``[B, T]``, and which tokens are no padding (not yet by their parents)."""
-    if s.write_indices is None:
-        return None, live.unsqueeze(1).repeat(1, T)
-    write = s.write_indices.long()
-    write = write if write.dim() == 2 else write.unsqueeze(1).expand(-1, T)
-    written = is_slot(write, s)
-    if s.parent_idx is None:  # the tokens behind one that is padding are, too
-        written = written.cumprod(1).bool()
-    return write, written & live.unsqueeze(1)
+def by_row(problem: Problem, token: Token) -> list[Token]:
+    """A batch of value heads for each row."""
+    if problem.B == 1:
+        return [token]
+    q, k, v, decay, b = (
+        y.view(problem.B, problem.HV, *y.shape[1:]).unbind(0) for y in (token.q, token.k, token.v, token.decay, token.b)
+    )
+    return [Token(*row) for row in zip(q, k, k, v, decay, b, strict=True)]
 
 
-def goes_on(
-    parent: Tensor, known: list[list[Tensor]], live: Tensor, before: Tensor, alive: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """What the tokens of one column go on from, and which of the tokens are no padding."""
-    parent = parent.long()
-    possible = (parent >= -1) & (parent < before.shape[1])
-    at = (parent + 1).where(possible, 0)  # among what is known
-    rows = torch.arange(len(parent))
-    sources = torch.cat([live.unsqueeze(1), before], 1)
-    found = [torch.stack(kinds)[at, rows] for kinds in zip(*known, strict=True)]
-    return found, alive & possible & sources[rows, at]
+class States:
+    """Of every row, what a token goes on from, ``[HV, K, V]``."""
+
+    def __init__(self, problem: Problem, s: Slots, rows: dict[int, Row]):
+        self.pool, self.tree = s.state_pool, s.parent_idx is not None
+        self.dtype, self.v_first = problem.accumulate, problem.state_v_first
+        slots = self.slots(self.pool)
+        # By the token that left it, -1: the row's, which with parents a token may overwrite before another reads it.
+        self.after = {b: {-1: slots[row.read].clone() if self.tree else slots[row.read]} for b, row in rows.items()}
+        # Where a slot's numbers lie as those of a new tensor do, products with them are rounded alike.
+        aligned = (self.pool.data_ptr() | self.pool.stride(0) * self.pool.itemsize) % ALIGNMENT == 0
+        self.in_place = self.pool.dtype == self.dtype and aligned and self.pool[0].is_contiguous()
+
+    def slots(self, pool: Tensor) -> Tensor:
+        return pool.mT if self.v_first else pool
+
+    def around(self, b: int, row: Row, t: int) -> tuple[Tensor, Tensor]:
+        """The state before token t, and where the one after it is to be computed."""
+        if self.in_place and t in row.writes:
+            return self.after[b][row.parents[t]], self.slots(self.pool)[row.writes[t]]
+        new = torch.empty(self.pool.shape[1:], dtype=self.dtype, device=self.pool.device)
+        return self.after[b][row.parents[t]], self.slots(new)
+
+    def keep(self, b: int, row: Row, t: int, S: Tensor) -> None:
+        """The state after token t, rounded, for those that go on from it, and in the token's slot."""
+        S = S.to(self.pool.dtype)
+        self.after[b] = (self.after[b] if self.tree else {}) | {t: S}
+        if t in row.writes and not self.in_place:
+            self.slots(self.pool)[row.writes[t]] = S
 
 
-def is_slot(index: Tensor, s: Slots) -> Tensor:
-    return (index >= 0) & (index < len(s.state_pool))
+class Windows:
+    """The last inputs of the short convolution, all rows' ``[B, D, L]``; those of padding are somebody else's."""
+
+    def __init__(self, problem: Problem, around: Around, rows: dict[int, Row]):
+        self.problem, self.around, self.rows = problem, around, rows
+        read = [rows[b].read if b in rows else 0 for b in range(problem.B)]
+        self.after = {-1: around.conv_pool[read]}  # by the token that left it; -1: the rows'
+
+    def convolved(self, x: Inputs, t: int, live: dict[int, Row]) -> tuple[Inputs, int]:
+        """Token t alone, behind the convolution, and its place among the tokens; its windows are written."""
+        parents = [live[b].parents[t] if b in live else -1 for b in range(self.problem.B)]
+        before = torch.stack([self.after[parent][b] for b, parent in enumerate(parents)])
+        token, window = convolve(self.problem, x, t, before, self.around)
+        self.after[t] = window
+        written = [b for b in live if t in live[b].writes]
+        self.around.conv_pool[[live[b].writes[t] for b in written]] = window[written]
+        return token, 0

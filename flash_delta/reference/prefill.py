@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flash_delta.problem import SHORT, Inputs, Outputs, Problem, Slots
 from flash_delta.reference.chunked import forward
-from flash_delta.reference.decode import is_slot
 from flash_delta.reference.step import step
 
 
@@ -58,6 +57,10 @@ def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
     if s.write_indices is not None:
         alive = alive & is_slot(s.write_indices, s)
     return stored & alive, alive
+
+
+def is_slot(index: Tensor, s: Slots) -> Tensor:
+    return (index >= 0) & (index < len(s.state_pool))
 
 
 def parts(problem: Problem, alive: list[bool]) -> Iterator[tuple[Callable[[Problem, Inputs], Outputs], list[Piece]]]:

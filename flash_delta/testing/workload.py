@@ -5,6 +5,7 @@ For what is timed and for what only shows in large problems; the named problems 
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Literal
 
 import torch
@@ -17,16 +18,16 @@ LOWER_BOUND = -5.0  # of KDA's gate
 
 @dataclass(frozen=True)
 class Workload:
-    """One row: ``kind`` is one call without gradients, one call with its backward, or one token per sequence on states
-    that are updated in place."""
+    """One row: ``kind`` is one call without gradients, one call with its backward, one token per sequence on states
+    that are updated in place (of a draft of T tokens, all states are kept), or prompts on such states."""
 
     group: str
-    kind: Literal["forward", "training", "decode"]
+    kind: Literal["forward", "training", "decode", "prefill"]
     member: Literal["gdn", "kda"]
     H: int
     HV: int
     N: int  # sequences
-    T: int  # tokens of each; 1 with kind "decode"
+    T: int  # tokens of each; with kind "decode" 1, or up to 16 of a draft
     dtype: str = "bfloat16"  # of q, k, v; gates and beta are float32 unless ``raw``
     packed: bool = True  # the sequences lie in one row behind cu_seqlens; else they are batch rows
     states: bool = True  # an initial state comes in, a final one goes out
@@ -36,14 +37,24 @@ class Workload:
     V: int = 128
     disable_recompute: bool = False  # all is kept for the backward pass; else it computes most of it again
     state_dtype: str = "float32"  # of the states that come in; with kind "decode" they stay in it
+    lengths: tuple[int, ...] = ()  # of packed sequences that are not all T long
+    batch_invariant: bool = False  # with kind "prefill"
+    checkpoint_every: int = 0  # with kind "prefill": tokens from one state that is written down to the next; 0: none is
 
     @property
     def name(self) -> str:
-        shape = f"batch {self.N}" if self.kind == "decode" else f"{self.N}x{self.T}"
+        shape = " + ".join(f"{len(list(same))}x{length}" for length, same in groupby(self.lengths or [self.T] * self.N))
+        if self.kind == "decode":
+            shape = f"batch {self.N}" + (f", drafts of {self.T}" if self.T > 1 else "")
         dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
         state = "" if self.state_dtype == "float32" else f", {self.state_dtype} states"
-        kept = " disable_recompute" if self.disable_recompute else ""
-        return f"{self.H}/{self.HV} {shape}{dtype}{state}{kept}"
+        option = " disable_recompute" if self.disable_recompute else " batch_invariant" if self.batch_invariant else ""
+        checkpoints = f", a checkpoint every {self.checkpoint_every}" if self.checkpoint_every else ""
+        return f"{self.H}/{self.HV} {shape}{dtype}{state}{option}{checkpoints}"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) or self.N * self.T
 
     @property
     def gate(self) -> str:
@@ -80,7 +91,7 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
         return low + (high - low) * torch.rand(count, generator=gen, device=device)
 
     w, dtype = workload, getattr(torch, workload.dtype)
-    B, T = (1, w.N * w.T) if w.packed else (w.N, w.T)
+    B, T = (1, w.tokens) if w.packed else (w.N, w.T)
     channels = (w.HV, w.K) if w.gate == "channel" else (w.HV,)
     x = {"q": randn(B, T, w.H, w.K), "k": randn(B, T, w.H, w.K), "v": randn(B, T, w.HV, w.V)}
     if not w.l2norm:
@@ -100,7 +111,8 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     if w.states:
         x["initial_state"] = randn(w.N, w.HV, w.K, w.V).to(getattr(torch, w.state_dtype))
     if w.packed:
-        x["cu_seqlens"] = torch.arange(w.N + 1, device=device, dtype=torch.int32) * w.T
+        bounds = [0, *accumulate(w.lengths or [w.T] * w.N)]
+        x["cu_seqlens"] = torch.tensor(bounds, device=device, dtype=torch.int32)
     return x
 
 

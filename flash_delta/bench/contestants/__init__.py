@@ -17,11 +17,12 @@ from types import ModuleType
 
 from flash_delta import __version__  # the name flash_delta is that of a module in here
 
-NAMES = ("flash_delta", "fla", "flash_qla", "flashinfer", "cudnn", "transformers")
+OURS, PLAIN = "flash_delta", "plain"
+NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "transformers")
 
 
 def load(name: str) -> ModuleType:
-    if name not in NAMES:
+    if name not in (*NAMES, PLAIN):
         raise ValueError(f"contestant: expected one of {', '.join(NAMES)}, got {name!r}")
     return importlib.import_module(f"flash_delta.bench.contestants.{name}")
 
@@ -38,8 +39,13 @@ def versions(names: str | None = None) -> dict[str, str]:
     return {name: installed[name] for name in names.split(",")}
 
 
+def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
+    """Of the contestants. What serving is compared with is this library, called otherwise."""
+    return dict.fromkeys((OURS, PLAIN), __version__) if group == "serving" else installed
+
+
 def _version(name: str) -> str | None:
-    if name == "flash_delta":  # may run from a checkout, which has no metadata
+    if name == OURS:  # may run from a checkout, which has no metadata
         return __version__
     try:
         return metadata.version(load(name).PACKAGE)

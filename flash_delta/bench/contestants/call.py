@@ -1,7 +1,7 @@
 """What a contestant hands over to be timed."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,3 +14,4 @@ class Call(NamedTuple):
     run: Callable[[], tuple[Tensor, Tensor | None]]  # what is timed: (o, final state), as the library returns them
     inputs: dict[str, Tensor]  # what it reads, by our names; leaves of the gradients with kind "training"
     state_v_first: bool = False  # its states are [N, HV, V, K]
+    joined: Callable[[Any], Tensor] = lambda o: o  # of what it returns as o; outside of what is timed

@@ -1,11 +1,11 @@
-"""This library, by its public ops, on whatever backend it chooses. It runs every row; decoding on a pool of states."""
+"""This library, by its public ops, on whatever backend it chooses. It runs every row; serving on a pool of states."""
 
 import torch
 from torch import Tensor
 
-from flash_delta import decode_gated_delta_rule, decode_kda, explain
+from flash_delta import decode_gated_delta_rule, decode_kda, explain, prefill_gated_delta_rule, prefill_kda
 from flash_delta.bench.contestants.call import Call
-from flash_delta.bench.contestants.tensors import leaves, state_pool
+from flash_delta.bench.contestants.tensors import leaves, pool_of, state_pool
 from flash_delta.testing import Workload, activations, options
 
 PACKAGE = "flash-delta"
@@ -17,6 +17,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.kind == "prefill":
+        return _prefill(workload, x)
     if workload.kind == "decode":
         return _decode(workload, x)
     inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload)
@@ -27,12 +29,37 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
+    """In place; the states of drafts go to slots of their own."""
     op = decode_kda if workload.member == "kda" else decode_gated_delta_rule
-    inputs, (pool, slots), chosen = dict(x), state_pool(x), activations(workload)
-    del inputs["initial_state"]
+    inputs, chosen = without_state(x), activations(workload)
+    pool, read = state_pool(x)
+    write, states = read, pool
+    if workload.T > 1:
+        pool, read, write, states = pool_of(x, workload.T)
 
     def run() -> tuple[Tensor, Tensor | None]:
-        o = op(**inputs, state_pool=pool, read_indices=slots, write_indices=slots, state_v_first=True, **chosen)
-        return o, pool
+        o = op(**inputs, state_pool=pool, read_indices=read, write_indices=write, state_v_first=True, **chosen)
+        return o, states
 
     return Call(run, inputs | {"initial_state": pool}, state_v_first=True)
+
+
+def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
+    """From slot to slot, so that all calls find the same states; the last ones are the final states."""
+    op = prefill_kda if workload.member == "kda" else prefill_gated_delta_rule
+    inputs, chosen = without_state(x), activations(workload) | {"batch_invariant": workload.batch_invariant}
+    count = workload.T // workload.checkpoint_every if workload.checkpoint_every else 0
+    pool, read, write, states = pool_of(x, count + 1)
+    if count:
+        chosen |= {"checkpoint_every": workload.checkpoint_every, "checkpoint_indices": write[:, :count]}
+    last = write[:, count].contiguous()
+
+    def run() -> tuple[Tensor, Tensor | None]:
+        o = op(**inputs, state_pool=pool, read_indices=read, write_indices=last, state_v_first=True, **chosen)
+        return o, states
+
+    return Call(run, inputs | {"initial_state": pool}, state_v_first=True)
+
+
+def without_state(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in x.items() if name != "initial_state"}

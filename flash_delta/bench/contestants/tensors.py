@@ -23,3 +23,14 @@ def state_pool(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A pool ``[N, HV, V, K]`` of the rows' states, and the slot of each row ``[N]``."""
     pool = x["initial_state"].mT.contiguous()
     return pool, torch.arange(len(pool), device=pool.device, dtype=torch.int32)
+
+
+def pool_of(x: dict[str, Tensor], states: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A pool of the rows' states ``[N, HV, V, K]`` and room for more of each behind them; the slots that rows read
+    ``[N]``, and those that they write ``[N, states]``; and what the last of these hold, ``[N, HV, V, K]``."""
+    given = x["initial_state"].mT
+    N = len(given)
+    pool = given.new_empty(N * (1 + states), *given.shape[1:])
+    pool[:N] = given
+    slots = torch.arange(len(pool), device=pool.device, dtype=torch.int32).view(1 + states, N)
+    return pool, slots[0], slots[1:].mT.contiguous(), pool[-N:]

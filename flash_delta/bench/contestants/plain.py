@@ -1,0 +1,69 @@
+"""This library again, with the plain calls that a row of serving does without: what it is compared with there.
+
+Without the option; one token of a draft after the other; decoding rows apart from prompts, by hand.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flash_delta import decode_gated_delta_rule, prefill_gated_delta_rule
+from flash_delta.bench.contestants import flash_delta
+from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.tensors import pool_of
+from flash_delta.testing import Workload, activations
+
+PACKAGE = flash_delta.PACKAGE
+CACHES = flash_delta.CACHES
+TOKENS = ("q", "k", "v", "g", "beta")
+
+
+def unsupported(workload: Workload, device: torch.device) -> str | None:
+    return flash_delta.unsupported(workload, device)
+
+
+def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.kind == "decode":
+        return _single_tokens(workload, x)
+    if workload.batch_invariant or workload.checkpoint_every:
+        return flash_delta.prepare(replace(workload, batch_invariant=False, checkpoint_every=0), x)
+    return _apart(workload, x)
+
+
+def _single_tokens(workload: Workload, x: dict[str, Tensor]) -> Call:
+    inputs, chosen = flash_delta.without_state(x), activations(workload)
+    pool, read, write, states = pool_of(x, workload.T)
+    slots = [read, *(column.contiguous() for column in write.unbind(1))]
+    calls = [
+        inputs
+        | {name: inputs[name][:, t : t + 1] for name in TOKENS}
+        | {"read_indices": slots[t], "write_indices": slots[t + 1]}
+        for t in range(workload.T)
+    ]
+
+    def run() -> tuple[list[Tensor], Tensor | None]:
+        o = [decode_gated_delta_rule(**call, state_pool=pool, state_v_first=True, **chosen) for call in calls]
+        return o, states
+
+    return Call(run, inputs | {"initial_state": pool}, state_v_first=True, joined=lambda o: torch.cat(o, 1))
+
+
+def _apart(workload: Workload, x: dict[str, Tensor]) -> Call:
+    """The first sequences are of one token."""
+    rows, inputs, chosen = workload.lengths.count(1), flash_delta.without_state(x), activations(workload)
+    pool, read, write, states = pool_of(x, 1)
+    decoded = {name: inputs[name][0, :rows].unsqueeze(1) for name in TOKENS}  # [rows, 1, ...]
+    decoded |= {"read_indices": read[:rows], "write_indices": write[:rows, 0]}
+    prompts = {name: inputs[name][:, rows:] for name in TOKENS}
+    prompts |= {"read_indices": read[rows:], "write_indices": write[rows:, 0]}
+    prompts["cu_seqlens"] = inputs["cu_seqlens"][rows:] - rows
+    chosen |= {"A_log": x["A_log"], "dt_bias": x["dt_bias"], "state_pool": pool, "state_v_first": True}
+
+    def run() -> tuple[list[Tensor], Tensor | None]:
+        return [decode_gated_delta_rule(**decoded, **chosen), prefill_gated_delta_rule(**prompts, **chosen)], states
+
+    def joined(o: list[Tensor]) -> Tensor:
+        return torch.cat([o[0].transpose(0, 1), o[1]], 1)
+
+    return Call(run, inputs | {"initial_state": pool}, state_v_first=True, joined=joined)
