@@ -154,11 +154,10 @@ def channels(tokens):
 
 
 def decoding(tokens):
-    """A token alone, too; more than a call may have are as good here. ``tokens`` rows would be, but for the grid."""
+    """More than a call may have are as good here. ``tokens`` rows would be, but for the grid."""
     from flash_delta.kernels.triton import launches_serving as launches
 
-    for kept in (1, tokens):
-        launches.call_decode(launches.Decoding(tokens=kept))
+    launches.call_decode(launches.Decoding(tokens=tokens))
 
 
 def prefilling(tokens):
@@ -171,12 +170,12 @@ def prefilling(tokens):
 
 
 def variants_of_decode():
-    """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree."""
+    """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree, a token alone."""
     from flash_delta.compiler.offline import offline
     from flash_delta.kernels.triton import launches_serving as launches
 
     computed = []
-    for case in (launches.Decoding(), launches.Decoding(tree=True)):
+    for case in (launches.Decoding(), launches.Decoding(tokens=4), launches.Decoding(tree=True, tokens=4)):
         for counted, written in ((True, True), (False, True), (False, False)):
             if written or not case.tree:
                 with offline("sm_90a") as compiled:
@@ -188,7 +187,7 @@ def variants_of_decode():
 def arithmetic(ttgir):
     """Its operations on floating-point numbers and their layouts, in their order, but for moves and loads."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
-    lines = (re.sub(r"%[\w#:-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines())
+    lines = (re.sub(r"%[\w#:.-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines())
     chosen = [line for line in lines if re.search(r"=(arith\.\w*f\b|math\.|\"tt\.reduce|tt\.extern)", line)]
     return [re.sub(r"#blocked\d*", lambda name: layouts[name[0]], line) for line in chosen]
 

@@ -15,10 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_delta.kernels.triton import launch, launch_decode
+from flash_delta.kernels.triton import launch, launch_decode, launch_segments
 from flash_delta.kernels.triton.chunk import count_slots
-from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, run
-from flash_delta.kernels.triton.tiles import chip_of, widest_float32
+from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, replayed, run
+from flash_delta.kernels.triton.tiles import chip_of, plan_segments, widest_float32
 from flash_delta.kernels.triton.workspace import (
     Chain,
     Channels,
@@ -60,6 +60,15 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def remark(p: Problem) -> str | None:
+    """What sizes and chip decide."""
+    split = None if p.recurrent else plan_segments(p, chip_of(p.device))
+    if split is None:
+        return None
+    number = triton.cdiv(p.T, split.length)
+    return f"it walks sequences in segments of {split.length} tokens, up to {number} of them side by side"
+
+
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """What ``forward`` saves, not yet filled: what `solve` writes, and with ``disable_recompute`` all the rest."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
@@ -75,15 +84,22 @@ def forward(p: Problem, x: Inputs) -> Outputs:
         memory = (Workspace(p, *HANDED),)
     else:
         memory = (_saved(p),) if kept else (_saved(p), Workspace(p, Factors, Channels))
+    split = plan_segments(p, chip_of(p.device))
+    walk = None if split is None else launch_segments.new_walk(p, split)
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*memory), None)[:4]
         _chunks(c, solved, factors, channels)
-        launch.run_scan(c, channels, solved, factors, o, final, residual)
+        if walk is None or c.compiling is not None:
+            launch.run_scan(c, channels, solved, factors, o, final, residual)
+        if c.compiling is not None:
+            launch_segments.compile_walk(c, channels, solved, factors, o, final)
+        elif walk is not None:
+            launch_segments.run_walk(c, channels, solved, factors, o, final, walk)
 
     with _on(p.device):
         call = make_call(p, x, ("forward", kept), memo=p.memo)
-        run(call, kernels, o, final, *(w.buffer for w in memory))
+        run(call, kernels, o, final, *(w.buffer for w in memory), *(walk or (None,) * 3)[1:])
     return Outputs(o, final, (memory[0].buffer,) if p.needs_grad else ())
 
 
@@ -137,7 +153,8 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
     x = _with_flat_parameters(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     with _on(p.device):
-        run(make_call(p, x, DECODE, *s, *around, memo=p.memo), partial(launch_decode.run_decode, o=o), o)
+        if not replayed(p, DECODE, (*x, *s, *around, o)):
+            run(make_call(p, x, DECODE, *s, *around, memo=p.memo), partial(launch_decode.run_decode, o=o), o)
     return o
 
 

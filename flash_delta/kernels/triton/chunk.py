@@ -4,6 +4,8 @@ Chunks restart with every sequence, so a packed batch of T tokens in N sequences
 Sequence n keeps its chunks in the slots from ``cu_seqlens[n] // C + n`` on: never fewer than it needs, never one that
 is another sequence's. Any slot finds its chunk by itself, grids are launched from the bound, and a slot without a
 chunk finds no tokens. What lies behind the last sequence is one more "sequence", N, whose rows are written as zeros.
+
+Segments (segments.py), runs of whole chunks, are found in the same way.
 """
 
 import triton
@@ -14,10 +16,10 @@ from flash_delta.problem import Problem
 C = 64  # tokens of a chunk, in every kernel
 
 
-def count_slots(problem: Problem) -> int:
-    """Upper bound of the chunks, with those behind the last sequence."""
+def count_slots(problem: Problem, length: int = C) -> int:
+    """Upper bound of the chunks, or of the segments of ``length`` tokens, with those behind the last sequence."""
     T = problem.T
-    return T // C + problem.N + 1 if problem.packed else problem.N * triton.cdiv(T, C)
+    return T // length + problem.N + 1 if problem.packed else problem.N * triton.cdiv(T, length)
 
 
 @triton.jit
@@ -26,8 +28,9 @@ def follow(OVERLAP: tl.constexpr):
     launch). From here on that one has ended: what it wrote is there, what it read may be overwritten.
 
     Up to here a program reads nothing that its call's kernels write, and writes nothing but descriptors, into memory
-    that no kernel of its call has used: one kernel of a call has descriptors, since their memory is free again, and may
-    be the next one's, as soon as it is launched.
+    that no kernel of its call still uses: that of a kernel's descriptors is free again, and may be the next one's, as
+    soon as it is launched. So of two kernels with descriptors the second must not follow the first one directly, and
+    the one between them must not ``lead``.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -41,7 +44,7 @@ def lead(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def bounds(n, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
     """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
     start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
     if PACKED:
@@ -53,11 +56,8 @@ def bounds(n, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
-    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``.
-
-    Sequences of up to SHORT tokens have none: `decode` runs them.
-    """
+def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
+    """Of a slot of C tokens: its sequence, batch row, the sequence's first token and end, and the slots before it."""
     n = slot // ((T + C - 1) // C)
     row = n
     if PACKED:
@@ -67,10 +67,39 @@ def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SH
             first = tl.load(cu_seqlens + at, mask=at <= N, other=0).to(tl.int32) // C + at
             n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
     start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-    token = start + (slot - first_slot) * C
+    return n, row, start, stop, slot - first_slot
+
+
+@triton.jit
+def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
+    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``.
+
+    Sequences of up to SHORT tokens have none: `decode` runs them.
+    """
+    n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, C, PACKED)
+    token = start + number * C
     if SHORT > 0:
         token = tl.where(stop - start <= SHORT, stop, token)
     return n, row, token, stop
+
+
+@triton.jit
+def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """Of a slot of ``length`` tokens: its sequence, batch row, first token, end, first slot of chunks, number in the
+    sequence, and whether it is the last. A sequence without tokens has one; no segment: no tokens, and not the last."""
+    n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, length, PACKED)
+    _, _, chunk = bounds(n, cu_seqlens, N, T, C, PACKED)
+    token = start + number * length
+    last = (token + length >= stop) & ((token < stop) | (number == 0))
+    return (
+        n,
+        row,
+        tl.minimum(token, stop),
+        tl.minimum(token + length, stop),
+        chunk + number * (length // C),
+        number,
+        last,
+    )
 
 
 @triton.jit

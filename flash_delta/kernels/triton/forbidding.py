@@ -29,6 +29,7 @@ class Flags(NamedTuple):
     taps: int
     window: int
     activation: str | None
+    alone: bool  # tokens of decoding, one a row
 
 
 class Layout(NamedTuple):

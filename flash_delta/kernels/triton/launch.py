@@ -107,14 +107,13 @@ def run_scan(
         for t in choice or scan_tiles("scan" if r is None else "scan_kept", p, c.shape.chip, every(c)):
             yield plan(
                 c, scan, scan_grid(p, t), t,
-                p.N, p.T, *counts, *(table(t)[0] for t in indices[:3]), *table(indices[3]),
+                p.N, p.T, 0, *counts, *(table(t)[0] for t in indices[:3]), *table(indices[3]),
                 strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
-                INITIAL=initial is not None, POOL=slots is not None, OUTPUT=True, SAVE=r is not None,
+                INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True, SAVE=r is not None,
                 TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
             )  # fmt: skip
 
-    read = (*readers(c, ch), x.v, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, initial)
-    launch(c, scan, (*read, o, final, *(r or (None,) * 3), *indices), plans)
+    launch(c, scan, (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices), plans)
 
 
 def scan_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -293,7 +292,7 @@ def plan(
         "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
         "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
-        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p, c.shape.chip),
+        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
         "OVERLAP": overlap, "SHORT": short(p),
     } | own  # fmt: skip
     used = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -305,6 +304,11 @@ def short(p: Problem) -> int:
     if not p.packed or p.pool is None or p.batch_invariant:
         return 0
     return LONG if p.recurrent else SHORT
+
+
+def walked(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
+    """What a scan reads of every chunk."""
+    return (*readers(c, ch), c.x.v, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
 
 
 def readers(c: Call, ch: Channels) -> tuple[Any, Any]:

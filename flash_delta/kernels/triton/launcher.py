@@ -84,7 +84,7 @@ class Call(NamedTuple):
         return [group for w in memory for group in (w.addresses() if self.direct else w.views())]
 
 
-_compiled: dict[tuple, Any] = {}  # by kernel, key and tile
+_compiled: dict[tuple, Any] = {}  # by `_name`
 _keys: dict[Key, int] = {}  # numbered as they come
 _ready: set[int] = set()
 
@@ -98,6 +98,7 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
             Flags(
                 kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
                 p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
+                kind in (DECODE, STEP) and alone(p),
             ),
             (
                 p.N, p.T, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.eps,
@@ -119,9 +120,8 @@ def _shape(chip: Chip, flags: Flags, sizes: tuple, *tensors: tuple | None) -> Sh
         (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind in (DECODE, STEP, PREFILL) else Inputs._fields
     )
     counted = TOKENS if flags.kind in (DECODE, STEP) else ()
-    alone = sizes[1] == 1 and not flags.packed  # as `run_decode` has it
     layouts = (
-        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=alone)
+        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=flags.alone)
         for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
     )
     return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip, [])
@@ -149,11 +149,16 @@ def _layout(
     return Layout(dtype, alignment == 0, (size, *counts, *classes(*others)))
 
 
-def unit(row: int, token: int, alone: bool) -> int:
+def alone(p: Problem) -> bool:
+    """Whether rows of decoding have one token: it is a kernel of its own, which looks for no other."""
+    return p.T == 1 and not p.packed
+
+
+def unit(row: int, token: int, one: bool) -> int:
     """In how many numbers `decode` counts its way from row to row and from token to token: up to 16. To a compiler
     nothing else of these strides matters, and usually the unit does not depend on T. Where rows have one token
-    (``alone``) its stride is whatever the view left there."""
-    return gcd(row, 0 if alone else token, 16)
+    (``one``) its stride is whatever the view left there."""
+    return gcd(row, 0 if one else token, 16)
 
 
 def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
@@ -182,10 +187,24 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
         steps: list[Step] = []
         kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own), steps=steps))
         c.shape.steps[:] = steps
+    _launch(c.shape.steps, c.p.device, (*c.x, *c.more, *own))
+
+
+def replayed(p: Problem, kind: tuple, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Launches what `run` launched for an earlier call of this problem, whose `make_call` had its ``memo``; False if
+    there was none. ``tensors``: inputs, others from outside, own ones."""
+    shape = p.memo.get(kind)
+    if shape is None or not shape.steps or knobs.runtime.launch_enter_hook.calls:
+        return False
+    _launch(shape.steps, p.device, tensors)
+    return True
+
+
+def _launch(steps: list[Step], device: torch.device, tensors: tuple[Tensor | None, ...]) -> None:
     # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
-    starts = [0 if t is None else t.data_ptr() for t in (*c.x, *c.more, *own)]
-    stream = driver.active.get_current_stream(c.p.device.index)
-    for step in c.shape.steps:
+    starts = [0 if t is None else t.data_ptr() for t in tensors]
+    stream = driver.active.get_current_stream(device.index)
+    for step in steps:
         if step.tma:
             triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
         addresses = [starts[number] + offset for number, offset in step.sources]
@@ -222,11 +241,16 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], 
         options = plan.constants | _options(plan)
         if c.compiling is not None:
             compiled = kernel.warmup(*pointers, *plan.scalars, grid=plan.grid, **options)
-            c.compiling[id(kernel), c.shape.key, plan.tile] = compiled
+            c.compiling[_name(c, kernel, plan)] = compiled
         elif 0 not in plan.grid:
             if plan.tile.tma:
                 triton.set_allocator(_scratch)
             kernel[plan.grid](*pointers, *plan.scalars, **options)
+
+
+def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
+    """Of what is compiled: beside what calls of a shape have in common, a launch's own."""
+    return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
 
 
 def _alias(t: Tensor | None) -> Tensor | None:
@@ -234,7 +258,7 @@ def _alias(t: Tensor | None) -> Tensor | None:
 
 
 def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> Step:
-    compiled = _compiled[id(kernel), c.shape.key, plan.tile]
+    compiled = _compiled[_name(c, kernel, plan)]
     run = compiled.run  # loads it
     sources = tuple(_source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())

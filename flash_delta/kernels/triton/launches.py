@@ -10,10 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_delta.compiler import Launch, Stage
-from flash_delta.kernels.triton import launch
+from flash_delta.kernels.triton import launch, launch_segments
 from flash_delta.kernels.triton.chunk import count_slots
 from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.tiles import Chip, Tile, scan_tiles, takes_tma
+from flash_delta.kernels.triton.tiles import (
+    Chip,
+    Segments,
+    Tile,
+    maps_tile,
+    scan_tiles,
+    segment_tiles,
+    takes_tma,
+    tile,
+)
 from flash_delta.kernels.triton.workspace import (
     Chain,
     Channels,
@@ -60,6 +69,7 @@ CHUNKS = {
     "kda-128-bounded": Case(gate="channel", raw=True, lower_bound=-5.0),
 }
 SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128", "kda-128")}
+SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # of these, sequences in segments
 
 
 def describe(
@@ -93,7 +103,7 @@ class Kernels:
     def factor(self, t: Tile | None = None) -> None:
         launch.run_factor(self.c, self.solved, self.factors, t)
 
-    def maps(self) -> None:
+    def chunks(self) -> None:
         """All that the scans need."""
         if self.p.gate == "channel":
             self.channel()
@@ -105,6 +115,19 @@ class Kernels:
         o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
         residual = self.residual if save else None
         launch.run_scan(self.c, self.channels, self.solved, self.factors, o, final, residual, t)
+        return {"o": o, "final_state": final}
+
+    def maps(self, split: Segments) -> Tensors:
+        """Of segments, and the states that they start from."""
+        walk = launch_segments.new_walk(self.p, split)
+        launch_segments.run_maps(self.c, self.channels, self.solved, self.factors, walk)
+        launch_segments.run_compose(self.c, walk)
+        return {"maps": walk.maps, "starts": walk.starts}
+
+    def segments(self, split: Segments) -> Tensors:
+        o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
+        walk = launch_segments.new_walk(self.p, split)
+        launch_segments.run_segments(self.c, self.channels, self.solved, self.factors, o, final, walk)
         return {"o": o, "final_state": final}
 
     def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
@@ -148,12 +171,20 @@ def problem_of(case: Case) -> tuple[Problem, Inputs]:
 
 def call_chunks(case: Case) -> None:
     kernels = Kernels(*problem_of(case))
-    kernels.maps()
+    kernels.chunks()
     kernels.gradients()
 
 
 def call_scan(case: Case, save: bool, t: Tile) -> None:
     Kernels(*problem_of(case)).scan(save, t)
+
+
+def call_maps(case: Case, split: Segments) -> None:
+    Kernels(*problem_of(case)).maps(split)
+
+
+def call_segments(case: Case, split: Segments) -> None:
+    Kernels(*problem_of(case)).segments(split)
 
 
 def call_scan_backward(case: Case, recompute: bool, t: Tile) -> None:
@@ -178,6 +209,11 @@ def launches(target: str) -> Iterator[Launch]:
             kernel, call = forms[form]
             for t in scan_tiles(kernel, p, chip, every=True):
                 yield Launch(f"{name}-BV={t.BV}{form}", partial(call, t))
+        if name in SPLIT:
+            splits = [Segments(128, maps_tile(p, chip), tile("compose", p, chip), t) for t in segment_tiles(p, chip)]
+            yield Launch(f"{name}-maps", partial(call_maps, case, splits[0]))
+            for split in splits:
+                yield Launch(f"{name}-BV={split.scan.BV}-segments", partial(call_segments, case, split))
 
 
 def make(

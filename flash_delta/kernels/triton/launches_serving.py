@@ -11,19 +11,19 @@ from flash_delta.compiler import Launch, Stage
 from flash_delta.kernels.triton import launch, launch_decode
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.launches import CHUNKS, Case, Kernels, Tensors, describe, make, problem_of
-from flash_delta.kernels.triton.tiles import Chip, Tile, scan_tiles
+from flash_delta.kernels.triton.tiles import FEW, Chip, Tile, scan_tiles
 from flash_delta.problem import Around, Inputs, Problem, Slots
 from flash_delta.reference import backend
 
 
 class Decoding(NamedTuple):
-    """A model's states in a pool: a draft of ``tokens`` each for two rows."""
+    """A model's states in a pool: a token, or a draft of ``tokens``, each for two rows."""
 
     model: Case = Case(raw=True)
     dtype: torch.dtype = torch.float32
     v_first: bool = True
     tree: bool = False
-    tokens: int = 4
+    tokens: int = 1
     whole: bool = False  # with a convolution and an output norm
 
 
@@ -35,17 +35,22 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
         )
         for width, dtype, v_first in product((64, 128, 256), (torch.float32, torch.bfloat16), (True, False))
     },
-    "decode-gdn-128-tree": Decoding(tree=True),
-    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True),
+    "decode-gdn-128-draft": Decoding(tokens=4),
+    "decode-gdn-128-draft-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4),
+    "decode-gdn-128-tree": Decoding(tree=True, tokens=4),
+    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True, tokens=4),
     "decode-kda-128": Decoding(CHUNKS["kda-128"]),
     "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
     "decode-kda-128-bounded": Decoding(BOUNDED),
     "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
+    "decode-kda-128-bounded-k-first-bfloat16": Decoding(BOUNDED, torch.bfloat16, v_first=False),
     "decode-gdn-128-whole": Decoding(whole=True),
     "decode-gdn-128-whole-k-first-bfloat16": Decoding(dtype=torch.bfloat16, v_first=False, whole=True),
-    "decode-gdn-64-whole-tree": Decoding(Case(64, raw=True), tree=True, whole=True),
+    "decode-gdn-128-whole-draft": Decoding(tokens=4, whole=True),
+    "decode-gdn-64-whole-tree": Decoding(Case(64, raw=True), tree=True, tokens=4, whole=True),
+    "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
     "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
-    "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True),
+    "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
 }
 
 
@@ -68,7 +73,7 @@ PREFILLS = {  # every tile once; then what the kernels' code depends on
 }
 
 
-def call_decode(case: Decoding, t: Tile | None = None, *, counted: bool = True, written: bool = True) -> None:
+def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bool = True) -> None:
     B, T, new = 2, case.tokens, partial(torch.empty, device="meta")
     p, x = problem_of(case.model._replace(tokens=T))
     x = Inputs(
@@ -86,7 +91,7 @@ def call_decode(case: Decoding, t: Tile | None = None, *, counted: bool = True, 
         pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
     )
     call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
-    launch_decode.run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), t)
+    launch_decode.run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), *choice)
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None) -> None:
@@ -100,7 +105,7 @@ def call_prefill(case: Prefilling, t: Tile | None = None) -> None:
     kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
     if t is None:
         launch_decode.run_decode(kernels.c, o)
-        kernels.maps()
+        kernels.chunks()
     else:
         launch.run_scan(kernels.c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
 
@@ -109,6 +114,8 @@ def launches(target: str) -> Iterator[Launch]:
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in DECODINGS.items():
         yield Launch(name, partial(call_decode, case))
+    for name in ("decode-gdn-128-v-first-float32", "decode-gdn-128-v-first-bfloat16"):
+        yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW))
     for name, case in PREFILLS.items():
         yield Launch(name, partial(call_prefill, case))
         p, _ = problem_of(case.model)

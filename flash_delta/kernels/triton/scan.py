@@ -18,12 +18,26 @@ is never an address; a sequence without one that it needs is padding, whose outp
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
+
+A long sequence may be walked in SEGMENTS of ``length`` tokens, side by side (segments.py): grid (V / BV, HV, slots of
+segments), each from the state in ``initial_state[slot]``, which `compose` has written. Before, without OUTPUT, every
+segment's map of the state is found, S_end = Phi S + B: grid ((V + K) / BV, ...), since the columns of Phi are those of
+a state that starts as the identity and meets no values.
 """
 
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.triton.chunk import bounds, follow, load_block, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.triton.chunk import (
+    bounds,
+    find_segment,
+    follow,
+    load_block,
+    load_tile,
+    matrix,
+    rows_of,
+    store_tile,
+)
 from flash_delta.kernels.triton.decode import find_state, load_slot
 
 
@@ -58,17 +72,42 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
-    """Of sequence n the slot of its first state and whether there is one, that of its last, and if it is no padding."""
+def load_slots(
+    read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots, start, stop,
+    SHORT: tl.constexpr,
+):  # fmt: skip
+    """Of sequence n the slot of its first state and whether there is one, that of its last, if it is no padding, and
+    where it starts: at its end, if `decode` has run it."""
     read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
     write = n
     if write_indices is not None:
         write, well = load_slot(write_indices, n, 0, (write_row, 0), slots, well)
-    return read, stored & well, write, well
+    if SHORT > 0:
+        short = (stop > start) & (stop - start <= SHORT)
+        start, well = tl.where(short, stop, start), well & (short == 0)
+    return read, stored & well, write, well, start
+
+
+@triton.jit
+def store_zeros(o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+    for token in range(start, stop, C):
+        zeros = tl.zeros([C, BV], o_rows.dtype.element_ty)
+        store_tile(o_rows, o_strides, zeros, token, stop, column, V, C, BV)
+
+
+@triton.jit
+def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr):
+    """What program z walks, as `find_segment` has it: a segment, or a sequence."""
+    if SEGMENTS:
+        return find_segment(z, length, cu_seqlens, N, T, C, PACKED)
+    else:
+        start, stop, slot = bounds(z, cu_seqlens, N, T, C, PACKED)
+        return z, z * (1 - PACKED), start, stop, slot, 0, True
 
 
 NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
-    "N", "T", "slots", "columns", "interval", "read_row", "write_row", "has_row", "checkpoint_row", "checkpoint_column",
+    "N", "T", "length", "slots", "columns", "interval", "read_row", "write_row", "has_row", "checkpoint_row",
+    "checkpoint_column",
 ]  # fmt: skip
 
 
@@ -78,19 +117,17 @@ INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_ind
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan(
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
-    write_indices, has_initial_state, checkpoint_indices, N, T, slots, columns, interval, read_row, write_row,
+    write_indices, has_initial_state, checkpoint_indices, N, T, length, slots, columns, interval, read_row, write_row,
     has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides, initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
-    POOL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr,
+    TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    MAP: tl.constexpr = SEGMENTS and not OUTPUT
+    z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
-    row = n
-    if PACKED:
-        row = n * 0
-    start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = v.dtype.element_ty
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
@@ -98,21 +135,20 @@ def scan(
         o_rows = rows_of(o, o_strides, row, hv)
     if PACKED and OUTPUT:  # noqa: SIM102 (a constant, then a number)
         if n == N:
-            for token in range(start, stop, C):
-                store_tile(o_rows, o_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+            store_zeros(o_rows, o_strides, start, stop, w, V, C, BV)
             return
     # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
     first, stored, last, well = n, True, n, True  # where the states lie
     if POOL:
-        first, stored, last, well = load_slots(
-            read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
+        first, stored, last, well, start = load_slots(
+            read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots, start, stop, SHORT
         )
-        if SHORT > 0:  # `decode` has run it
-            short = (stop > start) & (stop - start <= SHORT)
-            start = tl.where(short, stop, start)
-            stored, well = stored & (short == 0), well & (short == 0)
+    if MAP:  # none of a sequence's last segment, and of the first one, whose start is known, no Phi
+        well = (chunks > 0) & (n < N) & (ends == 0) & ((number > 0) | (w < V))
+        stored, last = well & (number == 0), z
+    if POOL or MAP:
         chunks = tl.where(well, chunks, 0)
     rows = chunks * (HV * C)
     CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
@@ -144,21 +180,26 @@ def scan(
     if INITIAL:
         S = load_state(initial_state, initial_strides, first, hv, d, c, V, K, stored)
     follow(OVERLAP)
+    if SEGMENTS and OUTPUT:  # `compose` wrote it
+        S = load_block(initial_state + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
+    if MAP:
+        S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is what becomes of key j
     if POOL:
-        for token in range(tl.where(well, stop, start), stop, C):
-            store_tile(o_rows, o_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+        store_zeros(o_rows, o_strides, tl.where(well, stop, start), stop, w, V, C, BV)
     # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
     # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
     if AHEAD:
         y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
     # From checkpoint to checkpoint: stored inside of the pipelined loop, one would take shared memory beside its tiles.
-    begin, end, parts = 0, chunks, 1
-    if CHECKPOINTS:
-        parts = (chunks + interval - 1) // interval
+    # Maps in parts, too: zeros that meet no values stay zeros, and where gates are strong Phi is soon nothing else.
+    begin, end = 0, chunks
+    parts = (chunks + interval - 1) // interval if CHECKPOINTS or MAP else 1
     for m in range(parts):
-        if CHECKPOINTS:
+        if CHECKPOINTS or MAP:
             begin, end = m * interval, tl.minimum((m + 1) * interval, chunks)
+        if MAP:
+            end = tl.where((w >= V) & (tl.max((S != 0.0).to(tl.int32)) == 0), begin, end)
         for j in range(begin, end):
             token, at = start + j * C, j * (HV * C)
             q_token = at if CHANNEL else token
@@ -199,5 +240,7 @@ def scan(
             reached = (m < columns) & ((m + 1) * interval * C <= stop - start)
             slot, known = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, reached)
             store_state(final_state, final_strides, S, slot, hv, d, c, V, K, known)
-    if OUTPUT and (not POOL or write_indices is not None):
-        store_state(final_state, final_strides, S, last, hv, d, c, V, K, well)
+    if SEGMENTS and OUTPUT:  # found again: kept through the loop, these are registers too many (Triton 3.9, BV = 128)
+        last, _, _, _, _, _, well = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
+    if (OUTPUT or MAP) and (not POOL or write_indices is not None):
+        store_state(final_state, final_strides, S, last, hv, d, c, V + K if MAP else V, K, well)

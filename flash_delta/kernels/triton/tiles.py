@@ -11,6 +11,7 @@ import torch
 from triton import next_power_of_2
 from triton.runtime.driver import driver
 
+from flash_delta.kernels.triton.chunk import C
 from flash_delta.problem import Problem
 
 
@@ -20,6 +21,15 @@ class Tile(NamedTuple):
     BV: int = 0  # value columns of one program, or of one step of its loop; key channels of channel_gradients
     tma: bool = False  # whole tiles by the copy engine, where the tensors allow it (launch.fits_tma)
     registers: int | None = None  # at most so many per thread
+
+
+class Segments(NamedTuple):
+    """How sequences are split."""
+
+    length: int  # tokens of a segment, a multiple of C
+    maps: Tile  # of the scan that finds their maps
+    compose: Tile
+    scan: Tile  # of the scan that walks them
 
 
 class Chip(NamedTuple):
@@ -45,11 +55,11 @@ def _chip(index: int) -> Chip:
     return Chip(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
 
 
-def precision(p: Problem, chip: Chip) -> str:
-    """The input precision of float32 products; AMD's matrix cores take float32 as it is."""
+def precision(dtype: torch.dtype, chip: Chip) -> str:
+    """The input precision of float32 products in a call in ``dtype``; AMD's matrix cores take float32 as it is."""
     if chip.target.startswith("gfx") or chip.target == "interpreter":
         return "ieee"
-    return "tf32x3" if p.dtype == torch.float32 else "tf32"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def family(target: str) -> str:
@@ -119,6 +129,20 @@ TILES = {
     ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
     ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
     ("scan", "sm_100"): (Tile(8, 2, 32),) * 3,
+    # The next map comes under the product with this one.
+    ("compose", "gfx942"): (Tile(4, 1, 16), Tile(8, 1, 16)),
+    ("compose", "sm_80"): (Tile(4, 2, 16), Tile(8, 2, 16)),
+    ("compose", "sm_90"): (Tile(4, 3, 16), Tile(8, 3, 16)),
+    ("compose", "sm_100"): (Tile(4, 2, 16), Tile(8, 2, 16)),
+    # without output, for the maps of segments (heads of 256 are never split)
+    ("maps", "gfx942"): (Tile(4, 1, 32),) * 2,
+    ("maps", "sm_80"): (Tile(4, 2, 32),) * 2,
+    ("maps", "sm_90"): (Tile(4, 3, 64, tma=True),) * 2,
+    ("maps", "sm_100"): (Tile(4, 2, 32, tma=True),) * 2,
+    ("channel_maps", "gfx942"): (Tile(4, 1, 32),) * 2,
+    ("channel_maps", "sm_80"): (Tile(4, 2, 32),) * 2,
+    ("channel_maps", "sm_90"): (Tile(4, 3, 64, tma=True), Tile(8, 3, 128, tma=True)),
+    ("channel_maps", "sm_100"): (Tile(4, 2, 32, tma=True),) * 2,
     ("scan_backward", "gfx942"): (Tile(4, 1, 32), Tile(4, 1, 32), Tile(4, 1, 16)),
     ("scan_backward", "sm_80"): (Tile(4, 2, 32), Tile(8, 2, 32), Tile(8, 1, 16)),
     ("scan_backward", "sm_90"): (Tile(8, 2, 16),) * 3,
@@ -195,22 +219,61 @@ for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
     CHANNEL_SCANS[_kernel, "sm_100"] = (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True))
 
 
+class Pace(NamedTuple):
+    """What scans take on a chip, in us; see `_plan_segments`."""
+
+    setup: float  # until a program's first chunk: mostly descriptors
+    scan: dict[int, float]  # a chunk, by the value columns of a program, one program on each processor
+    other: float  # the same with other columns
+    maps: float  # a chunk of a map's columns
+    together: int  # programs with such columns that share a processor
+    launches: float  # of two more kernels
+    compose: float  # a segment
+    worth: float  # the share of a whole walk's time that segments may take to be chosen
+
+
+# Measured on an H200 (docs/notes); with a decay per channel, and else.
+PACES = {
+    (False, "sm_90"): Pace(10.0, {16: 0.88, 32: 1.27, 64: 1.53, 128: 2.5}, 2.5, 1.07, 2, 8.0, 2.0, 0.9),
+    (True, "sm_90"): Pace(10.0, {16: 1.25, 32: 1.5, 64: 1.87, 128: 3.5}, 3.5, 1.72, 1, 8.0, 2.0, 0.9),
+}
+# Elsewhere the share of their products, and segments have to promise more.
+PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
+MOST, FEWEST = 64, 8  # segments of a sequence; chunks of a segment
+ENDLESS = 2**14  # chunks
+
+
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
 # values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
 # Measured on an H200 with 64 and with 256 rows (docs/notes).
 DECODE = {
     (True, 4): (Tile(1, 1, 8), Tile(1, 1, 8), Tile(1, 1, 4)),
-    (True, 2): (Tile(1, 1, 16), Tile(1, 1, 8), Tile(1, 1, 4)),
-    (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 16)),
-    (False, 2): (Tile(2, 1, 32), Tile(1, 1, 32), Tile(1, 1, 16)),
+    (True, 2): (Tile(1, 1, 16), Tile(1, 1, 16), Tile(1, 1, 4)),
+    (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 64)),
+    (False, 2): (Tile(1, 1, 32), Tile(2, 1, 64), Tile(4, 1, 64)),
 }
+FEW = Tile(
+    1, 1, 4
+)  # of a row or two with a decay per head, K and V over 64: a program has less to do, and all run at once
+
+# A head's whole state in one program, by the bytes of a number in the pool and whether there is a decay per channel:
+# numbers a warp, and registers a thread at most where measured.
+WHOLE = {(4, False): (1024, None), (4, True): (2048, 128), (2, False): (2048, 128), (2, True): (4096, None)}
 
 
-def decode_tile(p: Problem, chip: Chip) -> Tile:
+def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
+    """``every``: all that other batch sizes may choose. A row's bits do not depend on it: a tile of 4 rows has its sums
+    over the same threads as a wider one."""
+    channel, size = p.gate == "channel", p.pool.itemsize
     if not p.taps and p.eps is None:
-        return DECODE[p.state_v_first, p.pool.itemsize][(p.K > 64) + (p.K > 128)]
-    K, V = (max(16, next_power_of_2(width)) for width in (p.K, p.V))  # a head's whole state in one program
-    return Tile(min(8, max(1, K * V // 1024)), 1, V, registers=128 if family(chip.target) == "sm_90" else None)
+        usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
+        if channel or not p.state_v_first or not 64 < p.K <= 128 or p.V <= 64:
+            return (usual,)
+        few = (p.N if p.packed else p.B) * p.HV * p.V <= 8 * FEW.BV * chip.processors
+        return (FEW, usual) if every else (FEW if few else usual,)
+    K, V = (max(16, next_power_of_2(width)) for width in (p.K, p.V))
+    numbers, registers = WHOLE[size, channel]
+    return (Tile(max(1, K * V // numbers), 1, V, registers=registers if family(chip.target) == "sm_90" else None),)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
@@ -228,6 +291,35 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
         p, every = p._replace(N=1), False
     states = p.N * p.HV * (2 if kernel == "scan_both" else 1)
     return _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0 if every else max(1, states))
+
+
+def plan_segments(p: Problem, chip: Chip) -> Segments | None:
+    """How long sequences are split, if that is faster. A function of sizes: as if all sequences had one length.
+
+    None where bits are promised that a split would change: on a pool, where a prompt goes on from any multiple of 64
+    tokens as if it had not been cut (ops/serving/prefill.py). What writes states for the backward pass walks whole
+    sequences, too.
+    """
+    if p.N == 0 or plan_endless(p, chip) is None:
+        return None
+    chunks = -(-p.T // (C * (p.N if p.packed else 1)))
+    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, p.N, chunks)
+
+
+def plan_endless(p: Problem, chip: Chip) -> Segments | None:
+    """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
+    if p.pool is not None or (p.needs_grad and p.disable_recompute):
+        return None
+    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
+
+
+def maps_tile(p: Problem, chip: Chip) -> Tile:
+    return _tile("channel_maps" if p.gate == "channel" else "maps", chip.target, p.dtype, p.K, p.V)
+
+
+def segment_tiles(p: Problem, chip: Chip) -> tuple[Tile, ...]:
+    """Of the scan that walks segments: there are as many as a chip has room for, so wide ones."""
+    return _scan_tiles("scan", p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
 
 
 # Every launch asks: a remembered answer takes 0.3 us.
@@ -254,3 +346,37 @@ def _scan_tiles(
     if not states:
         return choices
     return (next((t for t in choices if states * -(-V // t.BV) <= chip.processors), choices[-1]),)
+
+
+@lru_cache(maxsize=1024)
+def _plan_segments(
+    channel: bool, chip: Chip, dtype: torch.dtype, HV: int, K: int, V: int, N: int, chunks: int
+) -> Segments | None:
+    """The model: programs come in waves of as many as run at once, and a wave takes its chunks times a chunk's time."""
+    if dtype == torch.float32 or max(K, V) > 128:
+        return None
+    pace = PACES.get((channel, family(chip.target)), PACE)
+    mapping = _tile("channel_maps" if channel else "maps", chip.target, dtype, K, V)
+    composing = _tile("compose", chip.target, dtype, K, V)
+
+    def us(programs: int, together: int, length: int, chunk: float) -> float:
+        return -(-programs // (together * chip.processors)) * (pace.setup + length * chunk)
+
+    def scan_us(tile: Tile, states: int, length: int) -> float:
+        return us(states * -(-V // tile.BV), 1, length, pace.scan.get(tile.BV, pace.other))
+
+    def maps_us(number: int, length: int) -> float:
+        """Of the first segment the values' columns; of those between the first and the last also the keys'."""
+        columns = -(-V // mapping.BV) + (number - 2) * -(-(V + K) // mapping.BV)
+        return us(N * HV * columns, pace.together, length, pace.maps)
+
+    (whole,) = _scan_tiles("scan", channel, chip, dtype, K, V, N * HV)
+    best, split = pace.worth * scan_us(whole, N * HV, chunks), None
+    for number in range(2, min(MOST, chunks // FEWEST) + 1):
+        length = -(-chunks // number)
+        shared = maps_us(number, length) + pace.launches + number * pace.compose
+        for tile in _scan_tiles("scan", channel, chip, dtype, K, V, 0)[-2:]:
+            time = shared + scan_us(tile, N * HV * number, length)
+            if time < best:
+                best, split = time, Segments(C * length, mapping, composing, tile)
+    return split

@@ -9,6 +9,7 @@ from flash_delta.ops._backend import Explain, Explanation, choose_backend, wishe
 from flash_delta.ops._execute import serve
 from flash_delta.ops._problem import Options, read_lengths
 from flash_delta.ops.serving._slots import describe
+from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
 REMEMBERED = 1024  # calls; each takes some kilobytes
@@ -35,7 +36,6 @@ FIELDS = {
 }
 OPTIONAL = {"A_log", "dt_bias", "cu_seqlens", *Slots._field_defaults, *Around._fields}
 WRITTEN = {"state_pool": "Tensor(a!)", "conv_pool": "Tensor(b!)?"}
-NOTHING = Around()
 
 
 def run(

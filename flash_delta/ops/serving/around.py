@@ -41,10 +41,15 @@ class OutputNorm(NamedTuple):
     activation: str = "silu"  # or "swish", the same, or "sigmoid"
 
 
+NOTHING = Around()
+
+
 def around_of(
     op: str, convolution: Convolution | None, norm: OutputNorm | None
 ) -> tuple[Around, float | None, str | None]:
     """Their tensors, the norm's eps and its activation by its one name."""
+    if convolution is None and norm is None:
+        return NOTHING, None, None
     if not isinstance(convolution, Convolution | None):
         refuse(op, "convolution", "a Convolution or None", type(convolution).__name__)
     if not isinstance(norm, OutputNorm | None):

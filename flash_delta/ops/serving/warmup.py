@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
-from flash_delta.ops.serving.spec import PrefillCalls, Serving
+from flash_delta.ops.serving.spec import DecodeCalls, PrefillCalls, Serving
 
 DECODE = {"gated_delta_rule": decode_gated_delta_rule, "kda": decode_kda}
 PREFILL = {"gated_delta_rule": prefill_gated_delta_rule, "kda": prefill_kda}
@@ -43,24 +43,28 @@ def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | No
 
 
 def calls(spec: Serving, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Names, ops and arguments. Of prefill two lengths: a row's stride is a multiple of 16, or not."""
+    """Names, ops and arguments. Of decoding a token alone is another kernel than several; of prefill two lengths: a
+    row's stride is a multiple of 16, or not."""
     for form in spec.decode:
-        columns = () if not form.num_accepted_tokens else (1,)
-        x = spec.arguments(1, 1, device) | {"read_indices": padding(spec, device, 1, *columns)}
-        x |= {
-            name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)
-        }
-        if form.convolution:
-            x["convolution"] = spec.convolution(device)
-        if form.output_norm:
-            x["output_norm"] = spec.output_norm(1, 1, device)
-        if form.parent_idx:
-            x |= {name: padding(spec, device, 1, 1) for name in ("write_indices", "parent_idx")}
-        op = DECODE[spec.rule]
-        yield called(op, form), op, x
+        for T in (1, 2):
+            yield called(DECODE[spec.rule], form), *decode_call(spec, form, T, device)
     for form in spec.prefill:
         for T in (1, 16):
             yield called(PREFILL[spec.rule], form), *prefill_call(spec, form, T, 1, device)
+
+
+def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """Op and arguments, for one row."""
+    columns = () if not form.num_accepted_tokens else (1,)
+    x = spec.arguments(1, T, device) | {"read_indices": padding(spec, device, 1, *columns)}
+    x |= {name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)}
+    if form.convolution:
+        x["convolution"] = spec.convolution(device)
+    if form.output_norm:
+        x["output_norm"] = spec.output_norm(1, T, device)
+    if form.parent_idx:
+        x |= {name: padding(spec, device, 1, T) for name in ("write_indices", "parent_idx")}
+    return DECODE[spec.rule], x
 
 
 def prefill_call(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.device) -> tuple[Any, dict[str, Any]]:

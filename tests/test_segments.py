@@ -1,0 +1,144 @@
+"""Sequences walked in segments, against the recurrence in float64, in Triton's interpreter; who is split, and how."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is a GPU: `flash-delta bench gdn-long` judges the compiled kernels", allow_module_level=True)
+
+import flash_delta
+from flash_delta.kernels.triton import backend, launch_segments
+from flash_delta.kernels.triton.tiles import Chip, Segments, Tile, plan_endless, plan_segments
+from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import TENSORS, products_in, recurrence
+from flash_delta.testing.cases import Case
+
+# One, several and no segments of a sequence, a last one of one token, and guard rows; values before keys in a block.
+PACKED = Case("", "", B=1, T=370, H=1, HV=2, lengths=(0, 1, 200, 0, 64, 65, 0, 33))
+ROWS = Case("", "", B=2, T=200, H=1, HV=2)
+ROW = replace(ROWS, B=1, HV=1)  # the interpreter takes seconds for each head
+CELLS = {
+    "gdn-packed": ("gdn", PACKED, 1, torch.float32),
+    **{f"{member}-packed": (member, replace(PACKED, HV=1), 1, torch.float32) for member in ("kda", "comba")},
+    "delta-rule-rows": ("delta-rule", ROWS, 2, torch.float32),
+    "simple-gla-rows": ("simple-gla", ROWS, 2, torch.float32),
+    "strong-decay": ("gdn", replace(ROW, decay="strong"), 1, torch.float32),
+    "no-decay": ("kda", replace(ROW, decay="zero"), 1, torch.float32),
+    "v-first": ("gdn", replace(ROW, options={"state_v_first": True}), 1, torch.float32),
+    "no-initial-state": ("kda", replace(ROW, initial_state=False), 1, torch.float32),
+    "bfloat16": ("gdn", replace(PACKED, K=32, V=16), 1, torch.bfloat16),
+}
+
+
+def split(monkeypatch, chunks, tma=False):
+    """Sequences, into segments of so many chunks each."""
+    tile = Tile(4, 1, 16, tma=tma)
+    monkeypatch.setattr(backend, "plan_segments", lambda p, chip: Segments(64 * chunks, tile, tile, tile))
+
+
+def results(member, x, name="triton"):
+    with torch.no_grad():
+        return dict(zip(("o", "final_state"), member.op(**x, backend=name), strict=True))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_against_the_recurrence(cell, monkeypatch):
+    name, case, chunks, dtype = CELLS[cell]
+    split(monkeypatch, chunks)
+    member = MEMBERS[name]
+    x = make_inputs(case, member, dtype)
+    wide = {n: x[n].detach().double() for n in TENSORS if n in x}
+    want = dict(zip(("o", "final_state"), recurrence(member, wide, x), strict=True))
+    got = results(member, x)
+    with products_in(dtype):
+        reference = results(member, x, "torch")
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        assert relative_error(got[tensor], value) <= limit, tensor
+
+
+@pytest.mark.parametrize("decay", ["mild", "strong"])
+def test_how_a_map_is_walked_changes_no_bit(decay, monkeypatch):
+    """Left where it has become zero, or not; and by descriptors, which a CPU does not choose."""
+    member = MEMBERS["gdn"]
+    x = make_inputs(replace(ROW, T=330, decay=decay), member, torch.bfloat16)
+    outputs = []
+    for part, tma in ((1000, False), (1, False), (1, True)):
+        split(monkeypatch, 2, tma)
+        monkeypatch.setattr(launch_segments, "PART", part)
+        outputs.append(results(member, x))
+    for other in outputs[1:]:
+        assert all(torch.equal(t, other[tensor]) for tensor, t in outputs[0].items())
+
+
+def test_gradients_do_not_know_of_segments(monkeypatch):
+    """The backward pass walks whole sequences, from the same inputs."""
+    x = make_inputs(ROW, MEMBERS["gdn"], torch.float32)
+    leaves = [t for t in x.values() if torch.is_tensor(t) and t.requires_grad]
+
+    def gradients():
+        o, state = flash_delta.chunk_gated_delta_rule(**x, backend="triton")
+        return torch.autograd.grad(o.sum() + state.sum(), leaves)
+
+    whole = gradients()
+    split(monkeypatch, 1)
+    assert all(torch.equal(a, b) for a, b in zip(whole, gradients(), strict=True))
+
+
+def problem(T=32768, HV=8, N=1, **changes):
+    x = make_inputs(Case("", "", B=1, T=4, lengths=(4,)), MEMBERS["gdn"], torch.bfloat16)
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="torch").problem
+    return p._replace(T=T, N=N, HV=HV, K=128, V=128, needs_grad=False, **changes)
+
+
+H200 = Chip("sm_90", 132)
+
+
+def test_who_is_split():
+    """Long sequences on few heads; as many tokens in many sequences, or on many heads, fill the chip anyway."""
+    assert plan_segments(problem(), H200)[0] == 4096
+    for p in (problem(T=512), problem(HV=64), problem(N=16), problem(T=0), problem(N=0, T=3), problem(N=1, T=1)):
+        assert plan_segments(p, H200) is None
+    assert plan_segments(problem(), Chip("sm_90", 8)) is None
+    rows = problem(T=16384, N=2)._replace(packed=False, B=2)
+    assert plan_segments(rows, H200) == plan_segments(problem(N=2), H200)
+
+
+def test_what_is_split_was_compiled():
+    """At the first call of other sizes."""
+    for HV in range(1, 80):
+        if plan_endless(problem(HV=HV), H200) is None:
+            assert not any(plan_segments(problem(T, HV, N), H200) for T in (2048, 8192, 2**17) for N in (1, 2))
+
+
+@pytest.mark.parametrize("T", [1000, 8192, 10001, 2**17, 2**19, 2**30])
+@pytest.mark.parametrize("HV", [1, 8, 16, 32])
+def test_segments_are_whole_chunks(T, HV):
+    split = plan_segments(problem(T, HV), H200)
+    assert split is None or (split.length % 64 == 0 and 64 <= split.length < T)
+
+
+def test_what_is_never_split():
+    """Where bits are promised, where states are saved, and what is there to be compared with."""
+    for changes in (
+        {"pool": torch.float32},
+        {"pool": torch.float32, "batch_invariant": True},
+        {"needs_grad": True, "disable_recompute": True},
+        {"dtype": torch.float32},
+    ):
+        assert plan_segments(problem()._replace(**changes), H200) is None, changes
+    assert plan_segments(problem()._replace(K=256), H200) is None
+    assert plan_segments(problem()._replace(needs_grad=True), H200) is not None
+
+
+def test_explain_says_so(monkeypatch):
+    x = {
+        n: t.detach() if torch.is_tensor(t) else t for n, t in make_inputs(ROWS, MEMBERS["gdn"], torch.float32).items()
+    }
+    split(monkeypatch, 1)
+    explained = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton")
+    assert "it walks sequences in segments of 64 tokens, up to 4 of them side by side" in str(explained)
