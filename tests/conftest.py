@@ -1,12 +1,8 @@
 import os
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # prototypes/
 
 # Without a GPU kernels run in Triton's interpreter, on CPU tensors. Triton reads this when a kernel is defined.
 if not torch.cuda.is_available() and find_spec("triton") is not None:

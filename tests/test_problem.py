@@ -57,7 +57,7 @@ BAD = [  # member, case, changed arguments, what the message must contain
     ("kda", "ragged", RAW | {"lower_bound": -5.5}, "lower_bound: expected a number in [-5, 0), got -5.5"),
     ("kda", "ragged", RAW | {"lower_bound": 0.0}, "lower_bound: expected a number in [-5, 0), got 0.0"),
     ("kda", "ragged", RAW | {"A_log": z(4), "safe_gate": True}, "lower_bound: expected a number in [-5, 0) with safe_gate"),
-    ("gdn", "ragged", {"cp_context": 1}, "cp_context: expected None"),
+    ("gdn", "ragged", {"cp_context": 1}, "cp_context: expected a flash_delta.parallel.ContextParallel, got int"),
     ("gdn", "ragged", {"state_v_first": True, "transpose_state_layout": True}, "transpose_state_layout: expected None"),
     ("gdn", "ragged", {"cu_seqlens": torch.tensor([0, 150])}, "q: expected batch size 1 with cu_seqlens"),
     ("gdn", "ragged", {"cu_seqlens_cpu": torch.tensor([0, 150])}, "cu_seqlens_cpu: expected None (there is no cu_seqlens)"),
@@ -69,7 +69,7 @@ BAD = [  # member, case, changed arguments, what the message must contain
     ("gdn", "packed", {"cu_seqlens": torch.tensor([0, 206])}, "cu_seqlens: expected bounds up to T = 205, got 206"),
     ("gdn", "packed", {"cu_seqlens_cpu": [0, 5]}, "cu_seqlens_cpu: expected 10 bounds, got 2"),
     ("gdn", "all-empty", {"cu_seqlens_cpu": [0, 0, 0, 1]}, "cu_seqlens_cpu: expected the values of cu_seqlens, [0, 0, 0, 0]"),
-    ("gdn", "ragged", {"backend": "cuda"}, "backend: expected one of triton, torch, got 'cuda'"),
+    ("gdn", "ragged", {"backend": "cuda"}, "backend: expected one of triton, hopper, torch, got 'cuda'"),
 ]  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_backend_wish_is_obeyed_or_refused(monkeypatch):
     x = arguments("kda")
     assert torch.equal(flash_delta.chunk_kda(**x, backend="torch")[0], flash_delta.chunk_kda(**x)[0])
     monkeypatch.setenv(ENVIRONMENT, "nonsense")
-    with pytest.raises(ValueError, match="backend: expected one of triton, torch, got 'nonsense'"):
+    with pytest.raises(ValueError, match="backend: expected one of triton, hopper, torch, got 'nonsense'"):
         flash_delta.chunk_kda(**x)
     flash_delta.chunk_kda(**x, backend="torch")  # the argument goes before the environment
 
@@ -132,9 +132,10 @@ def test_explain():
     x = arguments("kda") | {"return_intermediate_states": True}
     explanation = flash_delta.explain(flash_delta.chunk_kda, **x)
     assert explanation.backend == "torch"
-    first, second, third = str(explanation).split("\n")
+    first, second, third, fourth = str(explanation).split("\n")
     assert (first, second) == ("chunk_kda would run on backend 'torch'", "  torch: chosen, the first that can")
     assert third.startswith("  triton: cannot: it ")
+    assert fourth == "  hopper: cannot: it needs a GPU, the tensors are on the CPU"
     assert "as asked for" in str(flash_delta.explain(flash_delta.chunk_kda, **x, backend="torch"))
     with pytest.raises(ValueError, match="chunk_kda: beta: expected"):
         flash_delta.explain(flash_delta.chunk_kda, **(x | {"beta": None}))
@@ -142,9 +143,11 @@ def test_explain():
 
 def test_choice_among_backends(monkeypatch):
     """The first that can; a wish goes before, and every other backend's reason is told."""
-    refusals = {"first": None, "second": None}
+    refusals, remarks = {"first": None, "second": None}, {}
     monkeypatch.setattr(_backend, "BACKENDS", tuple(refusals))
-    monkeypatch.setattr(_backend, "load_backend", lambda name: SimpleNamespace(unsupported=lambda _: refusals[name]))
+    monkeypatch.setattr(
+        _backend, "load_backend", lambda name: SimpleNamespace(unsupported=lambda _: refusals[name], remark=remarks.get)
+    )
     x = arguments("kda")
 
     def explain(wish=None):
@@ -155,6 +158,8 @@ def test_choice_among_backends(monkeypatch):
     assert explain().reasons == {"first": "chosen, the first that can", "second": "can, but 'first' is preferred"}
     assert _backend.choose_backend(problem, "second") == explain("second").backend == "second"
     assert explain("second").reasons["first"] == "can, but 'second' was asked for"
+    remarks[problem] = "in haste"
+    assert explain().reasons["first"] == "chosen, the first that can; in haste"
     refusals["first"] = "K is odd"
     assert _backend.choose_backend(problem, None) == explain().backend == "second"
     assert explain().reasons["first"] == "cannot: K is odd"

@@ -51,7 +51,7 @@ WRONG = [  # changed arguments, what the message must contain
     ({"scale": torch.tensor(1.0)}, "scale: expected a number or None, got a tensor"),
     ({"g": None}, "g: expected a tensor [2, 3, 2], got None"),
     ({"use_gate_in_kernel": True}, "A_log: expected a tensor of 2 elements with use_gate_in_kernel=True, got None"),
-    ({"backend": "cuda"}, "backend: expected one of triton, torch, got 'cuda'"),
+    ({"backend": "cuda"}, "backend: expected one of triton, hopper, torch, got 'cuda'"),
 ]
 
 

@@ -8,13 +8,19 @@ from types import ModuleType
 
 from flash_delta.problem import Problem
 
-# The preferred one first. Loaded when asked for: the kernels need Triton, which a CPU can do without.
-BACKENDS = {"triton": "flash_delta.kernels.triton.backend", "torch": "flash_delta.reference.backend"}
+# The preferred one first. Loaded when asked for: the kernels need Triton, which a CPU can do without. "hopper" runs
+# nothing that "triton" cannot: it is there to be asked for until `check` has judged all of its cases (docs/notes).
+BACKENDS = {
+    "triton": "flash_delta.kernels.triton.backend",
+    "hopper": "flash_delta.kernels.hopper.backend",
+    "torch": "flash_delta.reference.backend",
+}
 ENVIRONMENT = "FLASH_DELTA_BACKEND"
 
 
 def load_backend(name: str) -> ModuleType:
-    """The module behind a name: ``unsupported``, ``forward``, ``backward``, ``step``, ``decode``, ``prefill``."""
+    """The module behind a name: ``unsupported``, ``remark``, ``forward``, ``backward``, ``step``, ``decode``,
+    ``prefill``."""
     if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     return sys.modules.get(BACKENDS[name]) or importlib.import_module(BACKENDS[name])
@@ -22,7 +28,8 @@ def load_backend(name: str) -> ModuleType:
 
 def refusal(name: str, problem: Problem) -> str | None:
     """Why a backend cannot run ``problem``; None if it can."""
-    if name == "triton" and problem.device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+    kernels = name == "hopper" or (name == "triton" and not os.environ.get("TRITON_INTERPRET"))
+    if kernels and problem.device.type == "cpu":
         return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
     try:
         return load_backend(name).unsupported(problem)
@@ -90,7 +97,9 @@ class Explain:
             if why is not None:
                 reasons[name] = f"cannot: {why}"
             elif name == chosen:
+                how = load_backend(name).remark(problem)
                 reasons[name] = "chosen, as asked for" if wish else "chosen, the first that can"
+                reasons[name] += "" if how is None else f"; {how}"
             else:
                 reasons[name] = f"can, but {wish or chosen!r} {'was asked for' if wish else 'is preferred'}"
         return Explanation(problem, chosen, reasons)

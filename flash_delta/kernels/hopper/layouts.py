@@ -1,0 +1,19 @@
+"""Shapes and layouts that the pieces of the loop agree on. S^T [V, K] has 64 rows per warp group."""
+
+from triton.experimental.gluon import language as gl
+
+C = gl.constexpr(64)  # tokens of a chunk
+WIDTH = gl.constexpr(128)  # K, and V
+# In registers: accumulators of one warp group, of which warp w holds rows 16 w to 16 w + 15.
+ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
+NARROW_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [64, 32]
+WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64, 128]
+BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]: a block for every warp
+# In shared memory, as wgmma and the copy engine take them.
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `launch.ragged` describes it
+STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
+LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: more of them would not lie row by row
+PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+# The copy engine clips at the end of a tensor, here of any sequence (`launch.ragged`).
+RAGGED = gl.constexpr(2**30)

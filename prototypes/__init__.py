@@ -1,1 +1,0 @@
-"""Kernels that answered a design question, on which the instruments are tried. See README.md."""

@@ -1,0 +1,298 @@
+"""Gluon kernels on a CPU: every role a thread, every tensor a torch tensor, every copy done when it is asked for.
+
+It knows no layouts and no order of memory, which the compiler and a GPU have to get right; it does know arithmetic and
+its roundings, indices, where the copy engine clips, what lies in shared memory (NaN at first), how many bytes a barrier
+expects, and who waits for whom: a role that waits for ever is an error.
+"""
+
+import importlib
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from triton import experimental
+
+SECONDS = 60  # that a role may wait
+HERE = threading.local()  # program ids
+
+
+class Value:
+    """A tensor in registers."""
+
+    def __init__(self, t):
+        self.t, self.type = t, SimpleNamespace(layout=None)
+
+    shape = property(lambda self: list(self.t.shape))
+    dtype = property(lambda self: self.t.dtype)
+
+    def __getitem__(self, at):
+        return Value(self.t[at])
+
+    def to(self, dtype):
+        return Value(self.t.to(dtype))
+
+    def reshape(self, shape):
+        return Value(self.t.reshape(shape))
+
+    def permute(self, order):
+        return Value(self.t.permute(order))
+
+    def expand_dims(self, axis):
+        return Value(self.t.unsqueeze(axis))
+
+    def split(self):
+        return Value(self.t[..., 0]), Value(self.t[..., 1])
+
+    def __neg__(self):
+        return Value(-self.t)
+
+
+def _operator(name):
+    def apply(self, other):
+        return Value(getattr(self.t, name)(bare(other)))
+
+    return apply
+
+
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "floordiv",
+    "mod",
+    "xor",
+    "rshift",
+    "and",
+    "gt",
+    "ge",
+    "lt",
+    "eq",
+):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class Number(int):
+    """A scalar in registers."""
+
+    def to(self, dtype):
+        return self
+
+
+class Memory:
+    """A tile of shared memory."""
+
+    def __init__(self, t):
+        self.t, self.dtype, self.shape = t, t.dtype, list(t.shape)
+
+    def index(self, i):
+        return Memory(self.t[i])
+
+    def slice(self, start, length, dim=0):
+        return Memory(self.t.narrow(dim, start, length))
+
+    def permute(self, order):
+        return Memory(self.t.permute(order))
+
+    def load(self, layout):
+        return Value(self.t.clone())
+
+    def store(self, value):
+        assert (value.dtype, value.shape) == (self.dtype, self.shape), "what is stored has the tile's type and shape"
+        self.t.copy_(value.t)
+
+    def reinterpret(self, dtype, shape, layout):
+        count = torch.Size(shape).numel()
+        return Memory(self.t.view(-1).view(dtype)[:count].view(shape))
+
+
+class Barrier:
+    def __init__(self):
+        self.changed, self.phases, self.bytes = threading.Condition(), 0, 0
+
+    def index(self, i):
+        return self
+
+    def init(self, count):
+        self.count = self.left = count
+
+    def arrive(self, count=1, bytes=0):
+        with self.changed:
+            self.left, self.bytes = self.left - count, self.bytes + bytes
+            assert self.left >= 0, "more arrivals than a phase has"
+            if self.left == 0 and self.bytes == 0:
+                self.left, self.phases = self.count, self.phases + 1
+                self.changed.notify_all()
+
+    def wait(self, parity, pred=True):
+        with self.changed:
+            if pred and not self.changed.wait_for(lambda: self.phases % 2 != parity, SECONDS):
+                raise TimeoutError("a role waits for ever")
+
+
+class Descriptor:
+    """What a ``TensorDescriptor`` describes, in the tensor's own memory."""
+
+    def __init__(self, d):
+        self.dtype, self.shape, self.strides = d.base.dtype, d.shape, d.strides
+        offset = d.base.storage_offset()
+        size = d.base.untyped_storage().nbytes() // d.base.itemsize
+        self.memory = torch.as_strided(d.base, (size - offset,), (1,), offset)
+        self.space = 2**64 // d.base.itemsize
+
+    def lines(self, at, tile):
+        """The last axis of a tile, line by line, with where it lies in memory; None outside."""
+        flat = tile.t.view(-1, tile.shape[-1])
+        rows = range(tile.shape[-2]) if len(at) > 1 else [0]
+        for r in rows:
+            place = [*at[:-2], at[-2] + r, at[-1]]
+            inside = all(0 <= p < size for p, size in zip(place, self.shape, strict=True))
+            assert place[-1] + tile.shape[-1] <= self.shape[-1], "columns are never clipped here"
+            start = sum(p * s for p, s in zip(place, self.strides, strict=True)) % self.space
+            yield flat[r], self.memory[start : start + tile.shape[-1]] if inside else None
+
+    def load(self, at, bar, tile):
+        for line, source in self.lines(at, tile):
+            line.zero_() if source is None else line.copy_(source)
+        bar.arrive(0, bytes=-tile.t.numel() * tile.t.itemsize)
+
+    def store(self, at, tile):
+        for line, target in self.lines(at, tile):
+            if target is not None:
+                target.copy_(line)
+
+
+class Pointer:
+    def __init__(self, t, at=0):
+        self.t, self.at = t, at
+
+    def __add__(self, offset):
+        return Pointer(self.t, self.at + offset)
+
+
+def bare(x):
+    return x.t if isinstance(x, Value | Memory) else x
+
+
+def product(a, b, acc, use_acc=True, is_async=False):
+    a, b = bare(a), bare(b)
+    assert a.dtype == b.dtype
+    result = a.float() @ b.float()
+    return Value(result + acc.t if use_acc else result)
+
+
+def specialize(roles, warps, registers):
+    ids, errors = HERE.ids, []
+
+    def run(role, arguments):
+        HERE.ids = ids
+        try:
+            role(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=role, daemon=True) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def allocate(dtype, shape, layout):
+    if layout == "barrier":
+        return Barriers([Barrier() for _ in range(shape[0])])
+    return Memory(torch.full(shape, float("nan"), dtype=dtype))
+
+
+class Barriers(list):
+    def index(self, i):
+        return self[i]
+
+
+def layout(*arguments):
+    return None
+
+
+LANGUAGE = {
+    "constexpr": lambda x: x, "allocate_shared_memory": allocate, "warp_specialize": specialize, "static_range": range,
+    "float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "int64": torch.int64,
+    "program_id": lambda axis: Number(HERE.ids[axis]), "num_programs": lambda axis: HERE.ids[2 + axis],
+    "barrier": lambda: None, "shared_memory_descriptor": Memory,
+    "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
+    "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
+    "where": lambda c, a, b: Value(torch.where(c.t, bare(a), bare(b))), "exp2": lambda x: Value(x.t.exp2()),
+    "sum": lambda x, axis: Value(x.t.sum(axis)), "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
+    "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
+    "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
+    "load": lambda p: Number(p.t[p.at]), "minimum": lambda a, b: Number(min(a, b)),
+    "maximum": lambda a, b: Number(max(a, b)), "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
+    "SwizzledSharedLayout": layout, "SliceLayout": layout, "DotOperandLayout": layout,
+}  # fmt: skip
+TMA = SimpleNamespace(
+    async_load=lambda d, at, bar, tile: d.load(at, bar, tile),
+    async_store=lambda d, at, tile: d.store(at, tile),
+    store_wait=lambda n: None,
+)
+MBARRIER = SimpleNamespace(
+    MBarrierLayout=lambda: "barrier",
+    init=lambda bar, count: bar.init(count),
+    expect=lambda bar, bytes: bar.arrive(1, bytes),
+    arrive=lambda bar, count: bar.arrive(count),
+    wait=lambda bar, parity, pred=True: bar.wait(parity, pred),
+)
+HOPPER = {
+    "fence_async_shared": lambda: None,
+    "mbarrier": MBARRIER,
+    "tma": TMA,
+    "warpgroup_mma": product,
+    "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else tuple(deps),
+}
+
+
+def emulated(package, name):
+    """The module ``package.name``, whose kernels are plain functions; ``launch`` calls them."""
+
+    def module(path, members):
+        made = ModuleType(path)
+        vars(made).update(members)
+        return made
+
+    def jit(function=None, **options):
+        return (lambda f: f) if function is None else function
+
+    root = "triton.experimental.gluon"
+    language = module(f"{root}.language", LANGUAGE)
+    fakes = {
+        root: module(root, {"jit": jit, "language": language}),
+        f"{root}.language": language,
+        f"{root}.language.nvidia.hopper": module("hopper", HOPPER),
+        f"{root}.language.nvidia.ampere": module("ampere", {"mma_v2": product}),
+        "triton.language.extra.cuda": module("cuda", {"gdc_wait": lambda: None}),
+    }
+    own = [path for path in sys.modules if path.startswith(f"{package}.")]
+    with patch.dict(sys.modules, fakes), patch.object(experimental, "gluon", fakes[root]):
+        for path in own:
+            del sys.modules[path]
+        made = importlib.import_module(f"{package}.{name}")
+    return made
+
+
+def launch(kernel, grid, *arguments, **constants):
+    """One program after the other."""
+
+    def convert(x):
+        if hasattr(x, "block_shape"):
+            return Descriptor(x)
+        return Pointer(x) if isinstance(x, torch.Tensor) else x
+
+    arguments = [convert(x) for x in arguments]
+    for first in range(grid[0]):
+        for second in range(grid[1]):
+            HERE.ids = (first, second, *grid)
+            kernel(*arguments, **constants)
