@@ -9,6 +9,19 @@ from torch.nn import functional as F
 ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight * act(gate); x, gate [..., D], weight [D] -> y, in x's dtype.
+
+    Raises:
+        ValueError: if the gate's shape or the activation is not that of :class:`GatedRMSNorm`.
+    """
+    _check_activation(activation)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate: expected x's shape {list(x.shape)}, got {list(gate.shape)}")
+    y = _normalize(x, weight, eps)
+    return (y * ACTIVATIONS[activation](gate.to(y.dtype))).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis (arXiv:1910.07467).
 
@@ -24,11 +37,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        return self._normalize(x).to(x.dtype)
-
-    def _normalize(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return _normalize(x, self.weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -48,16 +57,22 @@ class GatedRMSNorm(RMSNorm):
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, activation: str = "silu") -> None:
         super().__init__(hidden_size, eps)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation: expected one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        _check_activation(activation)
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., hidden_size] -> the same shape, in x's dtype."""
-        if gate.shape != x.shape:
-            raise ValueError(f"gate: expected x's shape {list(x.shape)}, got {list(gate.shape)}")
-        y = self._normalize(x)
-        return (y * ACTIVATIONS[self.activation](gate.to(y.dtype))).to(x.dtype)
+        return gated_rms_norm(x, gate, self.weight, self.eps, self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {sorted(ACTIVATIONS)}, got {activation!r}")

@@ -1,0 +1,1 @@
+"""Other libraries' code on this library's ops."""

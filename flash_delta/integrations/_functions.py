@@ -1,0 +1,206 @@
+"""This library's ops under the names and arguments that transformers' modelling code calls them by.
+
+An argument that a model may pass and that changes the result is named here; of the others, which concern other layers
+(``output_router_logits``, ``max_length_q``, ...), nothing arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+
+import torch
+from torch import Tensor, nn
+
+import flash_delta
+from flash_delta.modules import causal_conv1d, gated_rms_norm
+from flash_delta.modules import causal_conv1d_update as shift_in
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """A row, or the sequences packed in it; ``initial_state`` [B, HV, K, V]."""
+    _check_packing("chunk_gated_delta_rule", cu_seqlens, seq_idx, initial_state)
+    return flash_delta.chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """One token of every row, in decoding."""
+    _check_packing("fused_recurrent_gated_delta_rule", cu_seqlens, seq_idx, initial_state)
+    return flash_delta.fused_recurrent_gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta=beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def chunk_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """As above; these models hand the bounds on under the name that attention has for them."""
+    _check_packing("chunk_kda", cu_seq_lens_q, seq_idx, initial_state)
+    return flash_delta.chunk_kda(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seq_lens_q,
+        chunk_size=chunk_size,
+    )
+
+
+def recurrent_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Result:
+    """One token of every row, in decoding."""
+    _check_packing("fused_recurrent_kda", cu_seq_lens_q, seq_idx, initial_state)
+    return flash_delta.fused_recurrent_kda(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seq_lens_q,
+    )
+
+
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """hidden_states [B, D, T], weight [D, W] -> [B, D, T]."""
+    _check_packing("causal_conv1d", cu_seq_lens_q, seq_idx, None)
+    W = weight.shape[-1]
+    if cu_seq_lens_q is not None and hidden_states.shape[-1] == W:
+        # With a cache models pad a row that is shorter than W to W tokens, and its bounds would be those of others.
+        raise ValueError(f"causal_conv1d: hidden_states: expected more than {W} packed tokens, got {W}")
+    x = hidden_states.transpose(1, 2)
+    y, _ = causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seq_lens_q)
+    return y.transpose(1, 2)
+
+
+def causal_conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """hidden_states [B, D, T], conv_state [B, D, L] of the tokens before -> [B, D, T]; the state moves on in place."""
+    T, L = hidden_states.shape[-1], conv_state.shape[-1]
+    in_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or conv_state.requires_grad)
+    if T == 1 and weight.shape[-1] == L and not in_graph:
+        return shift_in(hidden_states[..., 0], conv_state, weight, bias, activation)[..., None]
+    row = torch.cat([conv_state, hidden_states], dim=-1)  # [B, D, L + T]
+    y, _ = causal_conv1d(row.transpose(1, 2), weight, bias, activation)
+    conv_state.copy_(row[..., T:])
+    return y[:, L:].transpose(1, 2)
+
+
+def gated_norm(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """The forward of every ``...RMSNormGated``: in float32 up to the result, where some models round in between."""
+    return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
+
+
+def _check_packing(op: str, bounds: Tensor | None, seq_idx: Tensor | None, initial_state: Tensor | None) -> None:
+    if bounds is None and seq_idx is not None:
+        # Bounds would have to be read from seq_idx on the host, in every layer.
+        raise ValueError(f"{op}: cu_seq_lens_q: expected the sequences' bounds [N + 1] beside seq_idx, got None")
+    if bounds is not None and initial_state is not None:
+        # A model's cache has one convolution window per row, so that a packed row cannot go on.
+        raise ValueError(f"{op}: initial_state: expected None with packed sequences, got a tensor")
+
+
+def _call_by_name(function: Callable) -> Callable:
+    """Without the keywords that ``function`` has no name for, as transformers calls its own choice."""
+    names = tuple(signature(function).parameters)
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **{name: value for name, value in kwargs.items() if name in names})
+
+    return call
+
+
+RULES = {
+    "torch_chunk_gated_delta_rule": _call_by_name(chunk_gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": _call_by_name(recurrent_gated_delta_rule),
+    "chunk_kimi_delta_attention": _call_by_name(chunk_kda),
+    "recurrent_kimi_delta_attention": _call_by_name(recurrent_kda),
+}
+CONVOLUTIONS = {
+    "causal_conv1d_fn": _call_by_name(causal_conv1d_fn),
+    "causal_conv1d_update": _call_by_name(causal_conv1d_update),
+}

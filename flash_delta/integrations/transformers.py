@@ -1,0 +1,241 @@
+"""Hugging Face transformers: its gated delta rule and KDA models on this library's ops, short convolution and norm.
+
+>>> from flash_delta.integrations import transformers as integration
+>>> print(integration.enable())  # or: with integration.enable(): ...
+
+Modelling code calls its ops by the names that its module has for them, each time. :class:`enable` binds these names to
+our ops and gives every gated norm class our forward: at once in modules that are imported, and in others when they are.
+So a model may have been made before or after. Only a norm that had its forward exchanged before (by accelerate's hooks,
+with ``device_map``, or by hub kernels) keeps that one, and ``enable(model)`` refuses such a model.
+
+Models of transformers 5.17.0 and 5.23.0, which are tested:
+
+* Gated DeltaNet: Qwen3-Next, Qwen3.5 (dense and MoE), Qwen4-Exp, OLMo-hybrid.
+* Kimi Delta Attention: Kimi-Linear, GLM-5-Next, Bailing-hybrid.
+
+Packed sequences need ``cu_seq_lens_q`` in the model's call, as ``DataCollatorWithFlattening(return_flash_attn_kwargs=
+True)`` makes it: ``seq_idx`` alone is refused, and of ``position_ids`` alone these models tell their linear attention
+nothing. What an op cannot run is an error that names the argument; nothing falls back to the model's own code.
+
+Threads: names are bound under a lock, and for all threads at once. A forward pass that runs meanwhile may take one op
+from here and the next one from there, which is right in any case: all layouts are the same, those of states too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from inspect import Parameter, getclosurevars, isclass, isfunction, signature
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from flash_delta.integrations._functions import CONVOLUTIONS, RULES, gated_norm
+from flash_delta.integrations._imports import AfterImport
+
+MODELLING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+NORM = re.compile(r"\w+RMSNormGated")
+OLDEST = (5, 17)
+
+
+class Replaced(NamedTuple):
+    """``owner.name`` was ``old`` and is ``new``."""
+
+    owner: ModuleType | type
+    name: str
+    old: Any
+    new: Callable
+
+    @property
+    def module(self) -> str:
+        return self.owner.__module__ if isclass(self.owner) else self.owner.__name__
+
+    def __str__(self) -> str:
+        name = f"{self.owner.__name__}.{self.name}" if isclass(self.owner) else self.name
+        return f"{name}: {_describe(self.old)} -> {_describe(self.new)}"
+
+
+class Refused(NamedTuple):
+    """A module that keeps all it has, because of one name in it."""
+
+    module: str
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.name}: {self.reason}"
+
+
+_lock = threading.RLock()
+_replaced: list[Replaced] = []
+_refused: list[Refused] = []
+
+
+class enable:
+    """From now on, in all threads, models of transformers run on this library; see the module for which and how.
+
+    ``enable()`` is until :func:`disable`; ``with enable():`` until the end of the block, where what held before holds
+    again. To enable what is enabled changes nothing. Printed, it says what has been replaced by then.
+
+    Args:
+        model: a model that has to run on this library, or is refused. Its classes may also be defined outside of
+            transformers, in a module that has transformers' names for the ops. Default None: no model is looked at.
+
+    Attributes:
+        replaced: of every name its module, the name, the old object and the new one.
+        refused: modules whose functions are not those that we know, each with a name and the reason. They run as
+            before; each gave a RuntimeWarning.
+
+    Raises:
+        ImportError: if there is no transformers >= 5.17.
+        ValueError: if something of ``model`` would not run on this library, naming it and the reason.
+    """
+
+    def __init__(self, model: nn.Module | None = None):
+        self.version = _version()
+        with _lock:
+            self.before = _finder in sys.meta_path
+            if not self.before:
+                sys.meta_path.insert(0, _finder)
+            for name, module in list(sys.modules.items()):
+                if MODELLING.fullmatch(name):
+                    _replace(module)
+            if model is not None:
+                try:
+                    _check_model(model)
+                except ValueError:
+                    self.__exit__()
+                    raise
+
+    @property
+    def replaced(self) -> tuple[Replaced, ...]:
+        return tuple(_replaced)
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        return tuple(_refused)
+
+    def __enter__(self) -> enable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.before:
+            disable()
+
+    def __str__(self) -> str:
+        modules = dict.fromkeys(entry.module for entry in _replaced)
+        lines = [f"flash_delta in transformers {self.version}: {len(_replaced)} names in {len(modules)} modules"]
+        for module in modules:
+            lines += [f"  {module}", *(f"    {entry}" for entry in _replaced if entry.module == module)]
+        return "\n".join(lines + [f"  refused: {entry}" for entry in _refused])
+
+
+def disable() -> None:
+    """Bind every name again to what it was bound to. A name that others have bound since then is left to them."""
+    with _lock:
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        for entry in reversed(_replaced):
+            if vars(entry.owner).get(entry.name) is entry.new:
+                setattr(entry.owner, entry.name, entry.old)
+        _replaced.clear()
+        _refused.clear()
+
+
+def _version() -> str:
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError as error:
+        message = "this integration needs transformers: pip install 'flash-delta[transformers]'"
+        raise ImportError(message) from error
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise ImportError(f"transformers: expected version >= {'.'.join(map(str, OLDEST))}, got {version}")
+    return version
+
+
+def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable]]:
+    """All that is ours to replace: where, which name, by what. Nothing in modules without one of our rules."""
+    if RULES.keys().isdisjoint(vars(module)):
+        return
+    for name, new in (RULES | CONVOLUTIONS).items():
+        if name in vars(module):
+            yield module, name, new
+    for cls in list(vars(module).values()):
+        if _is_norm(cls, module.__name__) and "forward" in vars(cls):
+            yield cls, "forward", gated_norm
+
+
+def _replace(module: ModuleType) -> None:
+    """All of a module's names, or, if one is refused, none."""
+    with _lock:
+        found = [entry for entry in _names(module) if vars(entry[0]).get(entry[1]) is not entry[2]]
+        refused = [
+            Refused(module.__name__, name, why) for owner, name, new in found if (why := _unlike(owner, name, new))
+        ]
+        if refused:
+            for entry in refused:
+                if entry not in _refused:
+                    _refused.append(entry)
+                    warnings.warn(f"flash_delta.integrations: not replaced: {entry}", RuntimeWarning, stacklevel=2)
+            return
+        for owner, name, new in found:
+            _replaced.append(Replaced(owner, name, vars(owner).get(name), new))
+            setattr(owner, name, new)
+
+
+def _unlike(owner: ModuleType | type, name: str, new: Callable) -> str | None:
+    """Why ``new`` cannot take the place of what is there: a call of it might be another one of ours."""
+    old = getattr(owner, name)
+    theirs = signature(old.forward if isinstance(old, nn.Module) else old).parameters  # of hub kernels: a module
+    theirs = [n for n, p in theirs.items() if p.kind is not Parameter.VAR_KEYWORD]
+    ours = list(signature(new).parameters)
+    if theirs == [name for name in ours if name in theirs]:
+        return None
+    return f"expected arguments among {', '.join(ours)}, in this order, got {', '.join(theirs)}"
+
+
+def _check_model(model: nn.Module) -> None:
+    modules = {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
+    modules = {name for name in modules if name in sys.modules and any(_names(sys.modules[name]))}
+    if not modules:
+        raise ValueError(f"model: expected layers on {', '.join(RULES)}, got a {type(model).__name__} without")
+    for name in sorted(modules):
+        _replace(sys.modules[name])
+    for entry in _refused:
+        if entry.module in modules:
+            raise ValueError(f"model: {entry}")
+    for path, layer in model.named_modules():
+        if any(_is_norm(cls, cls.__module__) and cls.__module__ in modules for cls in type(layer).__mro__):
+            parent = path.rpartition(".")[0]
+            _check_forward(parent, model.get_submodule(parent), None)
+            _check_forward(path, layer, gated_norm)
+
+
+def _is_norm(cls: Any, module: str) -> bool:
+    return isclass(cls) and cls.__module__ == module and NORM.fullmatch(cls.__name__) is not None
+
+
+def _check_forward(path: str, layer: nn.Module, ours: Callable | None) -> None:
+    """Refuse what an instance was given in place of its class' forward: by hub kernels, or before it was ours."""
+    hooked = vars(layer).get("_old_forward")  # by accelerate, which calls this one
+    if hooked is None and "forward" in vars(layer):
+        raise ValueError(f"model: {path}: expected the forward of its class, got {layer.forward}")
+    forward = layer.forward if hooked is None else hooked
+    if ours is not None and getattr(forward, "__func__", None) is not ours:
+        raise ValueError(f"model: {path}: expected {ours}, got {forward}: enable() before the model is made")
+
+
+def _describe(function: Any) -> str:
+    """Who computes it: behind transformers' wrapper there is fla's op wherever fla can be imported."""
+    if isfunction(function):
+        function = getclosurevars(function).nonlocals.get("implementation", function)
+    label = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{label} of {function.__module__.split('.')[0]}"
+
+
+_finder = AfterImport(MODELLING, _replace)
