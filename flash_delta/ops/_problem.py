@@ -143,6 +143,12 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
     return transpose_state_layout
 
 
+def refuse_head_first(op: str, head_first: bool) -> None:
+    """The older layout of fla, [B, H, T, ...], in which every check of a shape would name the wrong argument."""
+    if head_first:
+        refuse(op, "head_first", "False (tensors are [B, T, H, ...], which x.transpose(1, 2) makes of yours)", True)
+
+
 def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
     dtype, device = x.q.dtype, x.q.device
     for name, t in zip(x._fields, x, strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, make_problem, state_layout
+from flash_delta.ops._problem import Options, make_problem, refuse_head_first, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -27,6 +27,7 @@ def chunk_delta_rule(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     transpose_state_layout: bool | None = None,
+    head_first: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Delta rule over whole sequences, chunk by chunk; forward and backward.
@@ -51,6 +52,7 @@ def chunk_delta_rule(
     Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484.
     """
     op = "chunk_delta_rule"
+    refuse_head_first(op, head_first)
     inputs = Inputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     options = Options(
         op=op,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, check_shape, make_problem, state_layout
+from flash_delta.ops._problem import Options, check_shape, make_problem, refuse_head_first, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -25,6 +25,7 @@ def chunk_simple_gla(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     transpose_state_layout: bool | None = None,
+    head_first: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Simple gated linear attention over whole sequences, chunk by chunk; forward and backward.
@@ -41,7 +42,7 @@ def chunk_simple_gla(
         disable_recompute: keep one state per chunk for the backward pass instead of recomputing it.
 
     ``scale``, ``initial_state``, ``output_final_state``, ``state_v_first`` (older name ``transpose_state_layout``),
-    ``cu_seqlens``, ``cu_seqlens_cpu``, ``chunk_size`` and ``backend`` are those of
+    ``cu_seqlens``, ``cu_seqlens_cpu``, ``chunk_size``, ``head_first`` and ``backend`` are those of
     :func:`flash_delta.chunk_gated_delta_rule`.
 
     Returns:
@@ -53,6 +54,7 @@ def chunk_simple_gla(
     Source: Yang et al., Gated Linear Attention, arXiv:2312.06635; one decay per head as in Mamba2, arXiv:2405.21060.
     """
     op = "chunk_simple_gla"
+    refuse_head_first(op, head_first)
     if g_gamma is not None:
         B, T, HV, _ = check_shape(op, "v", v, "B", "T", "HV", "V")
         check_shape(op, "g_gamma", g_gamma, HV)

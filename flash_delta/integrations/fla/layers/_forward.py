@@ -1,0 +1,64 @@
+"""How fla calls a layer: the state in a cache of all layers, three results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_delta.layers import MixerState
+from flash_delta.ops._problem import refuse
+
+
+class FlaForward:
+    """In front of a layer of :mod:`flash_delta.layers`, it gives it the forward of fla's."""
+
+    def options(self) -> dict[str, Any]:
+        """The op's arguments; fla's layers keep their states as [N, HV, V, K]."""
+        return super().options() | {"state_v_first": True}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, None, Any | None]:
+        """Mix the tokens of each sequence.
+
+        Args:
+            hidden_states: [B, T, D].
+            attention_mask: [B, T] or [B, past + T], zeros are padding; not beside cu_seqlens.
+            past_key_values: the states of all layers, like fla's `Cache`: ``cache[layer_idx]`` has "recurrent_state"
+                and "conv_state" if ``len(cache) > layer_idx``, and ``cache.update(...)`` takes new ones.
+            use_cache: whether to update past_key_values.
+            output_attentions: must be False.
+            cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
+
+        Returns:
+            ``(y [B, T, D], None, past_key_values)``.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        name = type(self).__name__
+        if output_attentions:
+            refuse(name, "output_attentions", "False (a delta rule has no attention weights)", output_attentions)
+        if past_key_values is not None and self.layer_idx is None:
+            refuse(name, "layer_idx", "a number, given to the layer that is called with past_key_values", "None")
+        state = None if past_key_values is None else self._read(past_key_values)
+        y = super().forward(hidden_states, attention_mask, state, cu_seqlens)
+        if state is not None and use_cache:
+            past_key_values.update(
+                recurrent_state=state.recurrent,
+                conv_state=state.conv,
+                layer_idx=self.layer_idx,
+                offset=hidden_states.shape[1],
+            )
+        return y, None, past_key_values
+
+    def _read(self, cache: Any) -> MixerState:
+        last = cache[self.layer_idx] if len(cache) > self.layer_idx else None
+        return MixerState() if last is None else MixerState(last["conv_state"], last["recurrent_state"])

@@ -1,0 +1,6 @@
+"""fla.modules: what the layers need around their ops."""
+
+from flash_delta.integrations.fla.modules.causal_conv1d import ShortConvolution
+from flash_delta.integrations.fla.modules.norm import FusedRMSNormGated, RMSNorm
+
+__all__ = ["FusedRMSNormGated", "RMSNorm", "ShortConvolution"]

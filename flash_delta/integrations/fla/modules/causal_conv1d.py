@@ -1,0 +1,142 @@
+"""fla.modules.causal_conv1d: the short convolution."""
+
+import torch
+from torch import Tensor
+
+from flash_delta import modules
+from flash_delta.ops._problem import refuse, refuse_unless_none
+
+BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: None = None,
+    *,
+    seq_idx: None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.modules.causal_conv1d` with the arguments of fla's; docs/fla.md has each of them."""
+    op = "causal_conv1d"
+    refuse_unless_none(op, "cp_context", cp_context, "a whole layer of flash_delta.layers takes it")
+    refuse_unless_none(op, "seq_idx", seq_idx, "say with cu_seqlens where sequences begin")
+    _check(op, weight, backend)
+    y, state = modules.causal_conv1d(
+        _flat(x, weight), weight, bias, _silu(activation), initial_state, bool(output_final_state), cu_seqlens
+    )
+    y = y.view(x.shape)
+    return y if residual is None else y + residual, state
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`flash_delta.modules.causal_conv1d_update` of x [N, D], [N, 1, D] or [1, N, D]; ``(y, cache)``."""
+    _check("causal_conv1d_update", weight, "triton")
+    rows = _flat(x, weight).reshape(-1, weight.shape[0])  # [N, D]
+    y = modules.causal_conv1d_update(rows, cache, weight, bias, _silu(activation)).view(x.shape)
+    return y if residual is None else y + residual, cache
+
+
+class ShortConvolution(modules.ShortConvolution):
+    """:class:`flash_delta.modules.ShortConvolution` with the arguments of fla's, ``use_fast_conv1d`` an old one."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = "triton",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        use_fast_conv1d: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, kernel_size, bias, _silu(activation))
+        _check("ShortConvolution", self.weight, backend)
+        self.to(device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        *,
+        cu_seqlens_cpu: Tensor | None = None,
+        cp_context: None = None,
+        seq_idx: None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``(y [B, T, D], state [N, D, W] or None)``; without gradients one token per sequence updates ``cache``."""
+        if mask is not None:
+            if cu_seqlens is not None:
+                refuse("ShortConvolution", "mask", "None beside cu_seqlens", "a tensor")
+            x = x * mask.unsqueeze(-1)
+        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        in_place = cache is not None and x.shape[0] * x.shape[1] == N and not torch.is_grad_enabled()
+        y, state = causal_conv1d(
+            x,
+            self.weight.squeeze(1),
+            self.bias,
+            residual,
+            cache,
+            output_final_state or in_place,
+            self.activation,
+            cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
+            seq_idx=seq_idx,
+        )
+        if in_place:
+            state = cache.copy_(state)
+        return y, state if output_final_state else None
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cache: Tensor | None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of one token per sequence, without gradients."""
+        return self.forward(x, residual, None, cache, output_final_state, cu_seqlens)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a sequence's state has."""
+        return self.hidden_size * self.kernel_size
+
+
+def _check(op: str, weight: Tensor | None, backend: str | None) -> None:
+    if weight is None:
+        refuse(op, "weight", "a tensor [D, W]", "None")
+    if backend not in BACKENDS:
+        refuse(op, "backend", f"one of {', '.join(BACKENDS)} (the choice changes nothing here)", backend)
+
+
+def _silu(activation: str | None) -> str | None:
+    return "silu" if activation == "swish" else activation
+
+
+def _flat(x: Tensor, weight: Tensor) -> Tensor:
+    """x [.., D] as it is, x [B, T, H, D / H] as [B, T, D]."""
+    return x if x.shape[-1] == weight.shape[0] else x.flatten(2)

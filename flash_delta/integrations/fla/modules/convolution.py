@@ -1,0 +1,5 @@
+"""fla.modules.convolution, the older path of fla.modules.causal_conv1d."""
+
+from flash_delta.integrations.fla.modules.causal_conv1d import ShortConvolution, causal_conv1d, causal_conv1d_update
+
+__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update"]

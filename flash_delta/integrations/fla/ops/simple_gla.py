@@ -1,0 +1,75 @@
+"""fla.ops.simple_gla. All are :func:`flash_delta.chunk_simple_gla`: one function, whatever the order of its sums."""
+
+from torch import Tensor
+
+from flash_delta.ops import chunk_simple_gla
+from flash_delta.ops._problem import refuse
+
+__all__ = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla"]
+
+
+def fused_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.chunk_simple_gla`."""
+    return chunk_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first=False, cu_seqlens=cu_seqlens
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.chunk_simple_gla`; ``reverse`` has to be False."""
+    if reverse:
+        refuse("fused_recurrent_simple_gla", "reverse", "False (flip q, k, v and g along the tokens, then o)", reverse)
+    return chunk_simple_gla(
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        scale,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        transpose_state_layout=transpose_state_layout,
+    )
+
+
+def parallel_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """:func:`flash_delta.chunk_simple_gla`, with None for the attention weights, which nothing here computes."""
+    if output_attentions:
+        refuse("parallel_simple_gla", "output_attentions", "False (the weights are never computed)", output_attentions)
+    o, _ = chunk_simple_gla(q, k, v, g, scale=scale, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
+    return o, None

@@ -1,0 +1,402 @@
+"""fla's names over this library's functions: docs/fla.md against the signatures, values, refusals, layers."""
+
+import importlib
+import inspect
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flash_delta
+from flash_delta import layers as own_layers
+from flash_delta import modules as own_modules
+from flash_delta.integrations.fla import layers, modules, ops
+from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
+from flash_delta.integrations.fla.ops import comba, gated_delta_rule
+from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
+from flash_delta.integrations.fla.ops.kda import gate as kda_gate
+
+HERE = "flash_delta.integrations.fla"
+DOC = (Path(__file__).parent.parent / "docs" / "fla.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", DOC, re.DOTALL | re.MULTILINE))
+B, T, H, HV, K, V = 2, 70, 2, 4, 8, 16
+
+
+def table(section, header):
+    """Rows of the table under a section: [(names of the first cell, second cell)]."""
+    (rows,) = re.findall(rf"^\| {header}.*\n\|[-|]+\n((?:\|.*\n)+)", SECTIONS[section], re.MULTILINE)
+    cells = [re.split(r"(?<!\\)\|", row)[1:-1] for row in rows.splitlines()]
+    return [(re.findall(r"`([\w.]+)`", first), second.strip()) for first, second, *_ in cells]
+
+
+FUNCTIONS = [
+    pytest.param(section, name, arguments.strip("`").split(), id=f"{name}")
+    for section in ("Ops", "Gates", "Modules", "Layers")
+    for (name,), arguments in table(section, "function")
+]
+PATHS = [(path, re.findall(r"`(\w+)`", names)) for paths, names in table("What is there", "module") for path in paths]
+
+
+def named(section, name, root=HERE):
+    """The callable of a row of docs/fla.md, here or in fla itself."""
+    first, *rest = name.split(".")
+    for path, names in PATHS:
+        if first in names:
+            found = getattr(importlib.import_module(root + path), first)
+            return getattr(found, *rest) if rest else found
+    raise AssertionError(f"{name} is at no path of docs/fla.md")
+
+
+def arguments_of(function):
+    return {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
+
+
+@pytest.mark.parametrize(("section", "name", "documented"), FUNCTIONS)
+def test_documented_signature(section, name, documented):
+    ours, spelled = arguments_of(named(section, name)), []
+    for argument, p in ours.items():
+        assert p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY), f"{argument}: no argument hides here"
+        if p.kind is p.KEYWORD_ONLY and "*" not in spelled:
+            spelled.append("*")
+        spelled.append(argument)
+    assert spelled == documented
+
+
+@pytest.mark.parametrize("section", ["Ops", "Gates", "Modules", "Layers"])
+def test_every_argument_has_its_row(section):
+    rows = [name for names, _ in table(section, "argument") for name in names]
+    taken = {argument for _, arguments in table(section, "function") for argument in arguments.strip("`").split()}
+    assert len(rows) == len(set(rows))
+    assert set(rows) == taken - {"*"}
+
+
+@pytest.mark.parametrize(("path", "names"), PATHS, ids=lambda x: x if isinstance(x, str) else "")
+def test_documented_paths(path, names):
+    module = importlib.import_module(HERE + path)
+    defined = {
+        n for n, found in vars(module).items() if n[0] != "_" and getattr(found, "__module__", "") == HERE + path
+    }
+    exported = set(getattr(module, "__all__", defined))
+    documented = {row[0][0] for section in ("Ops", "Gates", "Modules", "Layers") for row in table(section, "function")}
+    aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule"}
+    if path == ".ops":
+        names = [name for p, group in PATHS if p.count(".") == 2 and p.startswith(".ops") for name in group]
+        names = [name for name in names if not name.startswith("naive")]
+    assert exported == set(names)
+    assert exported <= documented | aliases | {"causal_conv1d", "causal_conv1d_update"}
+
+
+def test_examples_of_the_page():
+    for example in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL):
+        exec(compile(example, "docs/fla.md", "exec"), {})
+
+
+@pytest.fixture
+def x():
+    gen = torch.Generator().manual_seed(0)
+    q, k, p = nn.functional.normalize(torch.randn(3, B, T, H, K, generator=gen), dim=-1)
+    return {
+        "q": q,
+        "k": k,
+        "p": p,
+        "v": torch.randn(B, T, HV, V, generator=gen),
+        "g": -torch.rand(B, T, HV, generator=gen),
+        "beta": torch.rand(B, T, HV, generator=gen),
+        "initial_state": torch.randn(B, HV, K, V, generator=gen),
+        "output_final_state": True,
+    }
+
+
+def take(x, *without):
+    return {name: value for name, value in x.items() if name not in without}
+
+
+def assert_close(actual, expected, error=2e-5):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=error, atol=error)
+
+
+def test_most_names_are_our_own_functions():
+    for name in ops.__all__:
+        own = getattr(flash_delta, name, None)
+        assert own is None or getattr(ops, name) is own
+    assert ops.chunk_gdn is flash_delta.chunk_gated_delta_rule
+    assert ops.fused_recurrent_gdn is flash_delta.fused_recurrent_gated_delta_rule
+    assert gdn_gate.fused_gdn_gate is flash_delta.fused_gdn_gate
+    assert kda_gate.fused_kda_gate is flash_delta.fused_kda_gate
+
+
+def test_ops_of_several_names(x):
+    bare = take(x, "p", "g")
+    assert_close(ops.fused_recurrent_delta_rule(**bare), flash_delta.chunk_delta_rule(**bare))
+    once = ops.fused_recurrent_delta_rule(**take(bare, "beta"))
+    assert_close(once, flash_delta.chunk_delta_rule(**(bare | {"beta": torch.ones(B, T, HV)})))
+    positions = [x[name] for name in ("q", "k", "p", "v", "g", "beta")]
+    rest = {name: x[name] for name in ("initial_state", "output_final_state")}
+    assert_close(ops.fused_recurrent_comba(*positions, **rest), flash_delta.chunk_comba(**x))
+    linear = take(x, "p", "beta")
+    expected = flash_delta.chunk_simple_gla(**linear)
+    assert_close(ops.fused_recurrent_simple_gla(**linear), expected)
+    assert_close(ops.fused_chunk_simple_gla(**linear), expected)
+    o, weights = ops.parallel_simple_gla(**take(linear, "initial_state", "output_final_state"))
+    assert weights is None
+    assert_close([o], flash_delta.chunk_simple_gla(**take(linear, "initial_state"))[:1])
+
+
+def test_naive_references(x):
+    gdn = take(x, "p")
+    expected = flash_delta.chunk_gated_delta_rule(**gdn)
+    assert_close(gated_delta_rule.naive_recurrent_gated_delta_rule(**gdn), expected)
+    half = gdn | {name: gdn[name].bfloat16() for name in "qkv"}
+    assert gated_delta_rule.naive_chunk_gated_delta_rule(**half, chunk_size=16)[0].dtype == torch.float32
+    expected = flash_delta.chunk_comba(**x)
+    assert_close(comba.naive_chunk_comba(**x, chunk_size=32), expected)
+    assert_close(comba.naive_recurrent_comba(**x), expected)
+
+
+def test_recurrent_delta_rule_has_gradients(x):
+    bare = take(x, "p", "g")
+    for name in ("q", "k", "v", "beta"):
+        bare[name] = bare[name].requires_grad_()
+    names = [bare[name] for name in ("q", "k", "v", "beta")]
+    actual = torch.autograd.grad(ops.fused_recurrent_delta_rule(**bare)[0].sum(), names)
+    assert_close(actual, torch.autograd.grad(flash_delta.chunk_delta_rule(**bare)[0].sum(), names), 1e-4)
+
+
+def test_old_and_idle_names(x):
+    gdn = take(x, "p")
+    expected = flash_delta.chunk_gated_delta_rule(**gdn)
+    turned = gdn | {"initial_state": x["initial_state"].mT, "transpose_state_layout": True}
+    for op in (ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule):
+        o, state = op(**turned)
+        assert_close((o, state.mT), expected)
+    o, state = ops.fused_recurrent_simple_gla(**take(turned, "beta"))
+    assert_close((o, state.mT), flash_delta.chunk_simple_gla(**take(gdn, "beta")))
+    idle = ops.chunk_gated_delta_rule(**gdn, chunk_indices=torch.zeros(3, 2, dtype=torch.long), chunk_size=64)
+    assert_close(idle, expected, 0)
+    kda = gdn | {"g": x["g"][..., None].expand(-1, -1, -1, K)}
+    graphed = ops.chunk_kda(**kda, use_graph=True, max_num_seqs=B, safe_gate=True)
+    assert_close(graphed, flash_delta.chunk_kda(**kda), 0)
+    _, _, states = ops.chunk_kda(**kda, return_intermediate_states=True)
+    assert states.shape == (B, 2, HV, K, V)
+
+
+REFUSED = {
+    "chunk_gated_delta_rule": [{"cp_context": object()}, {"chunk_size": 128}, {"allow_neg_eigval": True}],
+    "chunk_delta_rule": [{"head_first": True}],
+    "chunk_simple_gla": [{"head_first": True}],
+    "fused_recurrent_gated_delta_rule": [{"gv": torch.zeros(1)}],
+    "chunk_kda": [{"cp_context": object()}, {"max_num_seqs": 9}, {"lower_bound": -9.0}],
+    "fused_recurrent_simple_gla": [{"reverse": True}],
+    "parallel_simple_gla": [{"output_attentions": True}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [pytest.param(n, o, id=f"{n}-{next(iter(o))}") for n, many in REFUSED.items() for o in many]
+)
+def test_refused(x, name, option):
+    op = getattr(ops, name)
+    given = {n: value for n, value in x.items() if n in inspect.signature(op).parameters}
+    if name == "chunk_kda":
+        given["g"] = x["g"][..., None].expand(-1, -1, -1, K)
+    (argument,) = option
+    with pytest.raises(ValueError, match=f"^{name}: {argument}: expected .*, got "):
+        op(**given, **option)
+
+
+def test_convolution():
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 3, 9, 6)
+    conv = modules.ShortConvolution(6, 4, bias=True, activation="swish", use_fast_conv1d=True)
+    own = own_modules.ShortConvolution(6, 4, bias=True)
+    own.load_state_dict(conv.state_dict())
+    y, state = own(x, output_final_state=True)
+    assert_close(conv(x, residual, output_final_state=True), (y + residual, state), 0)
+    assert conv(x)[1] is None
+    heads = causal_conv1d(x.unflatten(-1, (2, 3)), conv.weight.squeeze(1), conv.bias, activation="silu", backend="mix")
+    assert_close([heads[0]], [y.unflatten(-1, (2, 3))], 0)
+    mask = torch.ones(3, 9)
+    mask[0, :4] = 0
+    assert_close([conv(x, mask=mask)[0][0, 4:]], [own(x[:1, 4:])[0][0]], 1e-6)
+    assert conv.state_size == 24
+    assert modules.ShortConvolution(6, 4, device="meta", dtype=torch.bfloat16).weight.is_meta
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_convolution_updates_its_cache(packed):
+    torch.manual_seed(0)
+    x, conv = torch.randn(3, 7, 6), modules.ShortConvolution(6, 4)
+    expected, last = conv(x, output_final_state=True)
+    _, cache = conv(x[:, :-1], output_final_state=True)
+    cache, token, bounds = cache.detach(), x[:, -1:], None
+    if packed:
+        token, bounds = token.transpose(0, 1), torch.arange(4)
+    with torch.no_grad():
+        y, none = conv(token, cache=cache, cu_seqlens=bounds)
+        again, returned = conv.step(token, None, cache, output_final_state=True, cu_seqlens=bounds)
+    assert none is None
+    assert returned is cache
+    assert_close([y.reshape(3, 6)], [expected[:, -1]], 1e-6)
+    assert_close([cache[..., -2], cache[..., 0]], [last[..., -1], last[..., 1]], 0)
+    weight, cache = conv.weight.squeeze(1), last.detach().roll(1, -1)
+    one, same = causal_conv1d_update(token, cache, token, weight, activation="silu")
+    assert same is cache
+    assert one.shape == again.shape == token.shape
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("cp_context", lambda c, x: c(x, cp_context=object())),
+        ("seq_idx", lambda c, x: c(x, seq_idx=torch.zeros(1))),
+        ("mask", lambda c, x: c(x[:1], mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))),
+        ("weight", lambda c, x: causal_conv1d(x)),
+        ("weight", lambda c, x: causal_conv1d_update(x[:, 0], torch.zeros(2, 6, 4))),
+        ("backend", lambda c, x: modules.ShortConvolution(6, 4, backend="tilelang")),
+        ("bias", lambda c, x: modules.RMSNorm(6, bias=True)),
+    ],
+)
+def test_modules_refuse(argument, call):
+    with pytest.raises(ValueError, match=f": {argument}: expected "):
+        call(modules.ShortConvolution(6, 4), torch.randn(2, 5, 6))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_norms(gated):
+    torch.manual_seed(0)
+    x, g, residual = torch.randn(3, 5, 6)
+    gate = (g,) if gated else ()
+    norm = (modules.FusedRMSNormGated if gated else modules.RMSNorm)(6, dtype=torch.bfloat16)
+    own = (own_modules.GatedRMSNorm if gated else own_modules.RMSNorm)(6)
+    assert norm.weight.dtype == torch.bfloat16
+    assert norm.state_dict().keys() == own.state_dict().keys()
+    assert_close([norm(x, *gate)], [own(x, *gate)], 0)
+    y, total = norm(x, *gate, residual, prenorm=True)
+    assert_close([y, total], [own(x + residual, *gate), x + residual], 0)
+    half, total = norm(x.bfloat16(), *gate, prenorm=True, residual_in_fp32=True)
+    assert (half.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    bare = type(norm)(6, elementwise_affine=False)
+    assert_close([bare(x, *gate)], [own(x, *gate)], 0)
+    assert not bare.state_dict()
+    assert not list(bare.parameters())
+
+
+KINDS = {
+    "gdn": ("GatedDeltaNet", {"num_v_heads": 4, "conv_bias": True}),
+    "gdn-bare": ("GatedDeltaNet", {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True}),
+    "kda": ("KimiDeltaAttention", {"num_v_heads": 4, "expand_v": 2, "safe_gate": True, "lower_bound": -5.0}),
+}
+HEADS = {"hidden_size": 12, "head_dim": 4, "num_heads": 2, "layer_idx": 1}
+
+
+class States(list):
+    """The least that fla's protocol for caches asks of one."""
+
+    def update(self, recurrent_state, conv_state, layer_idx, offset):
+        self[layer_idx : layer_idx + 1] = [{"recurrent_state": recurrent_state, "conv_state": conv_state}]
+
+
+@pytest.fixture(params=KINDS)
+def pair(request):
+    torch.manual_seed(0)
+    name, options = KINDS[request.param]
+    theirs = getattr(layers, name)(**HEADS, **options)
+    ours = getattr(own_layers, name)(**HEADS, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.double(), ours.double()
+
+
+def test_layer_computes_what_ours_does(pair):
+    theirs, ours = pair
+    assert theirs.A_log._no_weight_decay
+    assert theirs.dt_bias._no_weight_decay
+    x, mask = torch.randn(2, 20, 12, dtype=torch.float64), torch.ones(2, 20)
+    mask[0, :7] = 0
+    y, weights, cache = theirs(x, attention_mask=mask)
+    assert weights is None
+    assert cache is None
+    assert_close([y], [ours(x, attention_mask=mask)], 0)
+    bounds = torch.tensor([0, 3, 20])
+    assert_close(theirs(x[:1], cu_seqlens=bounds)[:1], [ours(x[:1], cu_seqlens=bounds)], 0)
+
+
+def test_layer_continues_from_a_cache(pair):
+    layer, _ = pair
+    x, cache = torch.randn(2, 20, 12, dtype=torch.float64), States([None])
+    expected, _, _ = layer(x)
+    parts = [layer(part, past_key_values=cache, use_cache=True)[0] for part in x.split([11, 8, 1], 1)]
+    assert_close([torch.cat(parts, 1)], [expected], 1e-10)
+    state = cache[1]["recurrent_state"]
+    assert state.shape == (2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
+    layer(x, past_key_values=cache)
+    assert cache[1]["recurrent_state"] is state
+
+
+def test_layer_refuses():
+    layer, x = layers.GatedDeltaNet(**(HEADS | {"layer_idx": None})), torch.randn(1, 3, 12)
+    with pytest.raises(ValueError, match="GatedDeltaNet: layer_idx: expected"):
+        layer(x, past_key_values=States())
+    with pytest.raises(ValueError, match="GatedDeltaNet: output_attentions: expected False"):
+        layer(x, output_attentions=True)
+    with pytest.raises(ValueError, match="attention_mask: expected None together with cu_seqlens"):
+        layer(x, torch.ones(1, 3), cu_seqlens=torch.tensor([0, 3]))
+
+
+# Beside fla itself, where it can be imported; its kernels are not asked.
+
+
+@pytest.fixture(scope="module")
+def fla():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the missing GPU
+        return pytest.importorskip("fla.layers")
+
+
+@pytest.mark.parametrize(("section", "name", "documented"), FUNCTIONS)
+def test_signature_covers_fla(fla, section, name, documented):
+    theirs, ours = (named(section, name, root) for root in ("fla", HERE))
+    taken = {n: p for n, p in arguments_of(theirs).items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    mine = arguments_of(ours)
+    assert list(mine)[: len(taken)] == list(taken)
+    defaults = {n: p.default for n, p in taken.items() if p.default is not p.empty}
+    assert {n: mine[n].default for n in defaults} == defaults
+    source = inspect.getsource(theirs.__init__ if inspect.isclass(theirs) else inspect.unwrap(theirs))
+    hidden = set(re.findall(r"""kwargs\.(?:get|pop)\(\s*['"](\w+)|['"](\w+)['"] in kwargs""", source))
+    assert {n for pair in hidden for n in pair if n} <= mine.keys()
+
+
+@pytest.mark.parametrize(("path", "names"), PATHS, ids=lambda x: x if isinstance(x, str) else "")
+def test_paths_are_those_of_fla(fla, path, names):
+    module = importlib.import_module("fla" + path)
+    assert all(hasattr(module, name) for name in names)
+
+
+def test_naive_references_are_those_of_fla(fla, x):
+    equal = x | {name: x[name].repeat_interleave(HV // H, 2) for name in ("q", "k", "p")}
+    theirs = importlib.import_module("fla.ops.gated_delta_rule.naive")
+    for name in ("naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule"):
+        given = take(equal, "p")
+        assert_close(getattr(gated_delta_rule, name)(**given), getattr(theirs, name)(**given), 1e-4)
+    theirs = importlib.import_module("fla.ops.comba.naive")
+    assert_close(comba.naive_chunk_comba(**equal), theirs.naive_chunk_comba(**equal), 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_is_that_of_fla(fla, kind):
+    name, options = KINDS[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the missing convolution
+        theirs = getattr(fla, name)(**HEADS, **options)
+    ours = getattr(layers, name)(**HEADS, **options)
+    assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape for n, p in theirs.state_dict().items()}
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    cache = importlib.import_module("fla.models.utils").Cache()
+    x = torch.randn(2, 20, HEADS["hidden_size"])
+    parts = [ours(part, past_key_values=cache, use_cache=True)[0] for part in x.split([11, 9], 1)]
+    assert_close([torch.cat(parts, 1)], ours(x)[:1])
+    assert cache.get_seq_length(HEADS["layer_idx"]) == 20
