@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from flash_delta.layers.packing import Packing
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import ShortConvolution
+from flash_delta.parallel import ContextParallel
 
 # Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as
 # much as 16 steps of a small GDN layer at batch 1, and more steps the larger the layer and the batch.
@@ -24,7 +25,7 @@ class DeltaMixer(nn.Module):
 
         q, k, v = silu(conv(proj(x)))     o = delta_rule(q, k, v, raw_gate(x), b_proj(x))     y = o_proj(norm(o, x))
 
-    with l2-normalised q and k and beta = sigmoid(b_proj(x)). A subclass names its gate, norm and ops, and creates
+    with l2-normalised q and k and beta = sigmoid(b_proj(x)). A subclass names its gate, norm and ops, and adds
     `A_log` and `dt_bias`. Names and shapes of the parameters are fla's, so that its checkpoints load.
     """
 
@@ -71,6 +72,11 @@ class DeltaMixer(nn.Module):
             self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
             self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias)
 
+    def _add_gate(self) -> None:
+        self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
+        # By this mark training code written for fla or Mamba leaves them out of weight decay.
+        self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """Fresh fp32 values for A_log and dt_bias."""
         raise NotImplementedError
@@ -93,6 +99,7 @@ class DeltaMixer(nn.Module):
         attention_mask: Tensor | None = None,
         state: MixerState | None = None,
         cu_seqlens: Tensor | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> Tensor:
         """Mix the tokens of each sequence.
 
@@ -103,24 +110,28 @@ class DeltaMixer(nn.Module):
             state: where to start from and where to leave the end; None starts from zeros and keeps nothing.
             cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
                 attention_mask. Tokens behind the last boundary give 0.
+            cp_context: the split of one packed row over many ranks, of which hidden_states are this rank's tokens and
+                the state's rows this rank's sequences; excludes attention_mask and cu_seqlens, and needs mode "chunk".
 
         Returns:
             [B, T, D] in hidden_states' dtype.
 
         Raises:
-            ValueError: if a shape or dtype is not as above, or mask and cu_seqlens are both given.
+            ValueError: if a shape or dtype is not as above, or arguments that exclude each other are given.
         """
+        if cp_context is not None:
+            self._check_split(hidden_states, attention_mask, cu_seqlens, cp_context)
+            cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
         x = packing.pack(hidden_states)
         past = MixerState() if state is None else state
-        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens)
-        o, recurrent = self._op(recurrent=self._steps_through(hidden_states.shape[1]))(
-            **tokens,
-            **self.options(),
-            initial_state=past.recurrent,
-            output_final_state=state is not None,
-            cu_seqlens=packing.cu_seqlens,
-        )
+        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context)
+        options = self.options() | {"initial_state": past.recurrent, "output_final_state": state is not None}
+        if cp_context is not None:
+            o, recurrent = self._op(recurrent=False)(**tokens, **options, cp_context=cp_context)
+        else:
+            op = self._op(recurrent=self._steps_through(hidden_states.shape[1]))
+            o, recurrent = op(**tokens, **options, cu_seqlens=packing.cu_seqlens)
         if state is not None:
             state.conv, state.recurrent = conv, recurrent
         return packing.unpack(self.output(o, x))
@@ -133,6 +144,7 @@ class DeltaMixer(nn.Module):
         conv: tuple[Tensor, Tensor, Tensor] | None = None,
         keep_state: bool = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
         """What the op reads of the tokens.
 
@@ -141,18 +153,26 @@ class DeltaMixer(nn.Module):
             conv: the convolutions' states [N, D, W] to start from, as in `MixerState`; None means zeros.
             keep_state: whether to return the states after the last token.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
+            cp_context: the split of which these are one rank's sequences; cu_seqlens are its own.
 
         Returns:
             The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
             [B, T, HV], raw as `options` tells the op; and the convolutions' states or None.
         """
-        (q, k, v), conv = self._convolve(x, conv, keep_state, cu_seqlens)
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        halo = None
+        if cp_context is not None and self.use_short_conv:
+            halo = cp_context.halo(projected, conv, self.q_conv1d.kernel_size)
+        g, beta = self._raw_gate(x), self.b_proj(x)  # while the halo is under way
+        if halo is not None:
+            projected, conv = halo.wait()
+        (q, k, v), conv = self._convolve(projected, conv, keep_state, cu_seqlens)
         return {
             "q": q.unflatten(-1, (self.num_heads, self.head_k_dim)),
             "k": k.unflatten(-1, (self.num_heads, self.head_k_dim)),
             "v": v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            "g": self._raw_gate(x),
-            "beta": self.b_proj(x),
+            "g": g,
+            "beta": beta,
         }, conv
 
     def options(self) -> dict[str, Any]:
@@ -175,11 +195,27 @@ class DeltaMixer(nn.Module):
     def _steps_through(self, T: int) -> bool:
         return self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not torch.is_grad_enabled())
 
+    def _check_split(
+        self, x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cp_context: ContextParallel
+    ) -> None:
+        for name, value in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None with cp_context, which says what counts, got a tensor")
+        if self.mode != "chunk":
+            got = type(cp_context).__name__
+            raise ValueError(f"cp_context: expected None in a layer with mode {self.mode!r}, got a {got}")
+        if x.dim() != 3 or x.shape[:2] != (1, cp_context.tokens):
+            expected = f"this rank's tokens [1, {cp_context.tokens}, D]"
+            raise ValueError(f"hidden_states: expected {expected} with cp_context, got shape {list(x.shape)}")
+
     def _convolve(
-        self, x: Tensor, past: tuple[Tensor, Tensor, Tensor] | None, keep_state: bool, cu_seqlens: Tensor | None
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        past: tuple[Tensor, Tensor, Tensor] | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-        """x [B, T, D] -> (q, k, v), each [B, T, its width], and the convolutions' states if they are kept."""
-        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        """q, k, v before -> behind their convolutions, and the convolutions' states if they are kept."""
         if not self.use_short_conv:
             return tuple(F.silu(y) for y in projected), None
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d

@@ -78,7 +78,7 @@ class GatedDeltaNet(DeltaMixer):
         )
         self.use_gate = use_gate
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
+        self._add_gate()
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
             self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation)

@@ -87,7 +87,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.f_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_k_dim, bias=False)
         self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)
-        self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
+        self._add_gate()
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, check_shape, make_problem, refuse_unless_none, state_layout
+from flash_delta.ops._problem import (
+    Options,
+    check_shape,
+    make_problem,
+    refuse_head_first,
+    refuse_unless_none,
+    state_layout,
+)
 from flash_delta.problem import Inputs
 
 
@@ -25,7 +33,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: Context | None = None,
     *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -33,6 +41,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     transpose_state_layout: bool | None = None,
+    head_first: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated delta rule over whole sequences, chunk by chunk; forward and backward.
@@ -59,13 +68,15 @@ def chunk_gated_delta_rule(
             not decreasing, at most T. Sequences may be empty; rows behind the last are zeros in o and in gradients.
         cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.
         chunk_indices: not needed (the plan comes from cu_seqlens); taken so that calls written for fla run.
-        cp_context: must be None.
+        cp_context: a :class:`flash_delta.parallel.ContextParallel`, with which every tensor is this rank's part of one
+            packed row, and ``cu_seqlens`` stays None. Default None: one device.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
         disable_recompute: keep more for the backward pass (A and one state per chunk) instead of recomputing it.
         transpose_state_layout: older name of ``state_v_first``.
+        head_first: must be False, as fla's older calls may say.
         backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
 
     Returns:
@@ -77,7 +88,7 @@ def chunk_gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
     op = "chunk_gated_delta_rule"
-    refuse_unless_none(op, "cp_context", cp_context, "context parallelism is not part of this release")
+    refuse_head_first(op, head_first)
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
     options = Options(
@@ -93,6 +104,9 @@ def chunk_gated_delta_rule(
         state_v_first=state_layout(op, state_v_first, transpose_state_layout),
         disable_recompute=disable_recompute,
     )
+    if cp_context is not None:
+        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "cp_context has the bounds")
+        return run_split(cp_context, inputs, options, output_final_state=output_final_state, backend=backend)
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import run
 from flash_delta.ops._problem import Options, make_problem, refuse, refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
@@ -29,7 +30,9 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
-    cp_context: None = None,
+    cp_context: Context | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -68,7 +71,10 @@ def chunk_kda(
         cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
             not decreasing, at most T. Sequences may be empty; rows behind the last are zeros in o and in gradients.
         cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.
-        cp_context: must be None.
+        cp_context: a :class:`flash_delta.parallel.ContextParallel`, with which every tensor is this rank's part of one
+            packed row, and ``cu_seqlens`` stays None. Default None: one device.
+        use_graph: not needed (no launch depends on what cu_seqlens holds); taken so that calls written for fla run.
+        max_num_seqs: None or the number of sequences, which cu_seqlens' shape says; taken for the same reason.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
         dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
@@ -85,7 +91,6 @@ def chunk_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "chunk_kda"
-    refuse_unless_none(op, "cp_context", cp_context, "context parallelism is not part of this release")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
@@ -105,7 +110,15 @@ def chunk_kda(
         keep_states=return_intermediate_states,
         disable_recompute=disable_recompute,
     )
+    if cp_context is not None:
+        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "cp_context has the bounds")
+        refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")
+        if return_intermediate_states:
+            refuse(op, "return_intermediate_states", "False with cp_context", "True")
+        return run_split(cp_context, inputs, options, output_final_state=output_final_state, backend=backend)
     problem = make_problem(inputs, options, cu_seqlens_cpu)
+    if max_num_seqs is not None and max_num_seqs != problem.N:
+        refuse(op, "max_num_seqs", f"None or the number of sequences, {problem.N}", max_num_seqs)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)
 
 

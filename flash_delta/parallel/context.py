@@ -1,0 +1,139 @@
+"""The object that ops and layers take as ``cp_context``: a batch's split over the ranks of a group."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flash_delta.parallel.delta_rule import LocalRun, delta_rule
+from flash_delta.parallel.halo import Halo
+from flash_delta.parallel.split import Split
+from flash_delta.problem import Inputs
+
+
+class ContextParallel:
+    r"""How one packed row of tokens is split over the ranks of a group, made once per batch:
+
+        context = ContextParallel(mesh["cp"], cu_seqlens=[0, 70_000, 131_072])
+        o, _ = chunk_kda(*(context.shard(x) for x in (q, k, v, g, beta)), cp_context=context)
+        y = layer(context.shard(hidden_states), cp_context=context)
+
+    Every rank makes it from the same numbers, on the host, and calls the same ops in the same order; where one of them
+    needs gradients all do, and all run the backward pass. Tokens are split as they lie: any number per rank, none
+    included, sequences may go through any number of ranks. A rank's rows of ``initial_state`` and ``final_state`` (and
+    of a layer's states) are its ``sequences``:
+
+    * the initial state of a sequence is read on the rank where it begins; on the others its row is not read, and gets
+      no gradient;
+    * the final state's row holds the state after the sequence's last token *here*; on the rank where it ends this is
+      its final state.
+
+    Gradients of what all ranks share, such as ``A_log`` and a layer's weights, are a rank's part: their sum is the
+    gradient, as with data parallelism (where FSDP2 and DDP take the mean, the loss has to make up for it). Ranks
+    exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and for a layer's convolutions their last inputs;
+    nothing of it depends on the number of tokens, and no call waits for the device.
+
+    Args:
+        group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).
+        cu_seqlens: the bounds ``[N + 1]`` of all sequences in the whole row, on the host: from 0, not decreasing.
+        tokens_per_rank: how many tokens each rank of the group holds, in all at least ``cu_seqlens[-1]``; what lies
+            behind is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
+
+    Attributes:
+        rank, size: this rank's place in the group, and the number of ranks.
+        tokens: how many tokens this rank holds.
+        sequences: which of the N sequences are its rows, as a range. An empty one is a row of one rank.
+        bounds: those sequences' bounds, counted from this rank's first token.
+        continued: whether the first row began on an earlier rank.
+        continues: whether the last row goes on on a later rank.
+        left, right: the ranks that hold the first row's beginning, and the last row's rest, as ranges.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh,
+        cu_seqlens: Tensor | Sequence[int],
+        tokens_per_rank: Sequence[int] | None = None,
+    ) -> None:
+        self.group = _process_group(group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("group: expected one that this process belongs to, got one without it")
+        bounds = _host_bounds(cu_seqlens)
+        self.split = Split(bounds, (0, *accumulate(_shares(tokens_per_rank, self.size, bounds[-1]))))
+        self.tokens = self.split.tokens(self.rank)
+        self.sequences = self.split.rows(self.rank)
+        self.bounds = self.split.bounds(self.rank)
+        self.continued = self.split.crossed(self.rank)
+        self.continues = self.split.crossed(self.rank + 1)
+        self.left, self.right = self.split.left(self.rank), self.split.right(self.rank)
+        self._on_device: dict[tuple, Tensor] = {}
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of ``x``, which holds the whole row's along ``dim``. A view."""
+        total = self.split.starts[-1]
+        if x.shape[dim] != total:
+            raise ValueError(f"x: expected {total} tokens, all ranks' together, in axis {dim}, got {list(x.shape)}")
+        return x.narrow(dim, self.split.starts[self.rank], self.tokens)
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """``bounds`` as a tensor on ``device``."""
+        return self.place(self.bounds, device)
+
+    def place(self, bounds: tuple[int, ...], device: torch.device) -> Tensor:
+        """Bounds as a tensor on ``device``, copied there once and without waiting."""
+        if (bounds, device) not in self._on_device:
+            host = torch.tensor(bounds, pin_memory=device.type == "cuda")
+            self._on_device[bounds, device] = host.to(device, non_blocking=True)
+        return self._on_device[bounds, device]
+
+    def gather(self, x: Tensor) -> tuple[Tensor, dist.Work]:
+        """``x`` of every rank ``[P, ...]``, to be read when the second result has been waited for."""
+        everyones = x.new_empty(self.size, *x.shape)
+        work = dist.all_gather(list(everyones), x.contiguous(), group=self.group, async_op=True)
+        return everyones, work
+
+    def delta_rule(self, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
+        """What the chunk ops do with a ``cp_context``; see `flash_delta.parallel.delta_rule`."""
+        return delta_rule(self, run, x)
+
+    def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
+        """What the layers do in front of their convolutions; see `flash_delta.parallel.halo`."""
+        return Halo(self, xs, states, size)
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            got = f"one with the dimensions {group.mesh_dim_names or tuple(group.shape)}"
+            raise ValueError(f"group: expected a DeviceMesh of one dimension, such as mesh['cp'], got {got}")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+    return group
+
+
+def _host_bounds(x: Tensor | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(x, Tensor) and x.device.type != "cpu":
+        raise ValueError(
+            f"cu_seqlens: expected bounds on the CPU, where the split is planned, got a tensor on {x.device}"
+        )
+    bounds = tuple(x.tolist() if isinstance(x, Tensor) else x)
+    if not bounds or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens: expected bounds [N + 1] from 0 on that do not decrease, got {list(bounds)}")
+    return bounds
+
+
+def _shares(given: Sequence[int] | None, size: int, total: int) -> Sequence[int]:
+    if given is None:
+        return [total // size + (rank < total % size) for rank in range(size)]
+    if len(given) != size or any(share < 0 for share in given) or sum(given) < total:
+        expected = f"{size} numbers of tokens, one per rank, in all at least cu_seqlens[-1] = {total}"
+        raise ValueError(f"tokens_per_rank: expected {expected}, got {list(given)}")
+    return given
