@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,22 @@ import typer
 from tiny_model import build
 from typer.testing import CliRunner
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "continuous_batching.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 # More prompts than slots, and prompts longer than a step.
 SMALL = ("--prompts", "9", "--longest", "90", "--max-new-tokens", "8", "--slots", "3", "--step-tokens", "40")
 FRESH = ("--hidden-size", "32", "--layers", "2")
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load("continuous_batching")
 
 
 def run(example, *options):
@@ -73,3 +78,29 @@ def test_what_another_request_left_in_a_slot_would_show(example, monkeypatch):
 def test_what_cannot_be_served(example, kind, sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         example.Engine(build(kind), *sizes)
+
+
+def test_a_row_over_two_ranks():
+    sizes = ("--tokens", "301", "--hidden-size", "32", "--heads", "1", "--head-dim", "16", "--repeats", "1")
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    out = subprocess.run(
+        [*launch, EXAMPLES / "context_parallel.py", *sizes], check=True, capture_output=True, text=True
+    ).stdout
+    assert re.search(r"^layer: one rank .* ms, 2 ranks .* ms, efficiency", out, re.MULTILINE), out
+    errors = re.findall(r"^(?:layer|op): rank [01], output (\S+) off, gradients up to (\S+)$", out, re.MULTILINE)
+    assert len(errors) == 4, out
+    assert all(float(error) < 1e-5 for pair in errors for error in pair), out
+
+
+def test_layers_of_transformers(monkeypatch):
+    """Eight rows for each of PyTorch and ours; a step that is another function fails."""
+    layers, app = load("transformers_layers"), typer.Typer()
+    app.command()(layers.main)
+    sizes = ["--tokens", "70", "--prompts", "1", "--rows", "2", "--repeats", "1", "--width", "16", "--heads", "1"]
+    out = CliRunner().invoke(app, sizes)
+    assert out.exit_code == 0, out.output
+    assert out.output.count(" PyTorch ") == out.output.count(" flash_delta ") == 8
+    monkeypatch.setattr(layers, "ANOTHER_FUNCTION", 1e-6)
+    out = CliRunner().invoke(app, sizes)
+    assert out.exit_code == 1
+    assert out.output.count("another function") == 8
