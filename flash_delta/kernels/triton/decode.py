@@ -12,7 +12,8 @@ k, too: the windows that one program would read another would overwrite.
 
 Between tokens the state has the pool's dtype, written or not, so that it does not matter in how many calls tokens
 come. Nor does it matter with which other arguments: products are rounded by themselves or stand in ``fma``, the
-compiler contracts none, and what the kernel is compiled for does not depend on T (launch_decode.py).
+compiler contracts none. Of T the compiled code knows no more than whether it is 1 (ALONE), for which the arithmetic is
+the same (tests/test_compiler.py).
 
 With SHORT rows are packed sequences, of which it runs those of 1 to SHORT tokens, with float32 states in between as
 `scan` does; the programs of the others end at once.
@@ -200,7 +201,8 @@ def decode(
     betas = (beta, beta_strides, row * beta_row, beta_token)
     for j in range(HEADS):
         hv = head + j
-        # All that the first token needs is asked for while the row's slot is on its way: 42 us were 38 (docs/notes).
+        # All that the first token needs is asked for while the row's slot is on its way, in front of the loop, even of
+        # one turn: within a block of code the compiler puts loads off until they are wanted (docs/notes).
         token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
         rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
         written_index = b

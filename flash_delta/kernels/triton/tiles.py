@@ -252,9 +252,8 @@ DECODE = {
     (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 64)),
     (False, 2): (Tile(1, 1, 32), Tile(2, 1, 64), Tile(4, 1, 64)),
 }
-FEW = Tile(
-    1, 1, 4
-)  # of a row or two with a decay per head, K and V over 64: a program has less to do, and all run at once
+# Of a row or two with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
+FEW = Tile(1, 1, 4)
 
 # A head's whole state in one program, by the bytes of a number in the pool and whether there is a decay per channel:
 # numbers a warp, and registers a thread at most where measured.
