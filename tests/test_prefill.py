@@ -5,6 +5,7 @@ import torch
 from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence, truth
 from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
 
+import flash_delta
 from flash_delta.testing import allowed, assert_accurate, products_in, relative_error
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
@@ -59,6 +60,42 @@ def test_lengths(kind, batch_invariant, backend):
     lengths = (*range(18), 63, 64, 65, 128, 190)
     x = make_prefill(kind, lengths, device=DEVICES[backend], **TINY) | {"batch_invariant": batch_invariant}
     check(kind, x, backend)
+
+
+@needs_triton
+def test_launches_for_the_prompts_that_there_may_be():
+    """By tile: how many sequences have programs, and for how many there is a launch."""
+    from flash_delta.kernels.triton.tiles import Chip
+    from flash_delta.kernels.triton.walkers import ANY, pool_scans
+
+    p = flash_delta.explain(flash_delta.prefill_gated_delta_rule, **make_prefill("gdn", (70,), **TINY)).problem
+    p = p._replace(N=65, T=64 + 2048, H=16, HV=32, K=128, V=128, dtype=torch.bfloat16)
+
+    def launches(chip=("sm_90", 132), **changes):
+        return [(w.tile.BV, *w[1:]) for w in pool_scans(p._replace(**changes), Chip(*chip), every=False)]
+
+    assert launches() == [(32, 1, 0, 1, False), (64, 2, 2, 2, False), (128, 17, 3, 17, True)]
+    assert launches(max_prompts=1) == [(32, 1, 0, 1, True)]
+    assert launches(max_prompts=2) == [(64, 2, 0, 2, True)]
+    assert launches(max_prompts=40) == [(128, 40, 0, 40, True)]
+    assert launches(N=1) == [(32, 1, 0, 1, True)]
+    assert launches(T=16) == launches(max_prompts=0) == [(16, 1, 0, 0, True)], "the tokens behind the last sequence"
+    assert launches(HV=256) == [(128, 3, 0, 3, True)]
+    assert launches(chip=("sm_80", 108)) == [(32, 65, 0, 65, True)]
+    every = pool_scans(p, Chip("sm_90", 132), every=True)
+    assert [(w.tile.BV, w.most) for w in every] == [(BV, ANY) for BV in (16, 32, 64, 128)]
+
+
+@backends
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
+def test_how_many_prompts_there_are_changes_no_result(kind, backend):
+    """Five, whatever was promised."""
+    x = make_prefill(kind, (70, 1, 0, 20, 65, 16, 17, 2, 18), behind=3, device=DEVICES[backend], **TINY)
+    o, pool = check(kind, x, backend)
+    for most in (0, 2, 5, 9):
+        same, same_pool = run(kind, x | {"max_prompts": most}, backend)
+        assert torch.equal(same, o)
+        assert torch.equal(same_pool, pool)
 
 
 @backends

@@ -10,6 +10,11 @@ import triton
 from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence
 from serving_truth import KINDS, slots
 
+from flash_delta.kernels.triton import launch, launcher
+from flash_delta.kernels.triton.tiles import scan_tiles
+from flash_delta.kernels.triton.walkers import Walkers
+from flash_delta.ops.serving import _run
+
 HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -31,7 +36,7 @@ def mixed(kind, lengths=(700, 1, 0, 130, 16, 64, 0, 0), **changes):
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
 def test_graph(kind, pool, batch_invariant):
     """Captured once, replayed with other lengths, indices and values; nothing waits, and what a call allocates is its
-    output, its workspace and, for tiles by the copy engine, their descriptors."""
+    output, its workspace and, for each scan with tiles by the copy engine, their descriptors."""
     x, other = mixed(kind, pool=pool), mixed(kind, (3, 0, 900, 70, 17, 200, 2, 65), pool=pool, seed=1)
     other["checkpoint_indices"] = other["checkpoint_indices"].flip(0)
     other["read_indices"] = slots([0, 1, 2, -1, 4, 5, 99, 7], x)
@@ -47,7 +52,7 @@ def test_graph(kind, pool, batch_invariant):
         o = OPS[kind](**static)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before in (2, 3)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before in (2, 3, 4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = OPS[kind](**static)
@@ -78,6 +83,37 @@ def test_batch_invariance(kind):
     assert torch.equal(after[8], pool[8])
 
 
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="other chips have one tile for any number")
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
+def test_all_tiles_give_the_same_bits(kind, monkeypatch):
+    """So that batch invariance may choose among them by the number of sequences."""
+    found, x = [], mixed(kind) | {"batch_invariant": True}
+    for width in (16, 32, 64, 128):
+
+        def walks(kernel, p, chip, every, *choice, width=width):
+            return tuple(Walkers(t, p.N) for t in scan_tiles(kernel, p, chip, True) if every or width == t.BV)
+
+        monkeypatch.setattr(launch, "walks", walks)
+        launcher._shape.cache_clear()
+        _run._remembered.clear()
+        found.append(run(kind, x, "triton"))
+    launcher._shape.cache_clear()
+    _run._remembered.clear()
+    for o, pool in found[1:]:
+        assert torch.equal(o, found[0][0])
+        assert torch.equal(pool, found[0][1])
+
+
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
+def test_more_prompts_than_promised(kind):
+    x = mixed(kind, (700, 1, 18, 130, 16, 64, 40, 70))
+    o, pool = run(kind, x, "triton")
+    for most in (0, 1, 3, 6, 8):
+        same, same_pool = run(kind, x | {"max_prompts": most}, "triton")
+        assert torch.equal(same, o)
+        assert torch.equal(same_pool, pool)
+
+
 @pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
 def test_pools_of_more_than_two_to_the_31_numbers(v_first):
     """The same bits as in a small pool with slots as far apart, and nothing else touched."""
@@ -95,18 +131,21 @@ def test_pools_of_more_than_two_to_the_31_numbers(v_first):
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_launches(kind):
-    """All sequences in one call of four kernels, and without short ones to look for in three."""
+    """A prompt takes four kernels, and three without short ones to look for. Of several only the device knows how many
+    are prompts: for every tile that may be the one there is a scan, and one where more may come than were promised."""
     x, launched = mixed(kind), []
     hook, note = triton.knobs.runtime.launch_enter_hook, launched.append
-    for invariant, count in ((False, 4), (True, 3)):
-        run(kind, x | {"batch_invariant": invariant}, "triton")
+    alone = sequence(x, 0)
+    calls = (alone, range(4, 5)), (alone | {"batch_invariant": True}, range(3, 4)), (x, range(4, 8))
+    for call, counts in (*calls, (x | {"max_prompts": 3}, range(4, 6))):
+        run(kind, call, "triton")
         launched.clear()
         hook.add(note)
         try:
-            run(kind, x | {"batch_invariant": invariant}, "triton")
+            run(kind, call, "triton")
         finally:
             hook.remove(note)
-        assert len(launched) == count
+        assert len(launched) in counts
 
 
 def test_bits_do_not_change_from_call_to_call():

@@ -89,6 +89,14 @@ SEQUENCES = [  # the same of prefill: T = 73, N = 2
         ({"checkpoint_every": every}, f"checkpoint_every: expected a positive multiple of 64 or None, got {every}")
         for every in (0, -64, 65, 64.0, True)
     ),
+    *(
+        ({"max_prompts": most}, f"max_prompts: expected a number of at least 0 or None, got {most}")
+        for most in (-1, 1.0, True)
+    ),
+    (
+        {"max_prompts": 1, "batch_invariant": True},
+        "max_prompts: expected None with batch_invariant=True: all sequences run as prompts, got 1",
+    ),
     (
         {"state_pool": z(6, 2, 24, 16).mT.contiguous()},
         "state_pool: expected a tensor [slots, 2, 24, 16], got shape [6, 2, 16, 24]",
@@ -239,5 +247,5 @@ def test_operator_of_prefill():
     x = make_prefill("gdn-raw") | {"op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed"}
     x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
     x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
-    x |= {"checkpoint_every": 64, "batch_invariant": False}
+    x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False}
     torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])

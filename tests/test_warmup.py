@@ -240,6 +240,7 @@ def scratch(target):
     from flash_delta.compiler.offline import offline
     from flash_delta.kernels.triton import launch, launches
     from flash_delta.kernels.triton.tiles import Chip, scan_tiles
+    from flash_delta.kernels.triton.walkers import Walkers
 
     found = []
     for case in (launches.Case(), launches.Case(64), launches.Case(gate="channel"), launches.Case(erase=None)):
@@ -249,7 +250,7 @@ def scratch(target):
             (t,) = scan_tiles("scan", p, chip, every=False)
             with offline(target) as compiled:
                 launches.call_scan(case, False, t)
-            programs = prod(launch.scan_grid(p, t))
+            programs = prod(launch.scan_grid(p, Walkers(t, p.N)))
             found.append((launch.scratch_bytes(p, x, chip), programs * compiled[0].kernel.metadata.global_scratch_size))
     assert launch.scratch_bytes(*launches.problem_of(launches.Case(gap=1)), chip) == 0
     return found

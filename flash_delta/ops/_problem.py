@@ -33,6 +33,7 @@ class Options(NamedTuple):
     keep_states: bool = False
     disable_recompute: bool = False
     checkpoint_every: int | None = None
+    max_prompts: int | None = None
     batch_invariant: bool = False
     eps: float | None = None
     activation: str | None = None

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import decode_gated_delta_rule, decode_kda, explain, prefill_gated_delta_rule, prefill_kda
+from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import leaves, pool_of, state_pool
 from flash_delta.testing import Workload, activations, options
@@ -13,10 +14,12 @@ CACHES = ("TRITON_CACHE_DIR",)
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
-    return None
+    return layer.unsupported() if workload.hidden else None
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.hidden:
+        return layer.prepare(workload, x, "flash_delta")
     if workload.kind == "prefill":
         return _prefill(workload, x)
     if workload.kind == "decode":
@@ -50,6 +53,8 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
     inputs, chosen = without_state(x), activations(workload) | {"batch_invariant": workload.batch_invariant}
     count = workload.T // workload.checkpoint_every if workload.checkpoint_every else 0
     pool, read, write, states = pool_of(x, count + 1)
+    if 1 in workload.lengths:  # as a server knows
+        chosen["max_prompts"] = len(workload.lengths) - workload.lengths.count(1)
     if count:
         chosen |= {"checkpoint_every": workload.checkpoint_every, "checkpoint_indices": write[:, :count]}
     last = write[:, count].contiguous()

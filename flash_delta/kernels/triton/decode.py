@@ -15,8 +15,8 @@ come. Nor does it matter with which other arguments: products are rounded by the
 compiler contracts none. Of T the compiled code knows no more than whether it is 1 (ALONE), for which the arithmetic is
 the same (tests/test_compiler.py).
 
-With SHORT rows are packed sequences, of which it runs those of 1 to SHORT tokens, with float32 states in between as
-`scan` does; the programs of the others end at once.
+With SHORT rows are packed sequences, of which it runs those of up to SHORT tokens, with float32 states in between as
+`scan` does; the programs of the others end at once. Of one without tokens it copies the state.
 
 Indices are what the device says. What is no slot is never an address: loads and stores are masked by ``live``.
 """
@@ -130,6 +130,13 @@ def load_state(tile, slot, slot_stride, live):
 
 
 @triton.jit
+def copy_state(pool, read, written, slot_stride, hv, c, d, stored, live, STRIDES: tl.constexpr):
+    """Of a row without tokens."""
+    tile = pool + hv.to(tl.int64) * STRIDES[0] + d[:, None] * STRIDES[2] + c[None, :] * STRIDES[1]
+    tl.store(tile + written.to(tl.int64) * slot_stride, load_state(tile, read, slot_stride, stored), mask=live)
+
+
+@triton.jit
 def reciprocal_length(x):
     return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
@@ -171,12 +178,10 @@ def decode(
     V_EVEN: tl.constexpr = V % BV == 0
     program = tl.program_id(0)
     w, head, b = program % BLOCKS * BV, program // BLOCKS % (HV // HEADS) * HEADS, program // (BLOCKS * (HV // HEADS))
-    h = head // (HV // H)
-    c, d = tl.arange(0, BK), w + tl.arange(0, BV)
+    h, c, d = head // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
     inside = tl.full([BV, BK], True, tl.int1)
     if not (K_EVEN and V_EVEN):
         inside = (d < V)[:, None] & (c < K)[None, :]
-
     row, start = b, b * 0
     if SHORT > 0:
         row = b * 0
@@ -185,17 +190,21 @@ def decode(
         first_written = T - 1
         if T > SHORT:
             return
-    if T < 1:
+    if T < 1 and (SHORT == 0 or write_indices is None):
         return
     write_strides = (write_row, write_token)
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
+    if SHORT > 0 and write_indices is not None:  # noqa: SIM102 (constants, then a number)
+        if T < 1:
+            slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
+            copy_state(pool, row_slot, slot, slot_stride, head, c, d, inside & stored, inside & live, STRIDES)
+            return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
         q_first = load_window(conv_pool, row_slot, conv_stride, q_at, c, K, stored, CONV)
         k_first = load_window(conv_pool, row_slot, conv_stride, k_at, c, K, stored, CONV)
-
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
     vs, gs = (v, v_strides, row * v_row, v_token), (g, g_strides, row * g_row, g_token)
     betas = (beta, beta_strides, row * beta_row, beta_token)

@@ -34,6 +34,7 @@ from flash_delta.kernels.triton.tiles import (
     scan_tiles,
     tile,
 )
+from flash_delta.kernels.triton.walkers import Walkers, pool_scans
 from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, HeadGradients, Residual, Scores, Solved
 from flash_delta.problem import SHORT, Inputs, Problem, Slots
 
@@ -96,7 +97,7 @@ def run_scan(
     slots: Slots | None = None,
 ) -> None:  # fmt: skip
     """Stage output, too; with ``r``, what the backward pass needs. With ``slots`` states are theirs."""
-    p, x = c.p, c.x
+    p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
     initial, indices, counts = x.initial_state, (None,) * 4, (0, 0, 0)
     if slots is not None:
         initial = final = slots.state_pool
@@ -104,31 +105,39 @@ def run_scan(
         counts = (len(final), 0 if indices[3] is None else indices[3].shape[1], min(p.checkpoint_every, p.T + C) // C)
 
     def plans() -> Iterator[Plan]:
-        for t in choice or scan_tiles("scan" if r is None else "scan_kept", p, c.shape.chip, every(c)):
+        for w in walks(kernel, p, c.shape.chip, every(c), *choice):
+            t = w.tile
             yield plan(
-                c, scan, scan_grid(p, t), t,
-                p.N, p.T, 0, *counts, *(table(t)[0] for t in indices[:3]), *table(indices[3]),
-                strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
-                INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True, SAVE=r is not None,
-                TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
+                c, scan, scan_grid(p, w), t,
+                p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
+                *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
+                INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
+                SAVE=r is not None, TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
             )  # fmt: skip
 
     launch(c, scan, (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices), plans)
 
 
-def scan_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    return triton.cdiv(p.V, columns(p, t)), p.HV, p.N + p.packed
+def walks(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tuple[Walkers, ...]:
+    """The launches of a scan; on a pool, for as many long sequences as there may be."""
+    if short(p) and not choice:
+        return pool_scans(p, chip, every)
+    return tuple(Walkers(t, p.N) for t in choice or scan_tiles(kernel, p, chip, every))
+
+
+def scan_grid(p: Problem, w: Walkers) -> tuple[int, int, int]:
+    return triton.cdiv(p.V, columns(p, w.tile)), p.HV, w.sequences + p.packed
 
 
 def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
-    (t,) = scan_tiles("scan", p, chip, every=False)
-    if not (t.tma and fits_tma(x.v, *outside(p, x))):
-        return 0
-    # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
-    channel = p.gate == "channel"
-    count = 5 + (p.erase is not None) + (p.erase is not None and channel) - (channel and columns(p, t) == 128)
-    return 128 * count * prod(scan_grid(p, t))
+    channel, most = p.gate == "channel", 0
+    for w in walks("scan", p, chip, every=False):
+        if w.tile.tma and fits_tma(x.v, *outside(p, x)):
+            # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
+            count = 5 + (p.erase is not None) * (1 + channel) - (channel and columns(p, w.tile) == 128)
+            most = max(most, 128 * count * prod(scan_grid(p, w)))  # a launch's are free when it is launched
+    return most
 
 
 def run_scan_backward(

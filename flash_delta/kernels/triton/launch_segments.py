@@ -91,7 +91,7 @@ def _scan_plan(
     grid = triton.cdiv(width, columns(p, t)), p.HV, count_slots(p, w.split.length)
     return plan(
         c, scan, grid, t,
-        p.N, p.T, w.split.length, 0, 0, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v), start, end,
+        p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v), start, end,
         INITIAL=initial, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
         TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
     )  # fmt: skip

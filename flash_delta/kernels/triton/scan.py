@@ -14,7 +14,10 @@ they were given; what Qg and Kg give lacks norms only. One program walks a seque
 state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
 
 On a pool of states (POOL) sequences start from slots and end in slots, and leave checkpoints in others. What is no slot
-is never an address; a sequence without one that it needs is padding, whose outputs are zeros.
+is never an address; a sequence without one that it needs is padding, whose outputs are zeros. With SHORT it walks those
+of more tokens only, program z the one that has z such in front of it. How many there are the device says: a launch is
+for ``least`` to ``most`` of them, and if there are fewer or more its programs end at once; or, if it is for ``others``,
+too, take one after the other.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
@@ -72,20 +75,13 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def load_slots(
-    read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots, start, stop,
-    SHORT: tl.constexpr,
-):  # fmt: skip
-    """Of sequence n the slot of its first state and whether there is one, that of its last, if it is no padding, and
-    where it starts: at its end, if `decode` has run it."""
+def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
+    """Of sequence n the slot of its first state and whether there is one, that of its last, if it is no padding."""
     read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
     write = n
     if write_indices is not None:
         write, well = load_slot(write_indices, n, 0, (write_row, 0), slots, well)
-    if SHORT > 0:
-        short = (stop > start) & (stop - start <= SHORT)
-        start, well = tl.where(short, stop, start), well & (short == 0)
-    return read, stored & well, write, well, start
+    return read, stored & well, write, well
 
 
 @triton.jit
@@ -93,6 +89,21 @@ def store_zeros(o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.c
     for token in range(start, stop, C):
         zeros = tl.zeros([C, BV], o_rows.dtype.element_ty)
         store_tile(o_rows, o_strides, zeros, token, stop, column, V, C, BV)
+
+
+@triton.jit
+def find_long(rank, cu_seqlens, N, T, SHORT: tl.constexpr):
+    """The sequence of more than SHORT tokens that has ``rank`` such in front of it, and how many there are."""
+    n, count = N, rank * 0
+    for i in range(0, N, 128):
+        at = i + tl.arange(0, 128)
+        start = tl.load(cu_seqlens + at, mask=at < N, other=0).to(tl.int32)
+        stop = tl.minimum(tl.load(cu_seqlens + at + 1, mask=at < N, other=0).to(tl.int32), T)
+        long = (stop - start > SHORT).to(tl.int32)
+        before = count + tl.cumsum(long, 0) - long
+        n = tl.minimum(n, tl.min(tl.where((long != 0) & (before == rank), at, N), 0))
+        count += tl.sum(long, 0)
+    return n, count
 
 
 @triton.jit
@@ -105,45 +116,34 @@ def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
         return z, z * (1 - PACKED), start, stop, slot, 0, True
 
 
-NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
-    "N", "T", "length", "slots", "columns", "interval", "read_row", "write_row", "has_row", "checkpoint_row",
-    "checkpoint_column",
-]  # fmt: skip
-
-
-INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_indices"]  # see decode.py
-
-
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
-def scan(
-    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
-    write_indices, has_initial_state, checkpoint_indices, N, T, length, slots, columns, interval, read_row, write_row,
-    has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides, initial_strides, final_strides,
+@triton.jit
+def walk(
+    z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
-    POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr,
-    TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, POOL: tl.constexpr,
+    SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Of sequence n, or of segment z in it, the tokens from ``start`` to ``stop``, whose chunks begin in ``slot``."""
+    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
+    read_indices, write_indices, has_initial_state, checkpoint_indices = indices
+    N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
+    q_strides, p_strides, v_strides, initial_strides, final_strides = strides
     MAP: tl.constexpr = SEGMENTS and not OUTPUT
-    z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    hv, w = tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
-    n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = v.dtype.element_ty
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if OUTPUT:
         o_rows = rows_of(o, o_strides, row, hv)
-    if PACKED and OUTPUT:  # noqa: SIM102 (a constant, then a number)
-        if n == N:
-            store_zeros(o_rows, o_strides, start, stop, w, V, C, BV)
-            return
     # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
     first, stored, last, well = n, True, n, True  # where the states lie
     if POOL:
-        first, stored, last, well, start = load_slots(
-            read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots, start, stop, SHORT
+        first, stored, last, well = load_slots(
+            read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
         )
     if MAP:  # none of a sequence's last segment, and of the first one, whose start is known, no Phi
         well = (chunks > 0) & (n < N) & (ends == 0) & ((number > 0) | (w < V))
@@ -244,3 +244,66 @@ def scan(
         last, _, _, _, _, _, well = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     if (OUTPUT or MAP) and (not POOL or write_indices is not None):
         store_state(final_state, final_strides, S, last, hv, d, c, V + K if MAP else V, K, well)
+
+
+NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
+    "N", "T", "length", "least", "most", "others", "slots", "columns", "interval", "read_row", "write_row", "has_row",
+    "checkpoint_row", "checkpoint_column",
+]  # fmt: skip
+
+
+INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_indices"]  # see decode.py
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def scan(
+    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
+    write_indices, has_initial_state, checkpoint_indices, N, T, length, least, most, others, slots, columns, interval,
+    read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides, initial_strides,
+    final_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
+    POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
+    indices = (read_indices, write_indices, has_initial_state, checkpoint_indices)
+    numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
+    strides = (q_strides, p_strides, v_strides, initial_strides, final_strides)
+    z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    if POOL and SHORT > 0:
+        n, count = find_long(z, cu_seqlens, N, T, SHORT)
+        if (count < least) | ((count > most) & (others == 0)):
+            follow(OVERLAP)  # for the next launch, which waits for this one only
+            return
+        turns = tl.num_programs(2) - 1
+        if z == turns:
+            start, stop, _ = bounds(N, cu_seqlens, N, T, C, PACKED)
+            follow(OVERLAP)
+            store_zeros(rows_of(o, o_strides, z * 0, hv), o_strides, start, stop, w, V, C, BV)
+            return
+        if count > most:
+            for rank in range(z, count, turns):
+                n, _ = find_long(rank, cu_seqlens, N, T, SHORT)
+                start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+                walk(
+                    z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
+                    PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+                )  # fmt: skip
+        elif z < count:  # by itself: in a loop it spills, and takes 8 % longer (docs/notes)
+            start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+            walk(
+                z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
+                PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+            )  # fmt: skip
+    else:
+        n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
+        if PACKED and OUTPUT:  # noqa: SIM102 (a constant, then a number)
+            if n == N:
+                store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
+                return
+        walk(
+            z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
+            PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+        )  # fmt: skip

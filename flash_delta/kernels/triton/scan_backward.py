@@ -33,7 +33,7 @@ def scan_backward(
         if n < N:
             scan(
                 q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
-                None, None, None, None, N, T, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                None, None, None, None, N, T, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                 q_strides, p_strides, v_strides, initial_strides, initial_strides,
                 H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL, False, False, False, True, CHANNEL, TMA, OVERLAP,
                 PRECISION,

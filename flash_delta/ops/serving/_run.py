@@ -30,6 +30,7 @@ FIELDS = {
     "neg_eigval": "bool",
     "state_v_first": "bool",
     "checkpoint_every": "int?",
+    "max_prompts": "int?",
     "batch_invariant": "bool",
     "eps": "float?",
     "activation": "str?",

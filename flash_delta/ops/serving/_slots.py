@@ -31,6 +31,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_rows(p, s)
     else:
         _check_sequences(p, s, options.checkpoint_every)
+        _check_prompts(p.op, options)
     _check_indices(p, s)
     check_around(p, s, around, options)
     if around.conv_pool is not None:
@@ -39,7 +40,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_strides(op, "output_norm.gate", around.norm_gate)
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
     return p._replace(
-        pool=s.state_pool.dtype, checkpoint_every=options.checkpoint_every or 0,
+        pool=s.state_pool.dtype, checkpoint_every=options.checkpoint_every or 0, max_prompts=options.max_prompts,
         batch_invariant=options.batch_invariant, taps=taps, window=window, eps=options.eps,
         activation=options.activation, needs_grad=False, memo={},
     )  # fmt: skip
@@ -92,6 +93,14 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
         check_shape(p.op, "checkpoint_indices", s.checkpoint_indices, p.N, "M")
         if every is None:
             refuse(p.op, "checkpoint_every", f"a multiple of {p.chunk_size} beside checkpoint_indices", "None")
+
+
+def _check_prompts(op: str, options: Options) -> None:
+    most = options.max_prompts
+    if most is not None and (type(most) is not int or most < 0):
+        refuse(op, "max_prompts", "a number of at least 0 or None", most)
+    if most is not None and options.batch_invariant:
+        refuse(op, "max_prompts", "None with batch_invariant=True: all sequences run as prompts", most)
 
 
 def _check_indices(p: Problem, s: Slots) -> None:

@@ -20,6 +20,7 @@ def prefill_gated_delta_rule(
     has_initial_state: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_every: int | None = None,
+    max_prompts: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
@@ -40,13 +41,13 @@ def prefill_gated_delta_rule(
 
     chunk by chunk, with float32 states in between. Sequence n starts from the state in slot ``read_indices[n]``, or
     from zeros, and leaves its last one in slot ``write_indices[n]``; one of length 0 copies its state. A sequence of
-    1 to 16 tokens, for which a chunk would be a waste, runs token by token: a batch may hold prompts and decoding rows
-    (on a GPU a call for either is faster, as yet: a half to two thirds of the time).
+    1 to 16 tokens, for which a chunk would be a waste, runs token by token: a batch may hold prompts and decoding rows.
+    A server that says in ``max_prompts`` how many of the former there are at the most saves a GPU the search for them.
 
     With ``batch_invariant`` all run in chunks, in a way that does not depend on how many there are: what a sequence
     gives does not depend, by a bit, on the others, nor with a float32 pool on where a prompt is cut, at a multiple of
     64 tokens from its start. So a sequence that goes on from a float32 checkpoint gives the bits of the one that wrote
-    it. Without, that holds for calls of as many sequences where more than 16 tokens are left.
+    it. Without, that holds where more than 16 tokens are left, for calls with as many such sequences.
 
     No index is trusted, and on a GPU none is read by the host, nor are lengths (a call can be captured in a CUDA graph,
     to be replayed with others). What is no slot, below 0 or from ``slots`` on, is padding: a sequence without a slot to
@@ -73,6 +74,8 @@ def prefill_gated_delta_rule(
             ``checkpoint_indices[n, m]``, if the sequence is that long. Default None: no checkpoints.
         checkpoint_every: tokens from one checkpoint to the next, a multiple of 64; needed beside
             ``checkpoint_indices``. Default None.
+        max_prompts: no more sequences than this have over 16 tokens. It decides what a GPU launches, not what it
+            computes: if there are more after all, the call takes longer. Default None: any number may.
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
@@ -80,7 +83,7 @@ def prefill_gated_delta_rule(
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        batch_invariant: as above; short sequences, and few or many of them, take longer. Default False.
+        batch_invariant: as above; short sequences take longer. Default False.
         state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
         backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
 
@@ -106,6 +109,7 @@ def prefill_gated_delta_rule(
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         checkpoint_every=checkpoint_every,
+        max_prompts=max_prompts,
         batch_invariant=batch_invariant,
     )
     return run(inputs, slots, options, backend)
@@ -124,6 +128,7 @@ def prefill_kda(
     has_initial_state: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_every: int | None = None,
+    max_prompts: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
@@ -178,6 +183,7 @@ def prefill_kda(
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         checkpoint_every=checkpoint_every,
+        max_prompts=max_prompts,
         batch_invariant=batch_invariant,
     )
     return run(inputs, slots, options, backend)
