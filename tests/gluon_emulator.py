@@ -8,6 +8,7 @@ expects, and who waits for whom: a role that waits for ever is an error.
 import importlib
 import sys
 import threading
+from itertools import product as product_of
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -207,7 +208,7 @@ def specialize(roles, warps, registers):
 def allocate(dtype, shape, layout):
     if layout == "barrier":
         return Barriers([Barrier() for _ in range(shape[0])])
-    return Memory(torch.full(shape, float("nan"), dtype=dtype))
+    return Memory(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 class Barriers(list):
@@ -219,10 +220,19 @@ def layout(*arguments):
     return None
 
 
+def maximum(a, b):
+    return Value(torch.maximum(a.t, b.t)) if isinstance(a, Value) else Number(max(a, b))
+
+
+def largest(x, axis):
+    """A number, of a tensor with one axis."""
+    return Value(x.t.amax(axis)) if x.t.ndim > 1 else x.t.max().item()
+
+
 LANGUAGE = {
     "constexpr": lambda x: x, "allocate_shared_memory": allocate, "warp_specialize": specialize, "static_range": range,
     "float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "int64": torch.int64,
-    "program_id": lambda axis: Number(HERE.ids[axis]), "num_programs": lambda axis: HERE.ids[2 + axis],
+    "program_id": lambda axis: Number(HERE.ids[axis]), "num_programs": lambda axis: HERE.ids[3 + axis],
     "barrier": lambda: None, "shared_memory_descriptor": Memory,
     "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
@@ -230,8 +240,9 @@ LANGUAGE = {
     "sum": lambda x, axis: Value(x.t.sum(axis)), "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
-    "load": lambda p: Number(p.t[p.at]), "minimum": lambda a, b: Number(min(a, b)),
-    "maximum": lambda a, b: Number(max(a, b)), "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
+    "load": lambda p: Number(p.t[p.at]), "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
+    "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
+    "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
     "SwizzledSharedLayout": layout, "SliceLayout": layout, "DotOperandLayout": layout,
 }  # fmt: skip
 TMA = SimpleNamespace(
@@ -243,7 +254,7 @@ MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: "barrier",
     init=lambda bar, count: bar.init(count),
     expect=lambda bar, bytes: bar.arrive(1, bytes),
-    arrive=lambda bar, count: bar.arrive(count),
+    arrive=lambda bar, count, pred=True: bar.arrive(count) if pred else None,
     wait=lambda bar, parity, pred=True: bar.wait(parity, pred),
 )
 HOPPER = {
@@ -273,7 +284,7 @@ def emulated(package, name):
         f"{root}.language": language,
         f"{root}.language.nvidia.hopper": module("hopper", HOPPER),
         f"{root}.language.nvidia.ampere": module("ampere", {"mma_v2": product}),
-        "triton.language.extra.cuda": module("cuda", {"gdc_wait": lambda: None}),
+        "triton.language.extra.cuda": module("cuda", {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}),
     }
     own = [path for path in sys.modules if path.startswith(f"{package}.")]
     with patch.dict(sys.modules, fakes), patch.object(experimental, "gluon", fakes[root]):
@@ -292,7 +303,7 @@ def launch(kernel, grid, *arguments, **constants):
         return Pointer(x) if isinstance(x, torch.Tensor) else x
 
     arguments = [convert(x) for x in arguments]
-    for first in range(grid[0]):
-        for second in range(grid[1]):
-            HERE.ids = (first, second, *grid)
-            kernel(*arguments, **constants)
+    grid = (*grid, 1)[:3]
+    for ids in product_of(*map(range, grid)):
+        HERE.ids = (*ids, *grid)
+        kernel(*arguments, **constants)

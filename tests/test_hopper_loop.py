@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import launch
 from flash_delta.kernels.hopper.tiles import NARROW, WIDE
+from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.tiles import Chip
 from flash_delta.ops import _backend, _execute
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
@@ -38,14 +40,16 @@ def on_cpu(monkeypatch):
     def chosen(tile, processors):
         def forward(p, x):
             o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
-            launch.run_rates(p, x, o, rates)
-            launch.run_loop(p, x, o, final, rates, tile, processors)
+            c = make_call(p, x, ("test",))
+            c = c._replace(shape=c.shape._replace(chip=Chip("interpreter", processors)))
+            launch.run_rates(c, o, rates)
+            launch.run_loop(c, o, final, rates, tile)
             return Outputs(o, final)
 
         module = SimpleNamespace(forward=forward, unsupported=lambda p: None)
         for place in (_backend, _execute):
             monkeypatch.setattr(place, "load_backend", lambda name: module)
-        monkeypatch.setattr(_backend, "refusal", lambda name, p: None)
+        monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)
 
     return chosen
 

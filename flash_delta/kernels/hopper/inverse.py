@@ -1,4 +1,5 @@
-"""The inverse of a chunk by one warp group, in registers but for three exchanges: A = (I - M)^-1, M strictly lower.
+"""The inverse of a chunk by one warp group, in registers but for three exchanges: A diag(b), A = (I - M)^-1, M strictly
+lower.
 
 By doubling, as in ``triton/solve.py``: with A the inverses of the blocks of s tokens on the diagonal, those of 2 s are
 ``A + A M A``, of M only what lies between the halves, so that nothing is ever larger than the inverse. Warp w holds
@@ -12,8 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROWS
+from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
 from flash_delta.kernels.hopper.names import barrier
+from flash_delta.kernels.hopper.states import apart
 
 
 @gluon.jit
@@ -33,24 +35,40 @@ def doubled(A, At, M, r, c, level: gl.constexpr):
 
 
 @gluon.jit
-def invert(M, sM, sT, sD):
-    """M [64, 64] float32, in registers as ROWS; A likewise. Scratch: sM, sT [64, 64], sD [2, 2, 16, 16], float16.
+def own_blocks(M):
+    """Of M [64, 64] the block on the diagonal and the one left of it (of warp 0 whatever), each in its warp."""
+    even, odd = M.reshape([4, 16, 2, 2, 16]).permute([0, 1, 4, 2, 3]).split()  # columns of blocks 0 and 2, 1 and 3
+    first, third = even.split()
+    second, fourth = odd.split()
+    first, second = gl.convert_layout(first, BLOCKS), gl.convert_layout(second, BLOCKS)
+    third, fourth = gl.convert_layout(third, BLOCKS), gl.convert_layout(fourth, BLOCKS)
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
+    own = gl.where(w < 2, gl.where(w == 0, first, second), gl.where(w == 2, third, fourth))
+    return own, gl.where(w < 2, first, gl.where(w == 2, second, third))
 
-    All threads have to have left the scratch memory, and leave it with a barrier to come.
+
+@gluon.jit
+def halves(odd, even_left, odd_left, right):
+    """[4, 16, 16] thrice to [64, 32]: of the rows of an odd warp ``odd_left`` and ``right``, of others the first, 0."""
+    left = gl.where(odd, odd_left, even_left)
+    right = gl.where(odd, right, 0.0)
+    both = gl.join(left, right).permute([0, 1, 3, 2]).reshape([64, 32])
+    return gl.convert_layout(both, NARROW_ROWS)
+
+
+@gluon.jit
+def invert(M, b, sM, sT, sD):
+    """A diag(b), as columns 0 to 31 and 32 to 63 [64, 32] in registers; M [64, 64] as ROWS, whose diagonal is ignored.
+
+    b: [1, 64] in shared memory. Scratch: sM, sT [64, 32], sD [2, 2, 16, 16], float16, which all threads have to have
+    left; there is a barrier to come when this returns.
     """
-    sM.store(M.to(gl.float16))
-    M4 = M.reshape([4, 16, 4, 16])
-    layout: gl.constexpr = M4.type.layout
-    row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-    column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
-    block_row = gl.arange(0, 4, layout=row)[:, None, None, None]
-    block_column = gl.arange(0, 4, layout=column)[None, None, :, None]
-    own, before = block_row == block_column, block_row == block_column + 1
+    sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
-    D = gl.convert_layout(gl.sum(gl.where(own, M4, 0.0), 2), BLOCKS)
-    B = gl.convert_layout(gl.sum(gl.where(before, M4, 0.0), 2), BLOCKS)  # the block left of a warp's own
+    D, B = own_blocks(M)
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+    D = gl.where(r > c, D, 0.0)
     eye = zero + gl.where(r == c, 1.0, 0.0)
     A = gl.where((r ^ c) == 1, D, eye)
     At = product(eye, A, zero)
@@ -63,21 +81,20 @@ def invert(M, sM, sT, sD):
     At_before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs)[0]
     At_before = gl.convert_layout(At_before.reshape([4, 16, 16]), BLOCKS)
     odd = (gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))) % 2 == 1)[:, None, None]
-    B = gl.where(odd, product(A, product(At_before, B, zero), zero), 0.0)
-    A4 = gl.where(own, gl.convert_layout(A, gl.SliceLayout(2, layout)).expand_dims(2), 0.0)
-    A4 += gl.where(before, gl.convert_layout(B, gl.SliceLayout(2, layout)).expand_dims(2), 0.0)
-    A = gl.convert_layout(A4.reshape([64, 64]), ROWS)
+    A = halves(odd, A, product(A, product(At_before, B, zero), zero), A)  # of warps 0 and 1 columns 0 to 31, then 32 on
     # 32 -> 64: rows 32 on, columns up to 31.
-    half = A.to(gl.float16)
-    sT.store(half)
+    upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
+    scaled = A * b.slice(0, 32, 1).load(NARROW_ROWS)
+    sT.store(scaled.to(gl.float16))
     fence_async_shared()
     barrier()
-    step = warpgroup_mma(
-        gl.convert_layout(half, gl.DotOperandLayout(0, NARROW_ROWS, 2)), sM.slice(0, 32, 1),
-        gl.zeros([64, 32], gl.float32, NARROW_ROWS), use_acc=False, is_async=True,
-    )  # fmt: skip
+    operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
+    none = gl.zeros([64, 32], gl.float32, NARROW_ROWS)
+    step = gl.convert_layout(A.to(gl.float16), operand)
+    step = warpgroup_mma(step, sM.slice(32, 32, 0), none, use_acc=False, is_async=True)
+    right = A * gl.where(upper, 0.0, b.slice(32, 32, 1).load(NARROW_ROWS))
     step = warpgroup_mma_wait(0, deps=[step])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
-    step = gl.where(rows >= 32, step, 0.0).to(gl.float16)
-    A = warpgroup_mma(gl.convert_layout(step, gl.DotOperandLayout(0, ROWS, 2)), sT.slice(0, 32, 0), A, is_async=True)
-    return warpgroup_mma_wait(0, deps=[A])
+    step = gl.convert_layout(step.to(gl.float16), operand)
+    below = warpgroup_mma(step, sT.slice(0, 32, 0), none, use_acc=False, is_async=True)
+    below = warpgroup_mma_wait(0, deps=[below])
+    return gl.where(upper, scaled, below), right

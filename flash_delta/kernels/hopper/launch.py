@@ -1,55 +1,70 @@
 """One launcher per kernel: its grid, arguments and constants. What varies from call to call is not specialised."""
 
+from collections.abc import Iterator
+
 import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.hopper import layouts
+from flash_delta.kernels.hopper.again import Plan
+from flash_delta.kernels.hopper.again import launch as launch_described
 from flash_delta.kernels.hopper.loop import forward_loop
 from flash_delta.kernels.hopper.rates import rates
-from flash_delta.kernels.hopper.tiles import Tile
+from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS, Tile, tiles
+from flash_delta.kernels.triton import launcher
 from flash_delta.kernels.triton.chunk import C, count_slots
-from flash_delta.problem import Inputs, Problem
+from flash_delta.kernels.triton.launcher import Call, launch
+from flash_delta.problem import Problem
 
 WIDTH = 128  # K, and V
 
 
 def new_rates(p: Problem) -> Tensor:
-    """What `rates` writes, two vectors a row."""
-    return torch.empty(count_slots(p) * p.HV * count_rates(p) // 2, 2 * C, dtype=torch.float32, device=p.device)
+    """What `rates` writes, four vectors a row."""
+    return torch.empty(count_slots(p) * p.HV * 2, 4 * C, dtype=torch.float32, device=p.device)
 
 
-def count_rates(p: Problem) -> int:
-    return 6 if p.l2norm else 4
-
-
-def run_rates(p: Problem, x: Inputs, o: Tensor, out: Tensor) -> None:
+def run_rates(c: Call, o: Tensor, out: Tensor) -> None:
+    p, x = c.p, c.x
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4, 8, 16) if p.HV % n == 0)
-    rates[(count_slots(p), p.HV // heads)](
-        x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, p.N, p.T, p.scale, p.beta_range,
-        x.q.stride(), x.k.stride(), *row_and_others(x.g), *row_and_others(x.beta),
-        H=p.H, HV=p.HV, K=p.K, V=p.V, C=C, R=count_rates(p), HEADS=heads, BH=triton.next_power_of_2(heads),
-        PACKED=p.packed, GATE=x.g is not None, RAW_GATE=p.raw_gate, HAS_BIAS=x.dt_bias is not None,
-        HAS_BETA=x.beta is not None, RAW_BETA=p.raw_beta, NORM=p.l2norm,
-        OVERLAP=p.device.type != "cpu", num_warps=4 if p.l2norm else 1, enable_fp_fusion=True,
+    scalars = (
+        p.N, p.T, p.scale, p.beta_range, x.q.stride(), x.k.stride(), *row_and_others(x.g), *row_and_others(x.beta)
     )  # fmt: skip
+    constants = {
+        "H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C, "HEADS": heads, "BH": triton.next_power_of_2(heads),
+        "PACKED": p.packed, "GATE": x.g is not None, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
+        "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "OVERLAP": p.device.type != "cpu",
+    }  # fmt: skip
+    grid, tile = (count_slots(p), p.HV // heads, 1), RATES_OF_ROWS if p.l2norm else RATES
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out)
+    launch(c, rates, pointers, lambda: [launcher.Plan(grid, tile, scalars, constants, follows=False)])
 
 
-def run_loop(p: Problem, x: Inputs, o: Tensor, final: Tensor, out: Tensor, t: Tile, processors: int) -> None:
+def run_loop(c: Call, o: Tensor, final: Tensor, out: Tensor, *choice: Tile) -> None:
     """At most one program per multiprocessor and block of value columns; a program walks several states."""
-    columns = 64 * t.groups
+    p, x = c.p, c.x
     initial = final if x.initial_state is None else x.initial_state
     tokens = (x.q, x.k, x.v)
-    forward_loop[(min(p.N * p.HV, processors), WIDTH // columns)](
-        ragged(x.q, WIDTH), ragged(x.k, WIDTH), ragged(x.v, columns), ragged(o, 64),
-        TensorDescriptor.from_tensor(out, [1, 2 * C], layouts.LINES.value), states(p, initial), states(p, final),
-        x.cu_seqlens, p.N * p.HV, p.T, p.scale, *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens),
-        p.HV // p.H,
-        HV=p.HV, INITIAL=x.initial_state is not None, V_FIRST=p.state_v_first, PACKED=p.packed, RATES=count_rates(p),
-        GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values, NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
-        num_warps=4, enable_fp_fusion=True, launch_pdl=True,
-    )  # fmt: skip
+
+    def plans() -> Iterator[Plan]:
+        for t in choice or tiles(p, c.shape.chip, every=c.compiling is not None):
+            columns = 64 * t.groups
+            arguments = (
+                ragged(x.q, WIDTH), ragged(x.k, WIDTH), ragged(x.v, columns), ragged(o, 64),
+                TensorDescriptor.from_tensor(out, [1, 4 * C], layouts.LINES.value), states(p, initial),
+                states(p, final), x.cu_seqlens, p.N * p.HV, p.T, *(token_stride(t) for t in tokens),
+                tuple(t.stride(2) for t in tokens), p.HV // p.H,
+            )  # fmt: skip
+            constants = {
+                "HV": p.HV, "INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed,
+                "GROUPS": t.groups, "FACTORS": t.factors, "NS": t.slots, "NV": t.values, "NX": t.maps, "NO": t.outputs,
+                "REGISTERS": t.registers,
+            }  # fmt: skip
+            yield Plan((min(p.N * p.HV, c.shape.chip.processors), WIDTH // columns), arguments, constants)
+
+    launch_described(c, forward_loop, plans, {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
 
 
 def row_and_others(t: Tensor | None) -> tuple[int, tuple[int, int]]:

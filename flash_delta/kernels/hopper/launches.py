@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.kernels.hopper.launch import new_rates, run_loop, run_rates
+from flash_delta.kernels.hopper.launch_segments import new_walk, run_walk
 from flash_delta.kernels.hopper.tiles import NARROW, WIDE, Tile
+from flash_delta.kernels.triton.launcher import Call, make_call
 from flash_delta.kernels.triton.launches import Case, describe, problem_of
 from flash_delta.problem import Inputs, Problem
 
@@ -29,13 +32,25 @@ CASES = {
 
 
 def call_rates(case: str) -> None:
-    p, x = CASES[case]()
-    run_rates(p, x, torch.empty_like(x.v), new_rates(p))
+    c, o, _, rates = described(case)
+    run_rates(c, o, rates)
 
 
 def call_loop(case: str, t: Tile) -> None:
+    c, *outputs = described(case)
+    run_loop(c, *outputs, t)
+
+
+def call_walk(case: str) -> None:
+    c, *outputs = described(case)
+    run_walk(c, *outputs, new_walk(c.p, 128))
+
+
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor]:
+    """The call, o, the final states and rates."""
     p, x = CASES[case]()
-    run_loop(p, x, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), t, 1)
+    c = make_call(p, x, ("launches",))._replace(direct=False)
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p)
 
 
 def launches(target: str) -> Iterator[Launch]:
@@ -45,3 +60,4 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(case, partial(call_rates, case))
         for form, t in (("wide", WIDE), ("narrow", NARROW)):
             yield Launch(f"{case}-{form}", partial(call_loop, case, t))
+        yield Launch(f"{case}-segments", partial(call_walk, case))

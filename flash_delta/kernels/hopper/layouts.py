@@ -11,9 +11,14 @@ WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]
 BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]: a block for every warp
 # In shared memory, as wgmma and the copy engine take them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `launch.ragged` describes it
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
 LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: more of them would not lie row by row
 PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+# Some numbers that roles tell each other.
+FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a warp group
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 # The copy engine clips at the end of a tensor, here of any sequence (`launch.ragged`).
 RAGGED = gl.constexpr(2**30)

@@ -1,15 +1,16 @@
 """The forward pass by hand for Hopper: a program walks states, one after the other, with a role per warp group.
 
     load     q, k and rates of a chunk into a ring of NS slots, v into one of NV: one warp each
-    factor   A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots
+    factor   A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots; where two warp
+             groups have a state, they form P, half of its columns each
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
 The state is kept transposed, S^T [64, K] of 64 value columns per warp group, in float32 accumulators that feed the next
 product from registers, and so are R, U and O. One or two warp groups have a state, and one or two factor, in turns.
-Barriers: ``full``, ``vfull`` (q, k and rates, v have landed), ``xfull`` (A and P are there), ``done`` (the state has
-left the chunk, and all its slots are free; a ring shorter than NS asks for an earlier chunk's phase). What rates are,
-`rates` says.
+Barriers: ``full``, ``vfull`` (q, k and rates, v have landed), ``xfull``, ``pfull`` (A, P are there; of one role P comes
+with A), ``done`` (the state has left the chunk, and all its slots are free; a ring shorter than NS asks for an earlier
+chunk's phase). What rates are, `rates` says.
 
 Every accumulator on its way is named where another one is waited for, or ptxas waits for all; and no role may want more
 registers than it has, or ptxas lets every wgmma of the kernel wait for itself (C7512, see ``flash-delta compile``).
@@ -27,7 +28,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.inverse import invert
-from flash_delta.kernels.hopper.layouts import BOX, LINES, PAIRS, RAGGED, ROWS, TILE, WIDE_ROWS, WIDTH, C
+from flash_delta.kernels.hopper.layouts import (
+    BOX,
+    HALF,
+    LINES,
+    NARROW_ROWS,
+    PAIRS,
+    RAGGED,
+    ROWS,
+    TILE,
+    WIDE_ROWS,
+    WIDTH,
+    C,
+)
 from flash_delta.kernels.hopper.names import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.states import load_state, store_state
 
@@ -44,8 +57,9 @@ def bounds(item, cu_seqlens, T, HV: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def rate(sr, s, row: gl.constexpr, RATES: gl.constexpr):
-    return sr.index(s * (RATES // 2) + row // 2).slice(row % 2 * C, C, 1)
+def rate(sr, s, row: gl.constexpr):
+    """[1, 64], as `rates` numbers them."""
+    return sr.index(2 * s + row // 4).slice(row % 4 * C, C, 1)
 
 
 @gluon.jit
@@ -57,7 +71,7 @@ def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr)
 @gluon.jit
 def load_role(
     descs, tiles, bars, cu_seqlens, items, T, q_batch, k_batch, heads, group,
-    HV: gl.constexpr, RATES: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
+    HV: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, r_desc = descs
     sq, sk, sr = tiles
@@ -72,14 +86,14 @@ def load_role(
             s = t % NS
             bar = full.index(s)
             mbarrier.wait(done.index(s), ((t // NS) & 1) ^ 1)
-            mbarrier.expect(bar, C * (WIDTH + WIDTH) * 2 + RATES * C * 4)
+            mbarrier.expect(bar, C * (WIDTH + WIDTH) * 2 + 8 * C * 4)
             load_box(k_desc, batch * k_batch + start, length, token, h * heads[1], bar, sk.index(s), WIDTH)
             load_box(q_desc, batch * q_batch + start, length, token, h * heads[0], bar, sq.index(s), WIDTH)
             if t == 0:
                 gdc_wait()  # `rates` has ended: what it wrote is there
-            for m in gl.static_range(RATES // 2):
-                row = ((slot + token // C) * HV + hv) * (RATES // 2) + m
-                tma_load(r_desc, [row, 0], bar, sr.index(s * (RATES // 2) + m))
+            row = ((slot + token // C) * HV + hv) * 2
+            tma_load(r_desc, [row, 0], bar, sr.index(2 * s))
+            tma_load(r_desc, [row + 1, 0], bar, sr.index(2 * s + 1))
             t += 1
 
 
@@ -107,7 +121,7 @@ def load_values_role(
 @gluon.jit
 def factor_role(
     tiles, scratch, bars, cu_seqlens, items, T, which: gl.constexpr,
-    HV: gl.constexpr, RATES: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr,
+    HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sr, sa, sp = tiles
@@ -121,42 +135,66 @@ def factor_role(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, _, _, length = bounds(item, cu_seqlens, T, HV, PACKED)
         chunks = (length + C - 1) // C
-        for c in range((which + FACTORS - first % FACTORS) % FACTORS, chunks, FACTORS):
+        begin = (which + FACTORS - first % FACTORS) % FACTORS
+        s = (first + begin) % NS
+        mbarrier.wait(full.index(s), ((first + begin) // NS) & 1, pred=begin < chunks)
+        scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])  # still on its way
+        for c in range(begin, chunks, FACTORS):
             t = first + c
             s, x = t % NS, t % NX
-            mbarrier.wait(full.index(s), (t // NS) & 1)
-            scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            G = rate(sr, s, 0, RATES)
-            decay = gl.exp2(G.permute([1, 0]).load(ROWS) - G.load(ROWS))
-            b = rate(sr, s, 1, RATES).permute([1, 0]).load(ROWS)
-            if RATES > 4:
-                lengths = rate(sr, s, 4, RATES)
-                decay *= lengths.load(ROWS)
-                b *= lengths.permute([1, 0]).load(ROWS)
-            scores, reads = warpgroup_mma_wait(1, deps=[scores, reads])
-            M = gl.where(i > j, scores * decay * -b, 0.0)
-            reads = warpgroup_mma_wait(0, deps=[reads])
-            P = gl.where(i >= j, reads * decay, 0.0).to(ty)
+            decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
+            strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            M = scores * decay * strength
             before = t + (NS - NX)
             mbarrier.wait(done.index(before % NS), ((before // NS) & 1) ^ 1)
-            sp.index(x).store(P)
-            A = invert(M, sM, reinterpret(sa.index(x), gl.float16, [C, C], TILE), sD)
+            if READS:
+                reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                reads = warpgroup_mma_wait(0, deps=[reads])
+                sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
+            sT = reinterpret(sa.index(x), gl.float16, [C, C // 2], HALF)
+            left, right = invert(M, rate(sr, s, 3), sM, sT, sD)
             barrier()  # the last product has read what lies there
-            sa.index(x).store((A * rate(sr, s, 1, RATES).load(ROWS)).to(ty))
+            sa.index(x).slice(0, 32, 1).store(left.to(ty))
+            sa.index(x).slice(32, 32, 1).store(right.to(ty))
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
+            # The next chunk's scores are on their way meanwhile; without a next one, those of whatever lies there.
+            later = t + FACTORS
+            mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
+            keys = sk.index(later % NS)
+            scores = warpgroup_mma(keys, keys.permute([1, 0]), zero, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = warpgroup_mma_wait(0, deps=[scores])
         first += chunks
 
 
 @gluon.jit
+def start_reads(q, k, j: gl.constexpr):
+    """q k^T of 32 keys, from j on."""
+    zero = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
+    return warpgroup_mma(q, k.slice(j, C // 2, 0).permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
+    """Their columns of P."""
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    column = j + gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    decay = gl.exp2(to.permute([1, 0]).load(NARROW_ROWS) - of.slice(j, C // 2, 1).load(NARROW_ROWS))
+    sp.slice(j, C // 2, 1).store(gl.where(row >= column, reads * decay, 0.0).to(ty))
+    fence_async_shared()
+
+
+@gluon.jit
 def state_role(
-    o_desc, tiles, so, sbar, bars, initial, final, cu_seqlens, items, T, scale, w, v: gl.constexpr,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, RATES: gl.constexpr, NS: gl.constexpr,
+    o_desc, tiles, so, sbar, bars, initial, final, cu_seqlens, items, T, w, v: gl.constexpr,
+    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr, NS: gl.constexpr,
     NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sv, sr, sa, sp = tiles
-    full, vfull, xfull, done = bars
+    full, vfull, xfull, pfull, done = bars
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
@@ -176,29 +214,31 @@ def state_role(
             mbarrier.wait(full.index(s), (t // NS) & 1)
             E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            S *= gl.exp2(rate(sr, s, 0, RATES).slice(C - 1, 1, 1).load(WIDE_ROWS))
-            E, O = warpgroup_mma_wait(0, deps=[E, O])
-            e_p = rate(sr, s, 2, RATES).load(ROWS)
-            if RATES > 4:
-                e_p *= rate(sr, s, 4, RATES).load(ROWS)
             mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)
+            E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
-            R = (R - E * e_p).to(ty)
+            R = (R + E * rate(sr, s, 4).load(ROWS)).to(ty)
             mbarrier.wait(xfull.index(x), (t // NX) & 1)
             U = warpgroup_mma(
                 gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
             )
-            O *= rate(sr, s, 2, RATES).load(ROWS)
+            U, O = warpgroup_mma_wait(1, deps=[U, O])
+            O *= rate(sr, s, 5).load(ROWS)
+            S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
+            weight = rate(sr, s, 6).load(ROWS)
             U = warpgroup_mma_wait(0, deps=[U])
-            written = (U * rate(sr, s, 3, RATES).load(ROWS)).to(ty)
+            written = (U * weight).to(ty)
             read = U.to(ty)
+            if READS:
+                reads = start_reads(sq.index(s), sk.index(s), v // 2)
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
+            if READS:
+                reads, S = warpgroup_mma_wait(1, deps=[reads, S])
+                store_reads(reads, sp.index(x), rate(sr, s, 0), rate(sr, s, 1), v // 2, ty)
+                mbarrier.arrive(pfull.index(x), count=1)
+                mbarrier.wait(pfull.index(x), (t // NX) & 1)
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
-            if RATES > 4:
-                O *= rate(sr, s, 5, RATES).load(ROWS)
-            else:
-                O *= scale
             tma.store_wait(NO - 1)
             mbarrier.arrive(done.index(s), count=1)
             out = so.index(t % NO)
@@ -221,9 +261,9 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["items", "T", "q_batch", "k_batch", "v_batch", "group"])
 def forward_loop(
-    q_desc, k_desc, v_desc, o_desc, r_desc, initial, final, cu_seqlens, items, T, scale, q_batch,
+    q_desc, k_desc, v_desc, o_desc, r_desc, initial, final, cu_seqlens, items, T, q_batch,
     k_batch, v_batch, heads, group,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, RATES: gl.constexpr,
+    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr,
     NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -233,53 +273,54 @@ def forward_loop(
     w = gl.program_id(1) * BV
     sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
-    sr = gl.allocate_shared_memory(gl.float32, [NS * (RATES // 2), 1, 2 * C], LINES)
+    sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sv = gl.allocate_shared_memory(ty, [NV, C, BV], TILE)
     sa = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    sM = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+    sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     sbar = barriers(NO, 1)
     full = barriers(NS, 1)
     done = barriers(NS, GROUPS)
     vfull = barriers(NV, 1)
     xfull = barriers(NX, 1)
+    pfull = barriers(NX, GROUPS)
     factor_tiles, state_tiles = (sq, sk, sr, sa, sp), (sq, sk, sv, sr, sa, sp)
-    factor_bars, state_bars = (full, xfull, done), (full, vfull, xfull, done)
+    factor_bars, state_bars = (full, xfull, done), (full, vfull, xfull, pfull, done)
     so2, sbar2, sM2, sD2 = so, sbar, sM, sD
     if GROUPS == 2:
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         sbar2 = barriers(NO, 1)
     if FACTORS == 2:
-        sM2 = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+        sM2 = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
         sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     fence_async_shared()
     barrier()
     # The first role gets the registers that the others leave.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, RATES, FACTORS, NS, NX,
-                           PACKED)),
-            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, scale, w, 0,
-                          HV, INITIAL, V_FIRST, RATES, NS, NX, NV, NO, PACKED)),
-            (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, cu_seqlens, items, T, scale, w,
-                          64, HV, INITIAL, V_FIRST, RATES, NS, NX, NV, NO, PACKED)),
+            (factor_role, (factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS, GROUPS == 1,
+                           NS, NX, PACKED)),
+            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, w, 0,
+                          HV, INITIAL, V_FIRST, GROUPS == 2, NS, NX, NV, NO, PACKED)),
+            (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, cu_seqlens, items, T, w,
+                          64, HV, INITIAL, V_FIRST, GROUPS == 2, NS, NX, NV, NO, PACKED)),
             (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, items, T, q_batch, k_batch,
-                         heads, group, HV, RATES, NS, PACKED)),
+                         heads, group, HV, NS, PACKED)),
             (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, items, T, v_batch, heads, w, HV, BV, NS, NV,
                                 PACKED)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, scale, w, 0,
-                          HV, INITIAL, V_FIRST, RATES, NS, NX, NV, NO, PACKED)),
-            (factor_role, (factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, RATES, FACTORS, NS, NX,
-                           PACKED)),
-            (factor_role, (factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, items, T, 1, HV, RATES, FACTORS, NS, NX,
-                           PACKED)),
+            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, w, 0,
+                          HV, INITIAL, V_FIRST, GROUPS == 2, NS, NX, NV, NO, PACKED)),
+            (factor_role, (factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS, GROUPS == 1,
+                           NS, NX, PACKED)),
+            (factor_role, (factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, items, T, 1, HV, FACTORS, GROUPS == 1,
+                           NS, NX, PACKED)),
             (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, items, T, q_batch, k_batch,
-                         heads, group, HV, RATES, NS, PACKED)),
+                         heads, group, HV, NS, PACKED)),
             (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, items, T, v_batch, heads, w, HV, BV, NS, NV,
                                 PACKED)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

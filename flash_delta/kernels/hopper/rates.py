@@ -1,7 +1,8 @@
 """Stage ``cumulate``: per chunk and value head, what the loop applies to scores and accumulators.
 
     G = log2 e (g_1 + .. + g_i)         the log decay g as given, or made of its raw activation
-    rates [R, C] = G, b, e_p = r_k 2^G, e_q = scale r_q 2^G; with a norm also scale r_q and r_k
+    rates [8, C] = G + log2(scale r_q), G - log2 r_k: their differences scale and decay scores; -b r_k / (scale r_q), b;
+                   -r_k 2^G, scale r_q 2^G, r_k 2^{G_C - G}; and gamma
 
 with the reciprocal lengths r of q and k (1 without a norm). G is summed in float64, of decays cut off at e^-128, which
 is 0 in float32: so |G| stays below 2^14 and its differences resolve 2^-10 after 64 such tokens. Rows behind the end of
@@ -24,7 +25,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def rates(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, N, T, scale, beta_top, q_strides, k_strides,
     g_batch, g_strides, beta_batch, beta_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -59,17 +60,22 @@ def rates(
         b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
         if RAW_BETA:
             b = tl.where(live, strength(b, beta_top), 0.0)
-    to = out + (slot.to(tl.int64) * HV + hv) * (R * C) + i
-    e_k = tl.exp2(tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :] - G)
+    last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
+    # With a norm the logarithms of reciprocal lengths, so that scores take all from one exponential.
+    l_q, l_k = tl.log2(scale), 0.0
     if NORM:
         h = first // (HV // H)
         W: tl.constexpr = 32
         r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W)[:, None]
         r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
-        e_k *= r_k
-        tl.store(to + 4 * C, r_k + tl.zeros([C, BH], tl.float32), mask=known)
-        tl.store(to + 5 * C, scale * r_q + tl.zeros([C, BH], tl.float32), mask=known)
-    tl.store(to, G, mask=known)
-    tl.store(to + C, b, mask=known)
-    tl.store(to + 2 * C, tl.exp2(G), mask=known)
-    tl.store(to + 3 * C, e_k, mask=known)
+        l_q += tl.log2(r_q)
+        l_k = tl.log2(r_k)
+    to = out + (slot.to(tl.int64) * HV + hv) * (8 * C) + i
+    tl.store(to, G + l_q, mask=known)
+    tl.store(to + C, G - l_k, mask=known)
+    tl.store(to + 2 * C, -b * tl.exp2(l_k - l_q), mask=known)
+    tl.store(to + 3 * C, b, mask=known)
+    tl.store(to + 4 * C, -tl.exp2(G + l_k), mask=known)
+    tl.store(to + 5 * C, tl.exp2(G + l_q), mask=known)
+    tl.store(to + 6 * C, tl.exp2(last - G + l_k), mask=known)
+    tl.store(to + 7 * C, tl.exp2(last) + tl.zeros([C, BH], tl.float32), mask=known)

@@ -3,6 +3,7 @@ to share out among the warp groups of a program. Others fail the compile gate, o
 
 from typing import NamedTuple
 
+from flash_delta.kernels.triton import tiles as triton
 from flash_delta.kernels.triton.tiles import Chip
 from flash_delta.problem import Problem
 
@@ -17,10 +18,24 @@ class Tile(NamedTuple):
     registers: int  # of each group with a state, or if there is one only, of each that factors; another gets the rest
 
 
-WIDE, NARROW = Tile(2, 1, 4, 2, 2, 1, 192), Tile(1, 2, 4, 2, 3, 1, 136)
+WIDE, NARROW = Tile(2, 1, 4, 2, 2, 1, 200), Tile(1, 2, 4, 3, 2, 2, 136)
+RATES, RATES_OF_ROWS = triton.Tile(1, 3), triton.Tile(4, 3)  # `rates` of gates alone, and with norms of rows
 
 
-def choose(p: Problem, chip: Chip) -> Tile:
-    """Half a state per program as long as all can run at once: 2.0 us a chunk on an H200, for 3.2 with a whole one."""
+def tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[Tile, ...]:
+    """Half a state per program as long as all can run at once: 1.8 us a chunk on an H200, for 3.1 with a whole one.
+
+    ``every``: all that other numbers of states choose.
+    """
+    if every:
+        return WIDE, NARROW
     programs = 2 * p.N * p.HV
-    return NARROW if programs <= chip.processors else WIDE
+    return (NARROW if programs <= chip.processors else WIDE,)
+
+
+# Of the kernels of a walk in segments.
+FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
+MEMBERS = 2  # value heads at most that it walks for one k
+MAPS = {"NS": 4, "REGISTERS": 216}
+COMPOSE = triton.Tile(8, 3, 16)
+WALK = {"NS": 3, "REGISTERS": 192}

@@ -8,7 +8,6 @@ the state through them. With a decay per channel ``channel`` forms all that depe
 backward pass, and with ``disable_recompute`` the rest.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from flash_delta.kernels.triton import launch, launch_decode, launch_segments
 from flash_delta.kernels.triton.chunk import count_slots
-from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, replayed, run
+from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, on, replayed, run
 from flash_delta.kernels.triton.tiles import chip_of, plan_segments, widest_float32
 from flash_delta.kernels.triton.workspace import (
     Chain,
@@ -97,7 +96,7 @@ def forward(p: Problem, x: Inputs) -> Outputs:
         elif walk is not None:
             launch_segments.run_walk(c, channels, solved, factors, o, final, walk)
 
-    with _on(p.device):
+    with on(p.device):
         call = make_call(p, x, ("forward", kept), memo=p.memo)
         run(call, kernels, o, final, *(w.buffer for w in memory), *(walk or (None,) * 3)[1:])
     return Outputs(o, final, (memory[0].buffer,) if p.needs_grad else ())
@@ -142,7 +141,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         if p.gate == "scalar":
             launch.run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
-    with _on(p.device):
+    with on(p.device):
         call = make_call(p, x, ("backward", again, kept), do, dfinal)
         run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
@@ -152,7 +151,7 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
     """``o``, contiguous; the pools are written in place."""
     x = _with_flat_parameters(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    with _on(p.device):
+    with on(p.device):
         if not replayed(p, DECODE, (*x, *s, *around, o)):
             run(make_call(p, x, DECODE, *s, *around, memo=p.memo), partial(launch_decode.run_decode, o=o), o)
     return o
@@ -170,7 +169,7 @@ def step(p: Problem, x: Inputs) -> Outputs:
     if x.initial_state is not None:
         states.copy_(x.initial_state)
     rows = torch.arange(p.N, dtype=torch.int32, device=p.device)
-    with _on(p.device):
+    with on(p.device):
         call = make_call(p, x._replace(initial_state=None), STEP, *Slots(states, rows, rows), memo=p.memo)
         run(call, partial(launch_decode.run_decode, o=o), o)
     return Outputs(o, states)
@@ -189,7 +188,7 @@ def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
         _chunks(c, solved, factors, channels)
         launch.run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
 
-    with _on(p.device):
+    with on(p.device):
         run(make_call(p, x, PREFILL, *s, memo=p.memo), kernels, o, memory.buffer)
     return o
 
@@ -249,10 +248,3 @@ def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
         return None
     over = 0 if like.numel() == sums.shape[1:].numel() else (0, 2)
     return sums.sum(over).reshape(like.shape).to(like.dtype)
-
-
-def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()

@@ -32,6 +32,17 @@ class Flags(NamedTuple):
     alone: bool  # tokens of decoding, one a row
 
 
+class ModuleFlags(NamedTuple):
+    """The same of a convolution or a norm."""
+
+    kind: tuple
+    device: torch.device
+    W: int
+    packed: bool
+    D: int
+    activation: str | None
+
+
 class Layout(NamedTuple):
     """What compiled code depends on of a tensor."""
 
@@ -40,7 +51,7 @@ class Layout(NamedTuple):
     strides: tuple  # what it depends on of these
 
 
-Key = tuple[Flags, tuple[Layout | None, ...]]
+Key = tuple[Flags | ModuleFlags, tuple[Layout | None, ...]]
 
 
 class Refused(Exception):
@@ -75,7 +86,7 @@ def difference(new: Key, known: Iterable[Key], tensors: dict[str, Tensor | None]
 
 
 def _unlike(new: Key, old: Key, tensors: dict[str, Tensor | None]) -> Iterator[str]:
-    for name, a, b in zip(Flags._fields, new[0], old[0], strict=True):
+    for name, a, b in zip(new[0]._fields, new[0], old[0], strict=True):
         if a != b:
             yield f"{name} is {a}, compiled was {b}"
     for (name, t), a, b in zip(tensors.items(), new[1], old[1], strict=True):

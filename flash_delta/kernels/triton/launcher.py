@@ -9,7 +9,7 @@ like it is used again.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import chain, repeat
 from math import gcd
@@ -21,10 +21,10 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
-from flash_delta.kernels.triton.forbidding import Flags, Key, Layout, Refused, difference
+from flash_delta.kernels.triton.forbidding import Flags, Key, Layout, ModuleFlags, Refused, difference
 from flash_delta.kernels.triton.tiles import Chip, Tile, chip_of
 from flash_delta.kernels.triton.workspace import Workspace
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.problem import Around, Convolution, Convolved, Inputs, Norm, Normalized, Problem, Slots
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
@@ -53,6 +53,15 @@ class Step(NamedTuple):
     sources: tuple[tuple[int, int], ...]  # of its pointers: which tensor, and bytes from its start
     rest: tuple[Any, ...]  # the arguments behind them
 
+    def launch(self, stream: int, starts: list[int]) -> None:
+        """``starts``: the addresses of all tensors of the call."""
+        if self.tma:
+            triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
+        addresses = [starts[number] + offset for number, offset in self.sources]
+        self.run(
+            *self.grid, stream, self.function, self.metadata, None, None, None, *addresses, *self.rest
+        )  # fmt: skip
+
 
 class Shape(NamedTuple):
     """What calls have in common that differ in their tensors' values only."""
@@ -65,8 +74,8 @@ class Shape(NamedTuple):
 class Call(NamedTuple):
     """One call of an op, forward or backward, as the launchers take it."""
 
-    p: Problem
-    x: Inputs
+    p: Problem | Convolution | Norm
+    x: Inputs | Convolved | Normalized
     more: tuple[Tensor | None, ...]  # other tensors that come from outside
     shape: Shape
     direct: bool  # launched with addresses, past Triton's own launcher
@@ -101,27 +110,42 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
                 kind in (DECODE, STEP) and alone(p),
             ),
             (
-                p.N, p.T, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.eps,
+                p.N, p.T, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
                 *(None if t is None else t.shape for t in more),
             ),
             *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
         )  # fmt: skip
         if memo is not None:
             memo[kind] = shape
-    # A profiler's hooks are called by Triton's own launcher.
-    direct = p.device.type == "cuda" and not knobs.runtime.launch_enter_hook.calls
-    return Call(p, x, more, shape, direct)
+    return Call(p, x, more, shape, _direct(p.device))
+
+
+def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tuple, *more: Tensor | None) -> Call:
+    """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N."""
+    flags = ModuleFlags(
+        kind, p.device, *(p.W, p.packed) if isinstance(p, Convolution) else (1, False), p.D, p.activation
+    )
+    shape = _shape(
+        chip_of(p.device), flags, (p, *(None if t is None else t.shape for t in (*x, *more))),
+        # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
+        *[None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)],
+    )  # fmt: skip
+    return Call(p, x, more, shape, _direct(p.device))
+
+
+def _direct(device: torch.device) -> bool:
+    return device.type == "cuda" and not knobs.runtime.launch_enter_hook.calls  # a profiler's, that Triton's own calls
 
 
 @lru_cache(maxsize=1024)
-def _shape(chip: Chip, flags: Flags, sizes: tuple, *tensors: tuple | None) -> Shape:
+def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, *tensors: tuple | None) -> Shape:
     """``sizes`` change what is launched, not what is compiled for it."""
     names = (
         (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind in (DECODE, STEP, PREFILL) else Inputs._fields
     )
-    counted = TOKENS if flags.kind in (DECODE, STEP) else ()
+    counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
     layouts = (
-        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=flags.alone)
+        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
         for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
     )
     return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip, [])
@@ -183,7 +207,7 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
         _ready.add(c.shape.key)
     if not c.shape.steps:
         # As objects of their own: here one tensor may come as q and as k, in the next call two.
-        x, more = Inputs(*map(_alias, c.x)), tuple(map(_alias, c.more))
+        x, more = type(c.x)(*map(_alias, c.x)), tuple(map(_alias, c.more))
         steps: list[Step] = []
         kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own), steps=steps))
         c.shape.steps[:] = steps
@@ -206,12 +230,7 @@ def _launch(steps: list[Step], device: torch.device, tensors: tuple[Tensor | Non
     starts = [0 if t is None else t.data_ptr() for t in tensors]
     stream = driver.active.get_current_stream(device.index)
     for step in steps:
-        if step.tma:
-            triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
-        addresses = [starts[number] + offset for number, offset in step.sources]
-        step.run(
-            *step.grid, stream, step.function, step.metadata, None, None, None, *addresses, *step.rest
-        )  # fmt: skip
+        step.launch(stream, starts)
 
 
 @contextmanager
@@ -221,12 +240,20 @@ def _explained(c: Call) -> Iterator[None]:
         yield
     except Refused as refused:
         keys = list(_keys)
-        others = (*Slots._fields, *Around._fields) if c.p.pool is not None else ("do", "dfinal")
-        tensors = dict(zip((*Inputs._fields, *others), (*c.x, *c.more), strict=False))
+        serving = isinstance(c.p, Problem) and c.p.pool is not None
+        others = (*Slots._fields, *Around._fields) if serving else ("do", "dfinal")
+        tensors = dict(zip((*c.x._fields, *others), (*c.x, *c.more), strict=False))
         why = difference(keys[c.shape.key], (keys[number] for number in _ready), tensors)
         raise RuntimeError(
             f"{c.p.op}: kernel {refused} would have to be compiled, which forbid_compilation() forbids: {why}"
         ) from None
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
 
 
 def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], Iterable[Plan]]) -> None:
@@ -249,6 +276,11 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], 
             kernel[plan.grid](*pointers, *plan.scalars, **options)
 
 
+def compiled_as(name: tuple) -> Any:
+    """What was compiled, by the name that its launcher gave it in ``Call.compiling``."""
+    return _compiled[name]
+
+
 def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
     """Of what is compiled: beside what calls of a shape have in common, a launch's own."""
     return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
@@ -259,7 +291,7 @@ def _alias(t: Tensor | None) -> Tensor | None:
 
 
 def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> Step:
-    compiled = _compiled[_name(c, kernel, plan)]
+    compiled = compiled_as(_name(c, kernel, plan))
     run = compiled.run  # loads it
     sources = tuple(_source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())

@@ -1,0 +1,140 @@
+"""The Hopper backend's walk in segments on a CPU: `rates` and `compose` by Triton's interpreter, the rest emulated."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import flash_delta
+from flash_delta.kernels.hopper import launch, launch_segments
+from flash_delta.kernels.hopper.split import split_endless, split_length
+from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.ops import _backend, _execute
+from flash_delta.problem import Outputs
+from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.cases import Case
+from tests.gluon_emulator import emulated
+from tests.gluon_emulator import launch as emulate
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+# One, several and no segments of a sequence, a last one of one token, and guard rows.
+PACKED = Case("", "", B=1, T=370, H=1, HV=2, K=128, V=128, lengths=(0, 1, 200, 0, 64, 65, 0, 33))
+ROWS = Case("", "", B=2, T=200, H=1, HV=2, K=128, V=128)
+ROW = replace(ROWS, B=1, HV=1)
+RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+CELLS = {
+    "packed": ("gdn", PACKED, 1, torch.bfloat16),
+    "float16": ("gdn", PACKED, 1, torch.float16),
+    "two-chunks": ("gdn", replace(ROW, T=330), 2, torch.bfloat16),
+    "delta-rule-rows": ("delta-rule", ROWS, 2, torch.bfloat16),
+    "three-heads": ("gdn", replace(ROWS, H=2, HV=6, T=130), 1, torch.bfloat16),
+    "strong-decay": ("gdn", replace(ROW, decay="strong"), 1, torch.bfloat16),
+    "extreme-decay": ("gdn", replace(ROW, decay="extreme"), 1, torch.bfloat16),
+    "v-first": ("gdn", replace(ROW, options={"state_v_first": True}), 1, torch.bfloat16),
+    "no-initial-state": ("gdn", replace(ROW, initial_state=False), 1, torch.bfloat16),
+    "correlated-keys": ("gdn", replace(ROW, keys="correlated", beta="one"), 1, torch.bfloat16),
+    "raw": ("gdn", replace(PACKED, options=RAW), 1, torch.bfloat16),
+    "negative-eigenvalues": ("gdn", replace(ROW, options=RAW | {"allow_neg_eigval": True}), 1, torch.bfloat16),
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The backend with its kernels emulated, as the choice of every call, in segments of so many chunks."""
+
+    class Kernel:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            options = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")
+            return lambda *a, **c: emulate(self.kernel, grid, *a, **{n: v for n, v in c.items() if n not in options})
+
+    kernels = {
+        name: getattr(emulated("flash_delta.kernels.hopper", module), name)
+        for module, name in (("factor", "factor"), ("maps", "find_maps"), ("walk", "walk"))
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(launch_segments, name, Kernel(kernel))
+
+    def chosen(chunks, part=8):
+        monkeypatch.setitem(kernels["find_maps"].__globals__, "PART", part)
+
+        def forward(p, x):
+            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
+            c = make_call(p, x, ("test",))
+            launch.run_rates(c, o, rates)
+            launch_segments.run_walk(c, o, final, rates, launch_segments.new_walk(p, 64 * chunks))
+            return Outputs(o, final)
+
+        module = SimpleNamespace(forward=forward, unsupported=lambda p: None)
+        for place in (_backend, _execute):
+            monkeypatch.setattr(place, "load_backend", lambda name: module)
+        monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)
+
+    return chosen
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@torch.no_grad()
+def test_against_the_recurrence(on_cpu, cell):
+    name, case, chunks, dtype = CELLS[cell]
+    member = MEMBERS[name]
+    x = make_inputs(case, member, dtype)
+    wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
+    wanted = recurrence(member, wide, x)
+    with products_in(dtype):
+        reference = member.op(**x, backend="torch")
+    on_cpu(chunks)
+    for got, want, rounded in zip(member.op(**x), wanted, reference, strict=True):
+        assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@torch.no_grad()
+def test_a_map_that_has_faded_is_left(on_cpu):
+    """With the same bits as if it had been walked to its end; that of the other head does not fade."""
+    x = make_inputs(replace(ROW, HV=2, T=500), MEMBERS["gdn"], torch.bfloat16)
+    x["g"][..., 0] = -1.0
+    outputs = []
+    for part in (1, 1000):
+        on_cpu(4, part)
+        outputs.append(MEMBERS["gdn"].op(**x))
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def problem(T=32768, HV=8, N=1):
+    x = make_inputs(Case("", "", B=1, T=4, lengths=(4,)), MEMBERS["gdn"], torch.bfloat16)
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="torch").problem
+    return p._replace(T=T, N=N, HV=HV, K=128, V=128, needs_grad=False)
+
+
+H200 = 132
+
+
+def test_who_is_split():
+    """Long sequences on few heads; as many tokens in many sequences, or on many heads, fill the chip anyway."""
+    assert split_length(problem(), H200) == 2048
+    for p in (problem(T=512), problem(HV=64), problem(N=32), problem(T=0), problem(T=1)):
+        assert split_length(p, H200) is None
+    assert split_length(problem(), 8) is None
+    rows = problem(T=16384, N=2)._replace(packed=False, B=2)
+    assert split_length(rows, H200) == split_length(problem(N=2), H200)
+
+
+def test_what_is_split_was_compiled():
+    """At the first call of other sizes."""
+    for HV in range(1, 80):
+        if split_endless(problem(HV=HV), H200) is None:
+            assert not any(split_length(problem(T, HV, N), H200) for T in (2048, 8192, 2**17) for N in (1, 2))
+
+
+@pytest.mark.parametrize("T", [1000, 8192, 10001, 2**17, 2**19, 2**30])
+@pytest.mark.parametrize("HV", [1, 8, 16, 32])
+def test_segments_are_whole_chunks(T, HV):
+    length = split_length(problem(T, HV), H200)
+    assert length is None or (length % 64 == 0 and 64 <= length < T)
