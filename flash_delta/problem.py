@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+MOST_TAPS, WIDEST_ROW = 8, 8192  # of kernels: of a convolution, and of a norm, whose rows registers hold
 SHORT = 16  # tokens of a sequence up to which whole chunks are a waste; prefill runs those token by token
 
 
@@ -56,6 +57,7 @@ class Problem(NamedTuple):
     activation: Literal["silu", "sigmoid"] | None = None  # of that norm's gate
     pool: torch.dtype | None = None  # serving: states lie in the slots of a pool, in this dtype
     checkpoint_every: int = 0  # prefill: tokens from one state that is written down to the next; 0: none is
+    max_prompts: int | None = None  # prefill: no more sequences have over SHORT tokens; None: any number may
     batch_invariant: bool = False  # prefill: no bit of a sequence's results depends on the others
     memo: dict | None = None  # shared by calls that differ in their tensors' values only: what backends found out there
 
@@ -104,6 +106,51 @@ class Around(NamedTuple):
     conv_bias: Tensor | None = None  # [D]
     norm_gate: Tensor | None = None  # [B, T, HV, V]
     norm_weight: Tensor | None = None  # [V]
+
+
+class Convolution(NamedTuple):
+    """A call of the short convolution, described but for the values of its tensors."""
+
+    op: str
+    B: int
+    T: int
+    D: int  # channels
+    W: int  # taps
+    N: int  # sequences
+    dtype: torch.dtype  # the widest of its tensors
+    device: torch.device
+    packed: bool
+    activation: str | None
+    output_final_state: bool = False
+
+
+class Convolved(NamedTuple):
+    """The tensors of such a call. In the backward pass the same tuple holds their gradients."""
+
+    x: Tensor  # [B, T, D]
+    weight: Tensor  # [D, W]
+    bias: Tensor | None = None  # [D]
+    initial_state: Tensor | None = None  # [N, D, W]: the last inputs, the oldest first
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class Norm(NamedTuple):
+    """A call of the RMS norm over the last axis, gated if there is an activation."""
+
+    op: str
+    D: int  # the last axis
+    dtype: torch.dtype  # the widest of its tensors
+    device: torch.device
+    eps: float
+    activation: str | None
+
+
+class Normalized(NamedTuple):
+    """The tensors of such a call; or their gradients."""
+
+    x: Tensor  # [..., D]
+    weight: Tensor  # [D]
+    gate: Tensor | None = None  # [..., D]
 
 
 def signature(tensors: Iterable[Tensor | None]) -> list[tuple | None]:

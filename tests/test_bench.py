@@ -17,7 +17,18 @@ from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, tim
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.cli.app import app
-from flash_delta.testing import Isolated, Lost, Refused, Workload, allowed, judge, make_tensors, output_gradient
+from flash_delta.integrations.transformers import disable
+from flash_delta.testing import (
+    Isolated,
+    Lost,
+    Refused,
+    Workload,
+    allowed,
+    judge,
+    judge_layer,
+    make_tensors,
+    output_gradient,
+)
 from flash_delta.testing.large import run_workload
 
 H200 = Ceilings(4.3e12, 790e12, 4.2e12, 700e12)
@@ -28,6 +39,14 @@ SMALL = [
     Workload("small", "training", "kda", 2, 2, 2, 70, "float32", l2norm=True, raw=True, K=16, V=24),
     Workload("small", "decode", "gdn", 2, 4, 3, 1, "float32", packed=False, l2norm=True, raw=True, K=16, V=24),
     Workload("small", "decode", "kda", 2, 2, 3, 1, "float32", packed=False, l2norm=True, raw=True, K=16, V=24),
+]
+
+
+LAYER = {"packed": False, "states": False, "hidden": 24, "K": 16, "V": 16}
+LAYERS = [
+    Workload("layer", "prefill", "gdn", 1, 2, 2, 70, "float32", **LAYER),
+    Workload("layer", "training", "gdn", 1, 2, 2, 70, "float32", **LAYER),
+    Workload("layer", "decode", "gdn", 2, 2, 3, 1, "float32", **LAYER),
 ]
 
 
@@ -47,6 +66,8 @@ def rows(group):
         ("kda-decode", "32/32 batch 128", 0.126),
         ("serving", "16/32 batch 32, drafts of 4", 0.0788),
         ("serving", "16/32 1x32768, a checkpoint every 1024", 0.205),
+        ("layer", "2048 wide, 16/32 1x8192", 2.31),
+        ("layer", "2048 wide, 16/32 batch 32", 0.0470),
     ],
 )
 def test_floors(group, name, ms):
@@ -90,6 +111,28 @@ def test_an_entry_measures_a_row(workload):
     saved = entry.costs().saved_mb
     assert (saved is not None) == (workload.kind == "training")
     entry.drop()
+
+
+@pytest.mark.parametrize("workload", LAYERS, ids=lambda w: w.kind)
+def test_a_layer_of_transformers_on_our_ops_and_on_its_own(workload):
+    """All gradients, too. A layer with another parameter is another function."""
+    pytest.importorskip("transformers")
+    for name in ("transformers", "flash_delta"):
+        entry = Entry(name, CPU)
+        try:
+            _, errors = entry.prepare(workload)
+            assert max(error for error, _ in errors.values()) < 2e-6
+            assert len(errors) == (9 if workload.kind == "training" else 1)
+            assert entry.sample().eager_ms
+            x = entry.x | {"A_log": entry.x["A_log"] + 0.1}
+            assert (
+                judge_layer(
+                    workload, x, {"o": entry.first_o, **dict.fromkeys(errors, entry.first_o)}, x["hidden_states"]
+                )["o"][0]
+                > 1e-4
+            )
+        finally:
+            disable()
 
 
 def test_states_are_judged_in_their_dtype():

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from flash_delta.bench import contestants, timing
 from flash_delta.bench.contestants.call import Call
-from flash_delta.testing import Workload, first_line, judge, make_tensors, output_gradient, relative_error
+from flash_delta.testing import (
+    Workload,
+    first_line,
+    judge,
+    judge_layer,
+    make_layer,
+    make_tensors,
+    output_gradient,
+    output_like,
+    relative_error,
+)
 
 ROUND_S = 0.5  # that one round of samples may take
 SAMPLES = 12  # of a round, if they fit
@@ -54,7 +64,8 @@ class Entry:
 
     def prepare(self, workload: Workload) -> tuple[float, dict[str, tuple[float, float]]]:
         """Seconds of the first call, and every result's error beside the torch backend's with products in its dtype."""
-        self.workload, self.x = workload, make_tensors(workload, self.device)
+        self.workload = workload
+        self.x = (make_layer if workload.hidden else make_tensors)(workload, self.device)
         self.call = contestants.load(self.contestant).prepare(workload, self.x)
         self.run = timed(workload, self.call, self.x)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -72,11 +83,13 @@ class Entry:
         seconds = timing.seconds(lambda: kept.append(self.run()), self.device)
         o, state, *gradients = kept[0]
         self.first_o = self.call.joined(o).detach().clone()
-        results = {"o": self.first_o.view(self.x["v"].shape)}
+        results = {"o": self.first_o.view(output_like(self.x).shape)}
         if self.workload.states:
             results["final_state"] = (state.mT if self.call.state_v_first else state).detach()
         for name, d in zip(leaves(self.call), gradients, strict=False):  # no gradients unless training
             results[f"d{name}"] = d.reshape(self.x[name].shape)
+        if self.workload.hidden:
+            return seconds, judge_layer(self.workload, self.x, results, output_gradient(self.x))
         return seconds, judge(self.workload, self.x, results)
 
     def _repeats(self) -> int:

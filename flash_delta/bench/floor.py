@@ -10,6 +10,9 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
+* of a layer ``hidden`` wide, instead of the rule's bytes: weights, input and output and, in float32, states; backward
+  weights, input, dy and their gradients. Its projections add ``hidden (2 H K + 3 HV V + 2 HV)`` multiply-adds per
+  token, backward twice as many;
 * backward multiply-adds: 10/3 of that, 30 products where the forward has 9: recomputed states and factors 8, the chain
   7, what is parallel over chunks 15.
 
@@ -51,10 +54,11 @@ def floor(workload: Workload) -> Floor:
     """What has to move and to be computed in one call."""
     w = workload
     e = getattr(torch, w.dtype).itemsize
+    if w.hidden:
+        return _layer_floor(w, e)
     a = e if w.raw else 4
-    tokens, gates = w.tokens, w.HV * (1 + (w.K if w.gate == "channel" else 1))
+    tokens, gates, products = w.tokens, w.HV * (1 + (w.K if w.gate == "channel" else 1)), _products(w)
     moved = tokens * (e * (2 * w.H * w.K + 2 * w.HV * w.V) + a * gates)
-    products = tokens * w.HV * (3 * w.K * w.V + (0 if w.kind == "decode" else 2 * C * w.K + C * w.V))
     if w.kind == "training":
         moved += tokens * (e * (4 * w.H * w.K + 3 * w.HV * w.V) + 2 * a * gates)
         products += round(BACKWARD_PRODUCTS * products)
@@ -66,6 +70,22 @@ def floor(workload: Workload) -> Floor:
             states += sum(length // w.checkpoint_every for length in w.lengths or [w.T] * w.N)
         moved += states * w.HV * getattr(torch, w.state_dtype).itemsize * w.K * w.V
     return Floor(moved, 2 * products)
+
+
+def _products(w: Workload) -> int:
+    """Of the rule, forward."""
+    return w.tokens * w.HV * (3 * w.K * w.V + (0 if w.kind == "decode" else 2 * C * w.K + C * w.V))
+
+
+def _layer_floor(w: Workload, e: int) -> Floor:
+    weights, products = w.hidden * (2 * w.H * w.K + 3 * w.HV * w.V + 2 * w.HV), _products(w)
+    moved = e * (weights + 2 * w.tokens * w.hidden)
+    if w.kind == "training":  # behind it weights, input and its gradient are read, their gradients written
+        moved += e * (2 * weights + 3 * w.tokens * w.hidden)
+        products += round(BACKWARD_PRODUCTS * products)
+    else:
+        moved += 4 * (1 + (w.kind == "decode")) * w.N * w.HV * w.K * w.V  # states, in float32
+    return Floor(moved, 2 * (products + (3 if w.kind == "training" else 1) * w.tokens * weights))
 
 
 def ceilings(device: torch.device) -> Ceilings:

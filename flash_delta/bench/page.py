@@ -19,6 +19,8 @@ the bytes that must move over the copy rate and of the operations over the bfloa
 states in place, float32 ones unless the row says otherwise. Compare within a row: an absolute time holds for its
 machine only. A row of serving is named by its lengths, and `plain` is this library called without the option, with the
 rows of one token in a decoding call and the others in a prefill call, or with a call for each token of a draft.
+A row of layer is transformers' own layer: `flash_delta` with `enable()`, `transformers` on its PyTorch code, `fla` as
+transformers runs where fla is installed; its floor counts the projections.
 Contestants are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend
 and transformers."""
 
@@ -31,6 +33,7 @@ TITLES = {
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
+    "layer": "A layer of Qwen3-Next in transformers: a prompt into a cache, a training step, a token behind one",
     "cpu": "Gated DeltaNet on a CPU, norm in the op",
 }
 

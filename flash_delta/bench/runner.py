@@ -41,7 +41,8 @@ def run_group(
             _sample({workers[name]: result for name, result in able.items()})
             for name, result in started.items():
                 if result.reason is None:
-                    with_lengths = number == 0 and device.type == "cuda" and name != contestants.PLAIN
+                    of_an_op = name != contestants.PLAIN and not workload.hidden
+                    with_lengths = number == 0 and device.type == "cuda" and of_an_op
                     _finish(workers[name], result, with_lengths)
                 _drop(workers[name])
                 result.floor_ms = floor_ms

@@ -63,6 +63,15 @@ def _serving() -> Iterator[Workload]:
             yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, l2norm=True, raw=True)
 
 
+def _layer() -> Iterator[Workload]:
+    common = {"packed": False, "states": False, "hidden": 2048}
+    yield Workload("layer", "prefill", "gdn", 16, 32, 1, 8192, **common)
+    for N, T in ((1, 8192), (4, 2048)):
+        yield Workload("layer", "training", "gdn", 16, 32, N, T, **common)
+    for N in (1, 32):
+        yield Workload("layer", "decode", "gdn", 16, 32, N, 1, **common)
+
+
 def _cpu() -> Iterator[Workload]:
     for dtype in ("float32", "bfloat16"):
         common = {"dtype": dtype, "packed": False, "l2norm": True}
@@ -74,7 +83,7 @@ def _cpu() -> Iterator[Workload]:
 
 
 WORKLOADS = (
-    *_gdn_prefill(), *_gdn_long(), *_gdn_training(), *_kda(), *_decode(), *_serving(), *_cpu()
+    *_gdn_prefill(), *_gdn_long(), *_gdn_training(), *_kda(), *_decode(), *_serving(), *_layer(), *_cpu()
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -68,9 +68,9 @@ class DeltaMixer(nn.Module):
         self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
         if use_short_conv:
-            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
-            self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
-            self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias)
+            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, backend=backend)
+            self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, backend=backend)
+            self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias, backend=backend)
 
     def _add_gate(self) -> None:
         self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
@@ -120,7 +120,10 @@ class DeltaMixer(nn.Module):
             ValueError: if a shape or dtype is not as above, or arguments that exclude each other are given.
         """
         if cp_context is not None:
-            self._check_split(hidden_states, attention_mask, cu_seqlens, cp_context)
+            if self.mode != "chunk":
+                got = type(cp_context).__name__
+                raise ValueError(f"cp_context: expected None in a layer with mode {self.mode!r}, got a {got}")
+            cp_context.check(hidden_states, attention_mask, cu_seqlens)
             cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
         x = packing.pack(hidden_states)
@@ -194,19 +197,6 @@ class DeltaMixer(nn.Module):
 
     def _steps_through(self, T: int) -> bool:
         return self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not torch.is_grad_enabled())
-
-    def _check_split(
-        self, x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, cp_context: ContextParallel
-    ) -> None:
-        for name, value in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
-            if value is not None:
-                raise ValueError(f"{name}: expected None with cp_context, which says what counts, got a tensor")
-        if self.mode != "chunk":
-            got = type(cp_context).__name__
-            raise ValueError(f"cp_context: expected None in a layer with mode {self.mode!r}, got a {got}")
-        if x.dim() != 3 or x.shape[:2] != (1, cp_context.tokens):
-            expected = f"this rank's tokens [1, {cp_context.tokens}, D]"
-            raise ValueError(f"hidden_states: expected {expected} with cp_context, got shape {list(x.shape)}")
 
     def _convolve(
         self,

@@ -38,7 +38,7 @@ class GatedDeltaNet(DeltaMixer):
         layer_idx: the layer's place in its model, for the caller's use.
         norm_eps: eps of the output norm. Default 1e-5.
         output_gate_activation: "swish" (= "silu") or "sigmoid". Default "swish".
-        backend: the ops' backend; None lets them choose.
+        backend: of the ops, the convolutions and the norm; None lets them choose.
 
     Raises:
         ValueError: if num_v_heads, expand_v, mode or output_gate_activation is not as above.
@@ -81,9 +81,9 @@ class GatedDeltaNet(DeltaMixer):
         self._add_gate()
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
-            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation)
+            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation, backend)
         else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
+            self.o_norm = RMSNorm(self.head_v_dim, norm_eps, backend)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""

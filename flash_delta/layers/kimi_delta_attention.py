@@ -42,7 +42,7 @@ class KimiDeltaAttention(DeltaMixer):
         conv_bias: whether the convolutions have a bias. Default False.
         layer_idx: the layer's place in its model, for the caller's use.
         norm_eps: eps of the output norm. Default 1e-5.
-        backend: the ops' backend; None lets them choose.
+        backend: of the ops, the convolutions and the norm; None lets them choose.
 
     Raises:
         ValueError: if num_v_heads, expand_v, mode or lower_bound is not as above, or safe_gate comes without a bound.
@@ -88,7 +88,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.f_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_k_dim, bias=False)
         self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)
         self._add_gate()
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid")
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid", backend)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (1, 16), or 1 with safe_gate; dt log-uniform in [0.001, 0.1]."""

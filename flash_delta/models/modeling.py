@@ -15,6 +15,7 @@ from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDel
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.modules import RMSNorm, ShortConvolution
+from flash_delta.parallel import ContextParallel
 
 
 def build_mixer(config: FlashDeltaConfig, layer_idx: int) -> nn.Module:
@@ -65,9 +66,9 @@ class FlashDeltaBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: FlashDeltaConfig, layer_idx: int) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.mixer = build_mixer(config, layer_idx)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
@@ -76,8 +77,9 @@ class FlashDeltaBlock(GradientCheckpointingLayer):
         attention_mask: Tensor | None,
         state: MixerState | AttentionState | None,
         cu_seqlens: Tensor | None,
+        cp_context: ContextParallel | None,
     ) -> Tensor:
-        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens)
+        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens, cp_context)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
@@ -111,7 +113,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(FlashDeltaBlock(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
         self.gradient_checkpointing = False  # set by transformers
         self.post_init()
 
@@ -124,6 +126,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> BaseModelOutputWithPast:
         """Run the blocks.
 
@@ -133,21 +136,25 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
             past_key_values: the cache to continue from, extended in place; None starts anew.
             use_cache: whether to return a cache. None means config.use_cache, except in training and for packed rows.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1), in place of attention_mask.
+            cp_context: the split of one packed row over ranks, of which input_ids are this rank's tokens, in place of
+                attention_mask and cu_seqlens; without a cache.
 
         Returns:
             last_hidden_state [B, T, hidden_size] and past_key_values (None without a cache).
 
         Raises:
             ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, or
-                if a cache is asked for under gradient checkpointing.
+                if a cache is asked for under gradient checkpointing or with cp_context.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
-        cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
+        cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None or cp_context is not None)
+        if cache is not None and cp_context is not None:
+            raise ValueError("use_cache: expected False with cp_context, where a rank has its own sequences only")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         states = [None] * len(self.layers) if cache is None else cache.layers
         for block, state in zip(self.layers, states, strict=True):
-            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens)
+            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens, cp_context)
         if cache is not None:
             cache.seen_tokens += hidden_states.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
@@ -193,20 +200,24 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         cu_seqlens: Tensor | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> CausalLMOutputWithPast:
         """Run the decoder and its output layer; arguments as in `FlashDeltaModel.forward`, and
 
         Args:
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
-                first token of every packed sequence and the tokens behind the last one.
+                first token of every packed sequence and the tokens behind the last one. Not with cp_context: a target
+                may be another rank's token.
             logits_to_keep: compute the logits of the last so many tokens only; 0 means all. Not with labels.
 
         Returns:
             loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size] and past_key_values.
 
         Raises:
-            ValueError: as `FlashDeltaModel.forward`, and if labels come with logits_to_keep.
+            ValueError: as `FlashDeltaModel.forward`, and if labels come with logits_to_keep or cp_context.
         """
+        if labels is not None and cp_context is not None:
+            raise ValueError("labels: expected None with cp_context, where a target may be another rank's token")
         if labels is not None and logits_to_keep != 0:
             raise ValueError(f"logits_to_keep: expected 0 with labels, which need every logit, got {logits_to_keep}")
         output = self.model(
@@ -216,6 +227,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )
         logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
         loss = None if labels is None else _next_token_loss(logits, labels, cu_seqlens)

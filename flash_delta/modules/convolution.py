@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from flash_delta.ops._modules import Convolved, convolve, convolve_token
 
 
 def causal_conv1d(
@@ -23,6 +24,7 @@ def causal_conv1d(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve every sequence with its channel's W taps; see the equation above.
 
@@ -35,32 +37,22 @@ def causal_conv1d(
         output_final_state: whether to return the state after the last token.
         cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
             (B = 1). Sequences may be empty. Rows behind cu_seqlens[-1] are ignored, NaN included.
+        backend: "triton", "torch", or as an op's ("hopper", which has no convolution of its own: Triton's); it is
+            obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else "torch".
 
     Returns:
         y [B, T, D] in x's dtype, exactly 0 behind cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
         An empty sequence returns its initial state. Both are differentiable in x, weight, bias and initial_state.
 
     Raises:
-        ValueError: if a shape, a dtype or the activation is not as above.
+        ValueError: if a shape, a dtype or the activation is not as above, or the backend cannot run this.
     """
     _check(x, weight, bias, activation)
     N = x.shape[0] if cu_seqlens is None else _count_sequences(x, cu_seqlens)
-    D, W = weight.shape
-    if initial_state is not None and initial_state.shape != (N, D, W):
-        raise ValueError(f"initial_state: expected shape [N, D, W] = {[N, D, W]}, got {list(initial_state.shape)}")
-
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    history = x.new_zeros(N, D, W) if initial_state is None else initial_state
-    history = history.to(dtype).transpose(1, 2)  # [N, W, D]
-    if cu_seqlens is None:
-        row = torch.cat([history, x.to(dtype)], dim=1)  # [B, W + T, D]
-        y = _slide(row[:, 1:], weight, bias)
-        last = row[:, x.shape[1] :]
-    else:
-        y, last = _convolve_packed(x[0].to(dtype), history, weight, bias, cu_seqlens.long())
-    y = F.silu(y) if activation == "silu" else y
-    return y.to(x.dtype), last.transpose(1, 2).to(x.dtype).contiguous() if output_final_state else None
+    if initial_state is not None and initial_state.shape != (N, *weight.shape):
+        expected = f"shape [N, D, W] = {[N, *weight.shape]}"
+        raise ValueError(f"initial_state: expected {expected}, got {list(initial_state.shape)}")
+    return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
 
 
 def causal_conv1d_update(
@@ -69,6 +61,7 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """One token per sequence: shift it into `state`, in place, and return the convolution's output there.
 
@@ -80,6 +73,7 @@ def causal_conv1d_update(
         weight: taps [D, W].
         bias: [D], or None for none.
         activation: "silu" or None.
+        backend: as above.
 
     Returns:
         y [N, D] in x's dtype.
@@ -90,13 +84,7 @@ def causal_conv1d_update(
     _check(x.unsqueeze(1), weight, bias, activation)
     if state.shape != (*x.shape, weight.shape[1]):
         raise ValueError(f"state: expected shape [N, D, W] = {[*x.shape, weight.shape[1]]}, got {list(state.shape)}")
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    window = torch.cat([state[..., 1:].to(dtype), x.unsqueeze(-1).to(dtype)], dim=-1)  # [N, D, W]
-    state.copy_(window.detach())
-    y = (window * weight.to(dtype)).sum(-1)
-    y = y if bias is None else y + bias.to(dtype)
-    y = F.silu(y) if activation == "silu" else y
-    return y.to(x.dtype)
+    return convolve_token(Convolved(x, weight, bias, state), activation, backend)
 
 
 class ShortConvolution(nn.Module):
@@ -110,10 +98,19 @@ class ShortConvolution(nn.Module):
         kernel_size: taps W.
         bias: whether to add a bias per channel. Default False.
         activation: "silu" or None. Default "silu".
+        backend: as `causal_conv1d`'s. Default None.
     """
 
-    def __init__(self, hidden_size: int, kernel_size: int, bias: bool = False, activation: str | None = "silu") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = None,
+    ) -> None:
         super().__init__()
+        self.backend = backend
         self.hidden_size = hidden_size
         self.kernel_size = kernel_size
         self.activation = activation
@@ -136,48 +133,11 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] -> (y [B, T, D], final state [N, D, W] or None); arguments as in `causal_conv1d`."""
-        weight = self.weight.squeeze(1)
-        return causal_conv1d(x, weight, self.bias, self.activation, initial_state, output_final_state, cu_seqlens)
+        options = self.activation, initial_state, output_final_state, cu_seqlens, self.backend
+        return causal_conv1d(x, self.weight.squeeze(1), self.bias, *options)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation}"
-
-
-def _slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """row [..., L, D], weight [D, W] -> every full window's weighted sum [..., L - W + 1, D]."""
-    W = weight.shape[1]
-    windows = row.shape[-2] - W + 1
-    # W shifted products stay channel-last: quicker on a CPU than F.conv1d between two transposes, or than unfold.
-    y = row[..., :windows, :] * weight[:, 0]
-    for w in range(1, W):
-        y = torch.addcmul(y, row[..., w : w + windows, :], weight[:, w])
-    return y if bias is None else y + bias
-
-
-def _convolve_packed(
-    x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """x [T, D], history [N, W, D] -> y [1, T, D], last inputs [N, W, D].
-
-    One long row holds history 0, sequence 0, history 1, sequence 1, ..., so that no window of a token sees another
-    sequence. The rows behind the last sequence are one more sequence, masked to 0, behind zeros of its own.
-    """
-    (T, D), (N, W, _) = x.shape, history.shape
-    token = torch.arange(T, device=x.device)
-    tap = torch.arange(W, device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T], N behind the last sequence
-    valid = (sequence < N)[:, None]
-    history = F.pad(history, (0, 0, 0, 0, 0, 1))  # [N + 1, W, D]
-
-    end = cu_seqlens + W * torch.arange(1, N + 2, device=x.device)  # [N + 1], behind each history
-    token_row = token + W * (sequence + 1)  # [T]
-    history_row = end[:, None] - W + tap  # [N + 1, W]
-    row = x.new_empty(T + (N + 1) * W, D).index_copy(
-        0, torch.cat([history_row.flatten(), token_row]), torch.cat([history.flatten(0, 1), x.where(valid, 0)])
-    )
-    y = _slide(row, weight, bias).index_select(0, token_row - (W - 1)).where(valid, 0)
-    last_row = history_row[:-1] + (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]  # [N, W]
-    return y[None], row.index_select(0, last_row.flatten()).view(N, W, D)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+from flash_delta.ops._modules import Normalized, normalize
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight; x [..., D], weight [D] -> y, in x's dtype.
+
+    Args:
+        backend: "triton", "torch", or as an op's ("hopper", which has no norm of its own: Triton's); it is obeyed or
+            refused. None: the environment's FLASH_DELTA_BACKEND, else "torch".
+
+    Raises:
+        ValueError: if the weight is not one row of x, or the backend cannot run this.
+    """
+    return _normalize("rms_norm", x, None, weight, eps, None, backend)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, backend: str | None = None
+) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight * act(gate); x, gate [..., D], weight [D] -> y, in x's dtype.
 
     Raises:
-        ValueError: if the gate's shape or the activation is not that of :class:`GatedRMSNorm`.
+        ValueError: as :func:`rms_norm`, and if the gate's shape or the activation is not that of :class:`GatedRMSNorm`.
     """
     _check_activation(activation)
     if gate.shape != x.shape:
         raise ValueError(f"gate: expected x's shape {list(x.shape)}, got {list(gate.shape)}")
-    y = _normalize(x, weight, eps)
-    return (y * ACTIVATIONS[activation](gate.to(y.dtype))).to(x.dtype)
+    return _normalize("gated_rms_norm", x, gate, weight, eps, ACTIVATIONS[activation], backend)
 
 
 class RMSNorm(nn.Module):
@@ -28,16 +43,17 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
+        backend: as :func:`rms_norm`'s. Default None.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, backend: str | None = None) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.backend = eps, backend
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        return _normalize(x, self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.backend)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -50,27 +66,33 @@ class GatedRMSNorm(RMSNorm):
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
         activation: "silu" ("swish" is the same) or "sigmoid". Default "silu".
+        backend: as :func:`rms_norm`'s. Default None.
 
     Raises:
         ValueError: if the activation is none of these.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, activation: str = "silu") -> None:
-        super().__init__(hidden_size, eps)
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, activation: str = "silu", backend: str | None = None
+    ) -> None:
+        super().__init__(hidden_size, eps, backend)
         _check_activation(activation)
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., hidden_size] -> the same shape, in x's dtype."""
-        return gated_rms_norm(x, gate, self.weight, self.eps, self.activation)
+        return gated_rms_norm(x, gate, self.weight, self.eps, self.activation, self.backend)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
-def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+def _normalize(
+    op: str, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str | None, backend: str | None
+) -> Tensor:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"x: expected weight's shape {list(weight.shape)} in its last axis, got {list(x.shape)}")
+    return normalize(Normalized(x, weight, gate), op, activation, eps, backend)
 
 
 def _check_activation(activation: str) -> None:

@@ -3,10 +3,14 @@
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-from flash_delta.problem import Problem
+from flash_delta.problem import Convolution, Norm, Problem
+
+Call = Problem | Convolution | Norm
+Load = Callable[[str], ModuleType]
 
 # The preferred one first. Loaded when asked for: the kernels need Triton, which a CPU can do without. "hopper" runs
 # nothing that "triton" cannot: it is there to be asked for until `check` has judged all of its cases (docs/notes).
@@ -15,31 +19,48 @@ BACKENDS = {
     "hopper": "flash_delta.kernels.hopper.backend",
     "torch": "flash_delta.reference.backend",
 }
+MODULES = {  # of the convolution and the norms around the rule; "hopper" has none of its own and stands on "triton"
+    "triton": "flash_delta.kernels.triton.modules",
+    "hopper": "flash_delta.kernels.triton.modules",
+    "torch": "flash_delta.reference.modules",
+}
 ENVIRONMENT = "FLASH_DELTA_BACKEND"
 
 
 def load_backend(name: str) -> ModuleType:
     """The module behind a name: ``unsupported``, ``remark``, ``forward``, ``backward``, ``step``, ``decode``,
     ``prefill``."""
-    if name not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
-    return sys.modules.get(BACKENDS[name]) or importlib.import_module(BACKENDS[name])
+    return _load(name, BACKENDS)
 
 
-def refusal(name: str, problem: Problem) -> str | None:
+def load_modules(name: str) -> ModuleType:
+    """The same around the rule: ``unsupported``, ``convolve``, ``convolve_token``, ``normalize``; of kernels also
+    ``convolve_backward`` and ``normalize_backward``."""
+    return _load(name, MODULES)
+
+
+def _load(name: str, backends: dict[str, str]) -> ModuleType:
+    if name not in backends:
+        raise ValueError(f"backend: expected one of {', '.join(backends)}, got {name!r}")
+    return sys.modules.get(backends[name]) or importlib.import_module(backends[name])
+
+
+def refusal(name: str, problem: Call, load: Load | None = None) -> str | None:
     """Why a backend cannot run ``problem``; None if it can."""
     kernels = name == "hopper" or (name == "triton" and not os.environ.get("TRITON_INTERPRET"))
     if kernels and problem.device.type == "cpu":
         return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
     try:
-        return load_backend(name).unsupported(problem)
+        return (load or load_backend)(name).unsupported(problem)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
 
 
-def preferred(problem: Problem) -> list[str]:
-    """All backends, the first choice first; the interpreter of kernels is never the choice of a CPU."""
-    return sorted(BACKENDS, key="torch".__ne__) if problem.device.type == "cpu" else list(BACKENDS)
+def preferred(problem: Call) -> list[str]:
+    """All backends, the first choice first; the interpreter of kernels is never the choice of a CPU. Nor are kernels
+    what goes around the rule, as yet: they are there to be asked for until a GPU has judged them (docs/notes)."""
+    torch_first = problem.device.type == "cpu" or not isinstance(problem, Problem)
+    return sorted(BACKENDS, key="torch".__ne__) if torch_first else list(BACKENDS)
 
 
 def wished(wish: str | None) -> str | None:
@@ -47,17 +68,26 @@ def wished(wish: str | None) -> str | None:
     return wish or os.environ.get(ENVIRONMENT) or None
 
 
-def choose_backend(problem: Problem, wish: str | None) -> str:
-    """A wish is obeyed or refused; without one, the first that can."""
-    wish = wished(wish)
+def choose_backend(problem: Call, wish: str | None, load: Load | None = None) -> str:
+    """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around."""
+    wish, memo = wished(wish), getattr(problem, "memo", None)
+    if memo is None:
+        return _choose(problem, wish, load)
+    key = ("backend", wish)
+    if key not in memo:
+        memo[key] = _choose(problem, wish, load)
+    return memo[key]
+
+
+def _choose(problem: Call, wish: str | None, load: Load | None) -> str:
     if wish is not None:
-        reason = refusal(wish, problem)
+        reason = refusal(wish, problem, load)
         if reason is not None:
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
     refusals = []
     for name in preferred(problem):
-        reason = refusal(name, problem)
+        reason = refusal(name, problem, load)
         if reason is None:
             return name
         refusals.append(f"{name!r}: {reason}")

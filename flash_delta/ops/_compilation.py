@@ -8,8 +8,10 @@ class forbid_compilation:
 
     ``forbid_compilation()`` is for good; ``with forbid_compilation():`` until the end of the block, where what held
     before holds again. The error names the op, the kernel, and what the call has that no call before had: a dtype,
-    strides that divide by 16 in another way, an address. Nothing else changes, kernels of other libraries are none of
-    its business, and without Triton nothing is ever compiled. See :func:`flash_delta.ops.serving.warmup`.
+    strides that divide by 16 in another way, an address. The same holds for convolutions and norms of
+    `flash_delta.modules`, of which a warmup knows nothing: let layers run once before. Nothing else changes, kernels of
+    other libraries are none of its business, and without Triton nothing is ever compiled. See
+    :func:`flash_delta.ops.serving.warmup`.
     """
 
     def __init__(self):

@@ -12,7 +12,8 @@ from flash_delta.testing.accuracy import (
 )
 from flash_delta.testing.cases import CASES, MEMBERS, Case, Member, make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
-from flash_delta.testing.large import judge, output_gradient
+from flash_delta.testing.large import judge, output_gradient, output_like
+from flash_delta.testing.layer import judge_layer, make_layer
 from flash_delta.testing.workload import Workload, activations, make_tensors, options
 
 __all__ = [
@@ -30,10 +31,13 @@ __all__ = [
     "assert_accurate",
     "first_line",
     "judge",
+    "judge_layer",
     "make_inputs",
+    "make_layer",
     "make_tensors",
     "options",
     "output_gradient",
+    "output_like",
     "products_in",
     "relative_error",
     "run",

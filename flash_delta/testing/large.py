@@ -35,8 +35,13 @@ def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 def output_gradient(x: dict[str, Tensor]) -> Tensor:
     """The do of workloads with a backward."""
-    v = x["v"]
-    return torch.randn(v.shape, generator=torch.Generator(v.device).manual_seed(1), device=v.device).to(v.dtype)
+    o = output_like(x)
+    return torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(1), device=o.device).to(o.dtype)
+
+
+def output_like(x: dict[str, Tensor]) -> Tensor:
+    """One of the tensors, which has the output's shape and dtype: the values, or a layer's input."""
+    return x["hidden_states"] if "hidden_states" in x else x["v"]
 
 
 def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:

@@ -19,7 +19,8 @@ LOWER_BOUND = -5.0  # of KDA's gate
 @dataclass(frozen=True)
 class Workload:
     """One row: ``kind`` is one call without gradients, one call with its backward, one token per sequence on states
-    that are updated in place (of a draft of T tokens, all states are kept), or prompts on such states."""
+    that are updated in place (of a draft of T tokens, all states are kept), or prompts on such states. With a
+    ``hidden`` size it is a whole layer around the rule (testing/layer.py)."""
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
@@ -40,6 +41,7 @@ class Workload:
     lengths: tuple[int, ...] = ()  # of packed sequences that are not all T long
     batch_invariant: bool = False  # with kind "prefill"
     checkpoint_every: int = 0  # with kind "prefill": tokens from one state that is written down to the next; 0: none is
+    hidden: int = 0  # of a layer; 0: the op alone
 
     @property
     def name(self) -> str:
@@ -50,7 +52,8 @@ class Workload:
         state = "" if self.state_dtype == "float32" else f", {self.state_dtype} states"
         option = " disable_recompute" if self.disable_recompute else " batch_invariant" if self.batch_invariant else ""
         checkpoints = f", a checkpoint every {self.checkpoint_every}" if self.checkpoint_every else ""
-        return f"{self.H}/{self.HV} {shape}{dtype}{state}{option}{checkpoints}"
+        layer = f"{self.hidden} wide, " if self.hidden else ""
+        return f"{layer}{self.H}/{self.HV} {shape}{dtype}{state}{option}{checkpoints}"
 
     @property
     def tokens(self) -> int:

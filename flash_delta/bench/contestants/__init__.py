@@ -40,7 +40,10 @@ def versions(names: str | None = None) -> dict[str, str]:
 
 
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
-    """Of the contestants. What serving is compared with is this library, called otherwise."""
+    """Of the contestants. What serving is compared with is this library, called otherwise; of layers, those of
+    transformers, on whosever ops."""
+    if group == "layer":
+        return {name: installed[name] for name in installed if name in (OURS, "fla", "transformers")}
     return dict.fromkeys((OURS, PLAIN), __version__) if group == "serving" else installed
 
 

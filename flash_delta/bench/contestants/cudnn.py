@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import NO_LAYER, Call
 from flash_delta.bench.contestants.tensors import bounds, leaves
 from flash_delta.testing import Workload
 
@@ -24,6 +24,8 @@ TOOLKIT = "/usr/local/cuda"
 def unsupported(workload: Workload, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "its kernels need a GPU"
+    if workload.hidden:
+        return NO_LAYER
     if workload.member != "kda":
         return "its Gated DeltaNet needs Blackwell, or cuTile with CUDA 13.3"
     if workload.recurrent:

@@ -10,6 +10,7 @@ import os
 import torch
 from torch import Tensor
 
+from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves, state_pool
 from flash_delta.testing import Workload, activations, options
@@ -24,6 +25,8 @@ DELEGATES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
 def unsupported(workload: Workload, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "its Triton kernels need a GPU"
+    if workload.hidden:
+        return layer.unsupported()
     if workload.disable_recompute and workload.member == "gdn":
         return NO_CHOICE
     return None
@@ -32,6 +35,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     for variable in DELEGATES:
         os.environ[variable] = "0"
+    if workload.hidden:
+        return layer.prepare(workload, x, "as installed")
     if workload.kind == "decode":
         return _decode_kda(workload, x) if workload.member == "kda" else _decode(workload, x)
     from fla import ops

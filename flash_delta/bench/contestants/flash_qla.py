@@ -7,7 +7,7 @@ Blackwell: on other GPUs it refuses to be imported.
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import NO_CHOICE, Call
+from flash_delta.bench.contestants.call import NO_CHOICE, NO_LAYER, Call
 from flash_delta.bench.contestants.tensors import leaves
 from flash_delta.testing import Workload
 
@@ -18,6 +18,8 @@ CACHES = ("TILELANG_CACHE_DIR", "TVM_FFI_CACHE_DIR")
 def unsupported(workload: Workload, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "its TileLang kernels need a GPU"
+    if workload.hidden:
+        return NO_LAYER
     if workload.member != "gdn":
         return "it has Gated DeltaNet only"
     if workload.recurrent:

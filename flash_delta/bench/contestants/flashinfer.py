@@ -8,7 +8,7 @@ kernels for KDA are for Blackwell.
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import NO_LAYER, Call
 from flash_delta.bench.contestants.tensors import bounds, state_pool
 from flash_delta.testing import Workload
 
@@ -19,6 +19,8 @@ CACHES = ("FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_CACHE_DIR", "TVM_FFI_CACHE_DIR"
 def unsupported(workload: Workload, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "its kernels need a GPU"
+    if workload.hidden:
+        return NO_LAYER
     if workload.kind == "training":
         return "it has no backward"
     if workload.member != "gdn":

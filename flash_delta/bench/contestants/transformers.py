@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import naive_gdn_gate, naive_kda_lowerbound_gate
+from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves
 from flash_delta.testing import Workload
@@ -24,6 +25,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.hidden:
+        return layer.prepare(workload, x, "PyTorch")
     if workload.member == "gdn":
         from transformers.models.qwen3_next import modeling_qwen3_next as model
 

@@ -48,6 +48,14 @@ def silu(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """For kernels that memory should bound: fewer instructions than `strength`, whose division and exponential also
+    scale what could be subnormal. Compiled for sm_90a the short convolution has 1192 of them for 1584."""
+    r = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
+    return r * r
+
+
+@triton.jit
 def gated_norm(x, z, weight, d, eps, V: tl.constexpr, ACTIVATION: tl.constexpr):
     """``RMSNorm(x) act(z)`` of one head's values; those behind the last one are 0."""
     x = spread(x)

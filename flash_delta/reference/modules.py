@@ -1,0 +1,87 @@
+"""The ``torch`` backend of what layers do around the rule: short convolution and RMS norm, differentiable by autograd.
+
+Computed in float32, float64 for float64 inputs, and returned in the inputs' dtype.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flash_delta.problem import Convolution, Convolved, Norm, Normalized
+
+
+def unsupported(problem: Convolution | Norm) -> str | None:
+    return None
+
+
+def convolve(p: Convolution, x: Convolved) -> tuple[Tensor, Tensor | None]:
+    """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``."""
+    dtype = torch.promote_types(x.x.dtype, torch.float32)
+    weight, bias = x.weight.to(dtype), None if x.bias is None else x.bias.to(dtype)
+    history = x.x.new_zeros(p.N, p.D, p.W) if x.initial_state is None else x.initial_state
+    history = history.to(dtype).transpose(1, 2)  # [N, W, D]
+    if x.cu_seqlens is None:
+        row = torch.cat([history, x.x.to(dtype)], dim=1)  # [B, W + T, D]
+        y = _slide(row[:, 1:], weight, bias)
+        last = row[:, x.x.shape[1] :]
+    else:
+        y, last = _convolve_packed(x.x[0].to(dtype), history, weight, bias, x.cu_seqlens.long())
+    y = F.silu(y) if p.activation == "silu" else y
+    return y.to(x.x.dtype), last.transpose(1, 2).to(x.x.dtype).contiguous() if p.output_final_state else None
+
+
+def convolve_token(p: Convolution, x: Convolved) -> Tensor:
+    """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
+    dtype, state = torch.promote_types(x.x.dtype, torch.float32), x.initial_state
+    window = torch.cat([state[..., 1:].to(dtype), x.x.unsqueeze(-1).to(dtype)], dim=-1)  # [N, D, W]
+    state.copy_(window.detach())
+    y = (window * x.weight.to(dtype)).sum(-1)
+    y = y if x.bias is None else y + x.bias.to(dtype)
+    y = F.silu(y) if p.activation == "silu" else y
+    return y.to(x.x.dtype)
+
+
+def normalize(p: Norm, x: Normalized) -> Tensor:
+    wide = x.x.to(torch.promote_types(x.x.dtype, torch.float32))
+    y = F.rms_norm(wide, x.weight.shape, x.weight.to(wide.dtype), p.eps)
+    if p.activation is not None:
+        gate = x.gate.to(y.dtype)
+        y = y * (F.silu(gate) if p.activation == "silu" else torch.sigmoid(gate))
+    return y.to(x.x.dtype)
+
+
+def _slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """row [..., L, D], weight [D, W] -> every full window's weighted sum [..., L - W + 1, D]."""
+    W = weight.shape[1]
+    windows = row.shape[-2] - W + 1
+    # W shifted products stay channel-last: quicker on a CPU than F.conv1d between two transposes, or than unfold.
+    y = row[..., :windows, :] * weight[:, 0]
+    for w in range(1, W):
+        y = torch.addcmul(y, row[..., w : w + windows, :], weight[:, w])
+    return y if bias is None else y + bias
+
+
+def _convolve_packed(
+    x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x [T, D], history [N, W, D] -> y [1, T, D], last inputs [N, W, D].
+
+    One long row holds history 0, sequence 0, history 1, sequence 1, ..., so that no window of a token sees another
+    sequence. The rows behind the last sequence are one more sequence, masked to 0, behind zeros of its own.
+    """
+    (T, D), (N, W, _) = x.shape, history.shape
+    token = torch.arange(T, device=x.device)
+    tap = torch.arange(W, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T], N behind the last sequence
+    valid = (sequence < N)[:, None]
+    history = F.pad(history, (0, 0, 0, 0, 0, 1))  # [N + 1, W, D]
+
+    end = cu_seqlens + W * torch.arange(1, N + 2, device=x.device)  # [N + 1], behind each history
+    token_row = token + W * (sequence + 1)  # [T]
+    history_row = end[:, None] - W + tap  # [N + 1, W]
+    row = x.new_empty(T + (N + 1) * W, D).index_copy(
+        0, torch.cat([history_row.flatten(), token_row]), torch.cat([history.flatten(0, 1), x.where(valid, 0)])
+    )
+    y = _slide(row, weight, bias).index_select(0, token_row - (W - 1)).where(valid, 0)
+    last_row = history_row[:-1] + (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]  # [N, W]
+    return y[None], row.index_select(0, last_row.flatten()).view(N, W, D)

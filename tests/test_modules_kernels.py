@@ -1,0 +1,243 @@
+"""The kernels of short convolution and RMS norms against the torch code in float64: outputs and all gradients.
+
+Without a GPU in Triton's interpreter, on a few numbers; on a GPU also on sizes that models have.
+"""
+
+import os
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
+from flash_delta.testing import assert_accurate
+
+pytest.importorskip("triton")
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+LENGTHS = [0, 3, 0, 1, 6, 131, 0]  # empty ones, some shorter than a window, one longer than a program's walks
+TAIL = 3
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def results(function, tensors, dtype):
+    """Outputs of ``function`` and the gradients of all its tensors, each of them in ``dtype``."""
+    leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in tensors]
+    outputs = [y for y in function(*leaves) if y is not None]
+    gradients = [random(*y.shape, dtype=tensors[0].dtype, seed=9 + i).to(dtype) for i, y in enumerate(outputs)]
+    found = torch.autograd.grad(outputs, [t for t in leaves if t is not None], gradients)
+    return [y.detach() for y in outputs], list(found)
+
+
+def assert_right(function, tensors, dtype):
+    """``function(backend, *tensors)`` of the kernels; on a GPU bitwise the same when it is called again."""
+    want = results(lambda *x: function("torch", *x), tensors, torch.float64)
+    got = results(lambda *x: function("triton", *x), tensors, dtype)
+    again = results(lambda *x: function("triton", *x), tensors, dtype) if GPU else got
+    for a, b, c in zip(*((*ys, *grads) for ys, grads in (got, want, again)), strict=True):
+        assert a.dtype == dtype
+        assert_accurate("result", a, b, dtype)
+        assert torch.equal(a, c)
+    return got
+
+
+def convolution(D, W, lengths, T=None, bias=True, state=True, activation="silu", dtype=torch.float32, tail=0):
+    """Packed sequences, or with ``T`` two batch rows of it."""
+    B, rows, N = (2, T, 2) if T is not None else (1, sum(lengths) + tail, len(lengths))
+    x = random(B, rows, D + 3, dtype=dtype)[..., 3:]  # a slice, as of a fused projection
+    if tail:
+        x[:, -tail:] = torch.nan
+    bounds = None if T is not None else torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    tensors = [x, random(D, W, dtype=dtype, seed=1)]
+    tensors += [
+        random(D, dtype=dtype, seed=2) if bias else None,
+        random(N, D, W, dtype=dtype, seed=3) if state else None,
+    ]
+
+    def run(backend, x, weight, bias, state):
+        return causal_conv1d(x, weight, bias, activation, state, True, bounds, backend=backend)
+
+    (y, _), (dx, *_) = assert_right(run, tensors, dtype)
+    assert not tail or ((y[:, -tail:] == 0).all() and (dx[:, -tail:] == 0).all())
+
+
+def test_packed_sequences():
+    convolution(3, 4, LENGTHS, tail=TAIL)
+
+
+@pytest.mark.parametrize(("W", "T"), [(1, 2), (2, 5), (3, 1), (8, 9)])
+def test_taps(W, T):
+    convolution(5, W, None, T, bias=W == 2, state=W != 3, activation=None if W == 2 else "silu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    convolution(4, 4, [5, 4], bias=False, state=False, dtype=dtype)
+
+
+def test_no_tokens():
+    convolution(3, 4, [0, 0])
+    convolution(3, 4, None, 0, state=False)
+
+
+@pytest.mark.parametrize(("W", "dtype"), [(1, torch.float32), (4, torch.bfloat16), (7, torch.float32)])
+def test_a_token_moves_the_state_in_place(W, dtype):
+    x, weight, bias = random(3, 5, dtype=dtype), random(5, W, dtype=dtype, seed=1), random(5, dtype=dtype, seed=2)
+    state = random(3, 5, W, dtype=dtype, seed=3)
+    wide = state.double()
+    want = causal_conv1d_update(x.double(), wide, weight.double(), bias.double(), "silu")
+    got = causal_conv1d_update(x, state, weight, bias, "silu", backend="triton")
+    assert_accurate("y", got, want, dtype)
+    assert torch.equal(state.double(), wide)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_token_with_gradients(backend):
+    x, weight, state = random(3, 5).requires_grad_(), random(5, 4, seed=1).requires_grad_(), random(3, 5, 4, seed=3)
+    kept, x0 = state.clone(), x.detach()
+    y = causal_conv1d_update(x, state, weight, None, "silu", backend=backend)
+    got = torch.autograd.grad(y.square().sum(), (x, weight))
+    y0, final = causal_conv1d(x[:, None], weight, None, "silu", kept, True, backend="torch")
+    want = torch.autograd.grad(y0.square().sum(), (x, weight))
+    assert torch.equal(state, final)
+    assert torch.equal(state[..., -1], x0)
+    for name, a, b in zip(("dx", "dweight"), got, want, strict=True):
+        assert_accurate(name, a, b, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "dtype"),
+    [
+        ((2, 35, 3, 24), "silu", torch.float32),
+        ((35, 16), "sigmoid", torch.bfloat16),
+        ((9, 5), None, torch.float32),
+        ((3, 300), None, torch.float16),
+        ((0, 8), "silu", torch.float32),
+    ],
+)
+def test_norms(shape, activation, dtype):
+    def run(backend, x, weight, gate):
+        if gate is None:
+            return (rms_norm(x, weight, 1e-3, backend),)
+        return (gated_rms_norm(x, gate, weight, 1e-3, activation, backend),)
+
+    gate = None if activation is None else random(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
+    assert_right(run, [random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1), gate], dtype)
+
+
+def layer(x, weight, state, bounds, gate, scale):
+    y, final = causal_conv1d(x, weight, None, "silu", state, True, bounds, backend="triton")
+    other, _ = causal_conv1d(x, weight, backend="triton")
+    return gated_rms_norm(y, gate, scale, 1e-5, "sigmoid", "triton") + rms_norm(other, scale, 1e-5, "triton"), final
+
+
+def test_compiled_is_eager():
+    """One graph for all lengths."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for T, N in ((9, 2), (12, 3)):
+        x, gate, state = (random(*shape).requires_grad_() for shape in ((1, T, 4), (1, T, 4), (N, 4, 4)))
+        weight, scale = random(4, 4, seed=1).requires_grad_(), random(4, seed=2).requires_grad_()
+        bounds, found = torch.arange(N + 1, device=DEVICE) * 4, []
+        for function in (layer, compiled):
+            y, final = function(x, weight, state, bounds, gate, scale)
+            loss = y.square().sum() + final.square().sum()
+            found.append([y, final, *torch.autograd.grad(loss, (x, gate, state, weight, scale))])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_token_moves_the_state():
+    x, weight, state = random(2, 4), random(4, 4, seed=1), random(2, 4, 4, seed=2)
+    kept = state.clone()
+
+    def step(x, state):
+        return causal_conv1d_update(2 * x, state, weight, None, "silu", "triton") + 1
+
+    y = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")(x, state)
+    assert torch.equal(y, step(x, kept))
+    assert torch.equal(state, kept)
+
+
+def test_checkpointing_and_autocast():
+    convolution = ShortConvolution(4, 4, backend="triton").to(DEVICE)
+    x = random(2, 5, 4, dtype=torch.bfloat16).requires_grad_()
+    plain = convolution(x)[0]
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        again = checkpoint(lambda x: convolution(x)[0], x, use_reentrant=False)
+    assert torch.equal(plain, again)
+    leaves = (x, convolution.weight)
+    gradients = (torch.autograd.grad(y.square().sum(), leaves) for y in (plain, again))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_second_derivative_is_refused():
+    x = random(1, 3, 4).requires_grad_()
+    y, _ = causal_conv1d(x, random(4, 4), backend="triton")
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: causal_conv1d(random(1, 2, 3), random(3, 9), backend="triton"), "it has up to 8 taps, here are 9"),
+        (lambda: rms_norm(random(1, 9000), random(9000), 1e-5, "triton"), "rows of up to 8192 numbers"),
+        (lambda: rms_norm(random(1, 8).double(), random(8), 1e-5, "triton"), "it computes in float32"),
+        (lambda: rms_norm(random(1, 8), random(8), 1e-5, "nonsense"), "backend: expected one of triton, hopper, torch"),
+    ],
+)
+def test_a_wish_is_obeyed_or_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_environment_chooses(monkeypatch):
+    monkeypatch.setenv("FLASH_DELTA_BACKEND", "triton")
+    with pytest.raises(ValueError, match="rms_norm: backend 'triton' cannot run this"):
+        rms_norm(random(1, 8).double(), random(8), 1e-5)
+    rms_norm(random(1, 8).double(), random(8), 1e-5, "torch")
+
+
+@pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sizes_of_models(dtype):
+    convolution(8192, 4, [3000, 1, 0, 1095], dtype=dtype, tail=100)
+    convolution(2048, 4, None, 1000, bias=False, state=False, dtype=dtype)
+    convolution(100, 3, [57, 0, 200], dtype=dtype)
+    assert_right(
+        lambda backend, x, w, z: (gated_rms_norm(x, z, w, 1e-6, "silu", backend),),
+        [random(8192, 32, 128, dtype=dtype), random(128, dtype=dtype), random(8192, 32, 128, dtype=dtype, seed=4)],
+        dtype,
+    )
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches otherwise")
+def test_lengths_compile_nothing():
+    from flash_delta.ops import forbid_compilation
+
+    weight, scale = random(64, 4), random(64)
+    for forbidding in (False, True):
+        for T in (16, 100, 4096):
+            x = random(1, T, 64).requires_grad_()
+            bounds = torch.tensor([0, T // 2, T], device=DEVICE)
+            with forbid_compilation() if forbidding else torch.enable_grad():
+                y, _ = causal_conv1d(x, weight, cu_seqlens=bounds)
+                gated_rms_norm(y, x, scale, 1e-5, "silu").sum().backward()
+
+
+def test_operators_are_what_they_say():
+    x, weight, state = random(1, 3, 4).requires_grad_(), random(4, 2, seed=1).requires_grad_(), random(2, 4, 2, seed=2)
+    bounds, ops = torch.tensor([0, 2, 3], device=DEVICE), torch.ops.flash_delta
+    arguments = (x, weight, None, state, bounds, "causal_conv1d", "silu", True, "triton")
+    torch.library.opcheck(ops.causal_conv1d.default, arguments)
+    scale, gate = random(4, seed=3).requires_grad_(), random(1, 3, 4, seed=4).requires_grad_()
+    torch.library.opcheck(ops.rms_norm.default, (x, scale, gate, "gated_rms_norm", "silu", 1e-5, "triton"))
+    token = (x.detach()[0, :2], state, weight.detach(), None, "causal_conv1d_update", None, "triton")
+    torch.library.opcheck(ops.causal_conv1d_update.default, token)
