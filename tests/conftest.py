@@ -11,6 +11,9 @@ if not torch.cuda.is_available() and find_spec("triton") is not None:
 
     repair_interpreter()
 
+# What PyTorch's deterministic mode asks of cuBLAS, before its first call.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # The workers of pytest-xdist share the cores: more threads than cores make small operators several times slower.
 torch.set_num_threads(1)
 

@@ -98,6 +98,9 @@ def test_report_writes_its_page(run):
         ("train --mixers gdn,kda --layers 1", "error: layers: expected at least the 2 that mixers lists, got 1"),
         ("train --resume --steps 9", "error: steps: expected no value beside --resume"),
         ("train --resume --out /nowhere", "error: run: expected a folder that `flash-delta train --out` wrote"),
+        ("train --dtype half", "error: dtype: expected one of ['float32', 'bfloat16'], got 'half'"),
+        ("train --accumulate 0", "error: accumulate: expected at least 1, got 0"),
+        ("train --context-parallel 2", "error: context_parallel: expected a divisor of the number of ranks, 1, got 2"),
         ("train --device quantum", "error: device: expected one that torch can use here, got 'quantum'"),
         ("generate /nowhere", "error: run: expected a folder that `flash-delta train --out` wrote"),
         ("report /nowhere", "error: run: expected a folder that `flash-delta train --out` wrote"),
@@ -141,6 +144,17 @@ def test_the_module_is_the_command():
     result = subprocess.run([sys.executable, "-m", "flash_delta", "--help"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "train" in result.stdout
+
+
+def test_a_rank_that_fails_ends_all(text, tmp_path):
+    """The second one asks for more than the text has, when the first one waits for it."""
+    train = f"{sys.executable} -m flash_delta train {text} --out {tmp_path} {TINY}"
+    command = f"exec {train} --seq-len $((32 + RANK * 1000000))"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    result = subprocess.run([*launch, "bash", "-c", command], capture_output=True, text=True, timeout=240)
+    assert result.returncode != 0
+    assert "error: seq_len: expected at most the" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_needs_no_transformers_and_no_matplotlib():

@@ -92,6 +92,22 @@ def test_a_row_over_two_ranks():
     assert all(float(error) < 1e-5 for pair in errors for error in pair), out
 
 
+def test_a_training_loop_on_long_rows(tmp_path, monkeypatch, capsys):
+    """Two ranks print what one does, but for times."""
+    (tmp_path / "book.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
+    sizes = ("--tokens", "301", "--steps", "3", "--layers", "4", "--hidden-size", "32", "--heads", "1")
+    command = [str(EXAMPLES / "long_context.py"), str(tmp_path / "book.txt"), *sizes, "--head-dim", "16"]
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    two = subprocess.run([*launch, *command], check=True, capture_output=True, text=True).stdout
+    monkeypatch.setattr(sys, "argv", command)
+    load("long_context").main()
+    one = capsys.readouterr().out
+    numbers = [[float(x) for x in re.findall(r"(\d\.\d{3})(?: bits| |\n)", out)] for out in (one, two)]
+    assert len(numbers[0]) == 3 + 8, one
+    assert numbers[1] == pytest.approx(numbers[0], abs=2e-3), two
+    assert numbers[0][2] < numbers[0][0]
+
+
 def test_layers_of_transformers(monkeypatch):
     """Eight rows for each of PyTorch and ours; a step that is another function fails."""
     layers, app = load("transformers_layers"), typer.Typer()

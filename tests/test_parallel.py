@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from parallel_ranks import LayerSplit, Split, global_inputs, layer_inputs, states_of, work
 from tiny_layers import DELTA_LAYERS, D, random
+from tiny_model import build, tokens
 
 import flash_delta
 from flash_delta.parallel import ContextParallel
@@ -218,6 +219,20 @@ def test_layer_refuses(alone, layer, arguments, message):
     arguments = {"hidden_states": random(1, 9, D), "cp_context": ContextParallel(alone, [0, 9])} | arguments
     with pytest.raises(ValueError, match=message):
         DELTA_LAYERS[layer]().double()(**arguments)
+
+
+def test_model_refuses(alone):
+    model, ids, context = build("gdn"), tokens(1, 9), ContextParallel(alone, [0, 9])
+    with pytest.raises(ValueError, match="labels: expected None with cp_context"):
+        model(ids, labels=ids, cp_context=context)
+    with pytest.raises(ValueError, match="use_cache: expected False with cp_context"):
+        model(ids, use_cache=True, cp_context=context)
+
+
+def test_attention_on_one_rank_is_the_packed_one(alone):
+    model, ids = build("hybrid"), tokens(1, 9)
+    want = model(ids, cu_seqlens=torch.tensor([0, 4, 7, 9])).logits
+    assert torch.equal(model(ids, cp_context=ContextParallel(alone, [0, 4, 7, 9])).logits, want)
 
 
 def test_shard_refuses(alone):

@@ -11,11 +11,12 @@ import torch
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
 from flash_delta.training import checkpoint
+from flash_delta.training.config import TrainConfig
 from flash_delta.training.corpus import Corpus, evaluation_windows, order0_entropy, training_batch
 from flash_delta.training.generate import generate_bytes, generate_text
 from flash_delta.training.probe import probe
 from flash_delta.training.report import write_report
-from flash_delta.training.trainer import TrainConfig, Trainer
+from flash_delta.training.trainer import Trainer
 
 CONFIG = TrainConfig(steps=4, batch_size=2, seq_len=32, eval_every=2, eval_windows=3, checkpoint_every=2)
 

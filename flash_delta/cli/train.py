@@ -13,6 +13,9 @@ from flash_delta.cli.environment import quiet_transformers, require_device
 if TYPE_CHECKING:
     from flash_delta.training import Record, Trainer
 
+# What may be said beside --resume: how and where to compute, not what.
+FREE_TO_CHANGE = {"out", "resume", "device", "context_parallel", "shard", "accumulate", "activation_checkpointing"}
+
 
 def train(
     ctx: typer.Context,
@@ -29,31 +32,43 @@ def train(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="Of the initial parameters and of the batches.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between evaluations with a checkpoint.")] = 100,
+    dtype: Annotated[str, typer.Option(help="Of products: float32, bfloat16.")] = "float32",
+    packed: Annotated[bool, typer.Option("--packed", help="A file begins anew inside a window.")] = False,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share every window's tokens.")] = 1,
+    shard: Annotated[int | None, typer.Option(help="Ranks that share one copy of the parameters; none: all.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Passes per step, one after the other.")] = 1,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Keep layers' inputs only; compute the rest twice.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its own settings.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Train a byte-level language model; checkpoints, history and loss curve go to --out."""
-    from flash_delta.training import Corpus, TrainConfig, Trainer
+    """Train a byte-level language model, on all ranks of torchrun if it is there; --out gets checkpoints and curves."""
+    from flash_delta.training import Corpus, Layout, TrainConfig, Trainer, process_group
 
     quiet_transformers()
+    layout = Layout(context_parallel, shard, accumulate, activation_checkpointing)
     if resume:
         _refuse_settings(ctx)
-        trainer = Trainer.resume(out, require_device(device))
-    else:
-        every = {"eval_every": checkpoint_every, "checkpoint_every": checkpoint_every}
-        config = TrainConfig(steps, batch_size, seq_len, learning_rate=lr, seed=seed, **every)
-        model = _new_model(_pattern(mixers, layers), hidden_size, heads, head_dim, seed)
-        trainer = Trainer.start(out, model.to(require_device(device)), Corpus.read(paths or ()), config)
-    console = Console()
-    console.print(_description(trainer))
-    _run(console, trainer)
-    console.print(_result(trainer))
+    with process_group(require_device(device)) as own_device:
+        if resume:
+            trainer = Trainer.resume(out, own_device, layout)
+        else:
+            every = {"eval_every": checkpoint_every, "checkpoint_every": checkpoint_every}
+            computed = {"learning_rate": lr, "seed": seed, "dtype": dtype, "packed": packed}
+            config = TrainConfig(steps, batch_size, seq_len, **computed, **every)
+            model = _new_model(_pattern(mixers, layers), hidden_size, heads, head_dim, seed).to(own_device)
+            trainer = Trainer.start(out, model, Corpus.read(paths or ()), config, layout)
+        console = Console(quiet=not trainer.ranks.first)
+        console.print(_description(trainer))
+        _run(console, trainer)
+        console.print(_result(trainer))
 
 
 def _refuse_settings(ctx: typer.Context) -> None:
     for parameter in ctx.command.params:
         given = ctx.get_parameter_source(parameter.name).name == "COMMANDLINE"
-        if given and parameter.name not in ("out", "resume", "device"):
+        if given and parameter.name not in FREE_TO_CHANGE:
             raise ValueError(f"{parameter.name}: expected no value beside --resume, which keeps the run's own, got one")
 
 
@@ -91,6 +106,10 @@ def _description(trainer: "Trainer") -> Table:
     table.add_row("bytes", f"{len(corpus.train):,} to train on, {len(corpus.held_out):,} held out")
     table.add_row("steps", f"{trainer.step:,} done of {config.steps:,}, {config.batch_size} x {config.seq_len} bytes")
     table.add_row("device", str(trainer.model.device))
+    if trainer.ranks.size > 1:
+        _, shard = trainer.ranks.parameters.shape
+        together = f"a window on {trainer.layout.context_parallel}, a copy of the parameters on {shard}"
+        table.add_row("ranks", f"{trainer.ranks.size}: {together}")
     table.add_row("folder", str(trainer.folder))
     return table
 
@@ -116,9 +135,10 @@ def _run(console: Console, trainer: "Trainer") -> None:
 
 
 def _line(record: "Record") -> str:
+    peak = "" if record.peak_gb is None else f"  peak {record.peak_gb:.2f} GB"
     return (
         f"step {record.step:6,}  bits per byte: training {record.bits_per_byte:.3f}, held out "
-        f"{record.held_out_bits_per_byte:.3f}  {record.tokens_per_second:7,.0f} tokens/s"
+        f"{record.held_out_bits_per_byte:.3f}  {record.tokens_per_second:7,.0f} tokens/s{peak}"
     )
 
 

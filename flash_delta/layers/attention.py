@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from flash_delta.layers.packing import check_inputs
 from flash_delta.layers.state import AttentionState
+from flash_delta.parallel import ContextParallel
 
 
 class Attention(nn.Module):
@@ -62,24 +63,32 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         state: AttentionState | None = None,
         cu_seqlens: Tensor | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> Tensor:
         """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with two differences.
 
-        Packed sequences take a [T, T] mask, so memory grows with the square of the row's length. They cannot be
-        combined with a state, because cached keys of different lengths have no common row.
+        Packed sequences take a [T, T] mask, so memory grows with the square of the row's length; over ranks, each has
+        the keys and values of all and its own rows of that mask. They cannot be combined with a state, because cached
+        keys of different lengths have no common row.
 
         Raises:
-            ValueError: as `GatedDeltaNet.forward`, and if state and cu_seqlens are both given.
+            ValueError: as `GatedDeltaNet.forward`, and if state and cu_seqlens (or cp_context) are both given.
         """
-        if state is not None and cu_seqlens is not None:
-            raise ValueError("state: expected None together with cu_seqlens, attention caches unpacked batches only")
-        mask = check_inputs(hidden_states, attention_mask, cu_seqlens)
+        if state is not None and (cu_seqlens is not None or cp_context is not None):
+            raise ValueError(
+                "state: expected None together with cu_seqlens or cp_context, attention caches unpacked batches only"
+            )
         past = AttentionState() if state is None else state
-        if cu_seqlens is None:
-            key_mask = past.extended_mask(mask, hidden_states.shape[1])
-            layout = _batch_layout(hidden_states, past.length, key_mask)
+        key_mask = None
+        if cp_context is not None:
+            cp_context.check(hidden_states, attention_mask, cu_seqlens)
+            layout = _split_layout(hidden_states, cp_context)
+        elif cu_seqlens is not None:
+            check_inputs(hidden_states, attention_mask, cu_seqlens)
+            layout = _packed_layout(hidden_states, cu_seqlens)
         else:
-            key_mask, layout = None, _packed_layout(hidden_states, cu_seqlens)
+            key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
+            layout = _batch_layout(hidden_states, past.length, key_mask)
 
         x = layout.zero_padding(hidden_states)
         q, k, v = (
@@ -90,6 +99,8 @@ class Attention(nn.Module):
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         if past.keys is not None:
             k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
+        if cp_context is not None:
+            k, v = cp_context.gather_tokens(torch.stack([k, v]), dim=3)
         if state is not None:
             state.keys, state.values, state.mask = k, v, key_mask
         is_causal = layout.allowed is None
@@ -127,10 +138,22 @@ def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> 
 def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
     """One row of sequences; what lies behind the last boundary counts as one more sequence, of padding."""
     tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    boundaries = cu_seqlens.long()
-    sequence = torch.searchsorted(boundaries[1:], tokens, right=True)  # [T]
-    allowed = (sequence == sequence[:, None]) & (tokens <= tokens[:, None])
-    return _Layout((tokens - boundaries[sequence])[None], allowed[None, None], (tokens < boundaries[-1])[None])
+    return _row_layout(tokens, tokens, cu_seqlens.long())
+
+
+def _split_layout(hidden_states: Tensor, context: ContextParallel) -> _Layout:
+    """This rank's tokens of such a row, with the keys of all ranks."""
+    device, starts = hidden_states.device, context.split.starts
+    tokens = torch.arange(starts[-1], device=device)
+    return _row_layout(context.shard(tokens, dim=0), tokens, context.place(context.split.cu_seqlens, device))
+
+
+def _row_layout(queries: Tensor, keys: Tensor, boundaries: Tensor) -> _Layout:
+    """queries [T], keys [S]: their places in a row of sequences."""
+    sequence_of_query, sequence_of_key = (torch.searchsorted(boundaries[1:], x, right=True) for x in (queries, keys))
+    allowed = (sequence_of_key == sequence_of_query[:, None]) & (keys <= queries[:, None])
+    positions = queries - boundaries[sequence_of_query]
+    return _Layout(positions[None], allowed[None, None], (queries < boundaries[-1])[None])
 
 
 def _rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ class Packing:
         if cu_seqlens is not None:
             tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
             return cls(valid=(tokens < cu_seqlens[-1])[None], cu_seqlens=cu_seqlens)
-        if mask is None or (mask.device.type == "cpu" and bool(mask.all())):  # a GPU would have to be waited for
+        if mask is None or _counts_all(mask):
             return cls()
         # A stable sort is what keeps (batch, time) order among the valid tokens.
         order = torch.argsort(mask.flatten(), descending=True, stable=True)
@@ -81,3 +81,8 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
         got = list(attention_mask.shape)
         raise ValueError(f"attention_mask: expected shape [B, T] = {[B, T]} or [B, past + T], got {got}")
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
+
+
+def _counts_all(mask: Tensor) -> bool:
+    """Whether the host sees that there is no padding: a GPU would have to be waited for, and a tracer has no values."""
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flash_delta.parallel.delta_rule import LocalRun, delta_rule
 from flash_delta.parallel.halo import Halo
 from flash_delta.parallel.split import Split
+from flash_delta.parallel.tokens import AllTokens
 from flash_delta.problem import Inputs
 
 
@@ -93,11 +94,26 @@ class ContextParallel:
             self._on_device[bounds, device] = host.to(device, non_blocking=True)
         return self._on_device[bounds, device]
 
+    def check(self, hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        """What a layer's other arguments have to be."""
+        for name, value in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None with cp_context, which says what counts, got a tensor")
+        if hidden_states.dim() != 3 or hidden_states.shape[:2] != (1, self.tokens):
+            expected = f"this rank's tokens [1, {self.tokens}, D]"
+            raise ValueError(
+                f"hidden_states: expected {expected} with cp_context, got shape {list(hidden_states.shape)}"
+            )
+
     def gather(self, x: Tensor) -> tuple[Tensor, dist.Work]:
         """``x`` of every rank ``[P, ...]``, to be read when the second result has been waited for."""
         everyones = x.new_empty(self.size, *x.shape)
         work = dist.all_gather(list(everyones), x.contiguous(), group=self.group, async_op=True)
         return everyones, work
+
+    def gather_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole row's tokens along ``dim``, of x with this rank's. Its gradient is the sum of all ranks'."""
+        return AllTokens.apply(self, dim, x)
 
     def delta_rule(self, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
         """What the chunk ops do with a ``cp_context``; see `flash_delta.parallel.delta_rule`."""

@@ -3,29 +3,42 @@
 A checkpoint is written under another name and renamed when complete, and the one before it goes only after that, so a
 run killed at any moment leaves one whole checkpoint. `config.json` and `model.safetensors` in it are what
 `from_pretrained` reads; `optimizer.safetensors` holds `<parameter>.<moment>`; `trainer.json` says how far the run is.
+It is the same whatever number of ranks wrote it, whole tensors in plain files, and torch.distributed.checkpoint lets
+each rank of any number read its own part of the moments.
 """
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 
-def save_checkpoint(run: Path, step: int, model: PreTrainedModel, optimizer: Optimizer, progress: dict) -> Path:
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    unfinished = folder.with_suffix(".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished)
-    save_file(_optimizer_tensors(optimizer), unfinished / "optimizer.safetensors")
-    (unfinished / "trainer.json").write_text(json.dumps(progress))
-    unfinished.rename(folder)
-    for other in folder.parent.iterdir():
-        if other != folder:
-            shutil.rmtree(other)
-    return folder
+def save_checkpoint(run: Path, step: int, model: PreTrainedModel, optimizer: Optimizer, progress: dict) -> None:
+    """Called by all ranks; the first one collects and writes."""
+    parameters, moments = _collect(model.state_dict()), _collect(_moments(optimizer))
+    if parameters is not None:
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        unfinished = folder.with_suffix(".tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.save_pretrained(unfinished, state_dict=parameters)
+        save_file(moments, unfinished / "optimizer.safetensors")
+        (unfinished / "trainer.json").write_text(json.dumps(progress))
+        unfinished.rename(folder)
+        for other in folder.parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def latest_checkpoint(run: str | Path) -> Path | None:
@@ -45,19 +58,26 @@ def load_progress(checkpoint: Path) -> dict:
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Puts the saved moments into an optimizer made with the same named parameters."""
-    index = {name: i for i, name in enumerate(_names(optimizer))}
-    state = {i: {} for i in index.values()}
-    for key, tensor in load_file(checkpoint / "optimizer.safetensors").items():
-        name, _, moment = key.rpartition(".")
-        state[index[name]][moment] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    """Puts the saved moments into an optimizer made with the same named parameters; of parts of them only the parts."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {moment: tensor.detach() for moment, tensor in state.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is .* to load in a single process", UserWarning)
+        dcp.load(_moments(optimizer), storage_reader=HuggingFaceStorageReader(str(checkpoint)))
 
 
-def _optimizer_tensors(optimizer: Optimizer) -> dict:
-    names, state = _names(optimizer), optimizer.state_dict()["state"]
-    return {f"{names[i]}.{moment}": tensor for i, moments in state.items() for moment, tensor in moments.items()}
+def _moments(optimizer: Optimizer) -> dict[str, Tensor]:
+    named = ((n, p) for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True))
+    return {f"{n}.{moment}": tensor for n, p in named for moment, tensor in optimizer.state[p].items()}
 
 
-def _names(optimizer: Optimizer) -> list[str]:
-    return [name for group in optimizer.param_groups for name in group["param_names"]]
+def _collect(tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Parts put together on the first rank's host, one tensor after the other; None on the others."""
+    first, whole = not dist.is_initialized() or dist.get_rank() == 0, {}
+    for name, tensor in tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if first:
+            whole[name] = tensor.cpu()
+    return whole if first else None

@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ class Corpus:
     paths: tuple[str, ...]  # absolute; empty for the default corpus
     train: torch.Tensor  # [N] uint8
     held_out: torch.Tensor  # [M] uint8
+    train_begins: torch.Tensor  # [N] uint8: 1 where a file begins
+    held_out_begins: torch.Tensor  # [M]
     files: int  # distinct text files read
     skipped: int  # files left out: not UTF-8 text, empty, or the same bytes as an earlier file
 
@@ -43,9 +46,10 @@ class Corpus:
                 texts.setdefault(hashlib.sha256(text).digest(), text)
         if not texts:
             raise ValueError(f"paths: expected at least one UTF-8 text file, got {len(files)} other files in {name}")
-        train, held_out = _split(texts)
+        train, held_out = map(_join, _split(texts))
         given = tuple(str(Path(path).resolve()) for path in paths)
-        return cls(name, given, train, held_out, len(texts), len(files) - len(texts))
+        begins = train[1], held_out[1]
+        return cls(name, given, train[0], held_out[0], *begins, len(texts), len(files) - len(texts))
 
     @property
     def digest(self) -> str:
@@ -114,7 +118,7 @@ def _read_text(file: Path) -> bytes | None:
     return None if b"\0" in data else data
 
 
-def _split(texts: dict[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(texts: dict[bytes, bytes]) -> tuple[list[bytes], list[bytes]]:
     """Whole files in the order of their digests are held out while they fit into 5 % of the bytes.
 
     The digest makes the choice random but the same wherever the files lie. Where no file fits (a single book), the
@@ -126,12 +130,25 @@ def _split(texts: dict[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor]:
         if len(texts[digest]) <= left:
             held_out.add(digest)
             left -= len(texts[digest])
-    train = b"".join(text for digest, text in texts.items() if digest not in held_out)
-    held = b"".join(text for digest, text in texts.items() if digest in held_out)
-    if not held:
-        train, held = train[: len(train) - budget], train[len(train) - budget :]
-    return _bytes_tensor(train), _bytes_tensor(held)
+    train = [text for digest, text in texts.items() if digest not in held_out]
+    held = [text for digest, text in texts.items() if digest in held_out]
+    return (train, held) if held else _cut(train, sum(map(len, train)) - budget)
 
 
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _cut(files: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
+    """The first ``at`` bytes, and the rest."""
+    before, behind = [], []
+    for file in files:
+        before.append(file[:at])
+        behind.append(file[at:])
+        at = max(0, at - len(file))
+    return [file for file in before if file], [file for file in behind if file]
+
+
+def _join(files: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All bytes [N], and where files begin [N]."""
+    data = b"".join(files)
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    begins = torch.zeros_like(text)
+    begins[[0, *accumulate(map(len, files[:-1]))] if files else []] = 1
+    return text, begins

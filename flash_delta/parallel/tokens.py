@@ -1,0 +1,35 @@
+"""The tokens of all ranks on every rank, for layers that need them all: softmax attention's keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from flash_delta.parallel.context import ContextParallel
+
+
+class AllTokens(torch.autograd.Function):
+    """Gathers tokens along an axis; backward, sums what all ranks send to each, and takes this rank's."""
+
+    @staticmethod
+    def forward(ctx, context: ContextParallel, dim: int, x: Tensor) -> Tensor:
+        ctx.context, ctx.dim = context, dim
+        counts = [context.split.tokens(rank) for rank in range(context.size)]
+        x = x.movedim(dim, 0)
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(counts) - context.tokens))  # an all-gather wants equal parts
+        everyones, work = context.gather(x)
+        work.wait()
+        return torch.cat([part[:count] for part, count in zip(everyones, counts, strict=True)]).movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):
+        dx = dx.contiguous().clone()
+        dist.all_reduce(dx, group=ctx.context.group)
+        return None, None, ctx.context.shard(dx, ctx.dim)

@@ -1,0 +1,88 @@
+"""What the processes of `test_training_ranks` do: the same runs, each by all ranks together."""
+
+import shutil
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
+from flash_delta.training import Corpus, Layout, TrainConfig, Trainer
+
+SETTINGS = {"steps": 4, "batch_size": 4, "seq_len": 33, "eval_every": 2, "eval_windows": 5, "checkpoint_every": 4}
+RUNS = {  # number of ranks -> run -> what it computes, how ranks share it
+    2: {
+        "data parallel": ({}, Layout(shard=1)),
+        "sharded": ({"batch_size": 8}, Layout(accumulate=2, activation_checkpointing=True)),
+        "context parallel": ({}, Layout(context_parallel=2)),
+        "packed": ({"packed": True}, Layout()),
+        "packed, context parallel": ({"packed": True}, Layout(context_parallel=2, activation_checkpointing=True)),
+        "bfloat16": ({"dtype": "bfloat16"}, Layout(activation_checkpointing=True)),
+    },
+    4: {"mesh": ({"packed": True, "batch_size": 8}, Layout(context_parallel=2, shard=2, accumulate=2))},
+}
+MIXERS = ["gdn", "kda", "attention"]
+
+
+def tiny_model(dtype, mixers=MIXERS):
+    """In float64 sums in another order stay the same up to 1e-15, also behind Adam's division."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_heads": 1, "num_v_heads": 2, "head_dim": 8, "num_attention_heads": 2}
+    config = FlashDeltaConfig(vocab_size=256, num_hidden_layers=len(mixers), mixers=mixers, **sizes)
+    return FlashDeltaForCausalLM(config).to(dtype)
+
+
+def make(folder, text, changes, layout, dtype=torch.float64):
+    config = TrainConfig(**SETTINGS | changes)
+    return Trainer.start(folder, tiny_model(dtype), Corpus.read([text]), config, layout)
+
+
+def dtype_of(name):
+    """Of the parameters."""
+    return torch.float32 if name == "bfloat16" else torch.float64
+
+
+def results(trainer):
+    """All that a run tells, but for times."""
+    records = [asdict(record) | {"tokens_per_second": None} for record in trainer.run()]
+    parameters = {n: p.detach() for n, p in trainer.model.named_parameters()}
+    return records, {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in parameters.items()}
+
+
+def compiled_gradients(rank):
+    """Of a block in one graph under FSDP2, each rank on a row of its own: their mean."""
+    model = tiny_model(torch.float64, MIXERS[:1])
+    for block in model.model.layers:
+        block.compile(backend="eager", fullgraph=True)
+        fully_shard(block)
+    fully_shard(model)
+    loss_of_row(model, rank).backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+def loss_of_row(model, row):
+    ids = (torch.arange(40)[None] * (3 + row)) % 256
+    return model(ids, labels=ids, use_cache=False).loss
+
+
+def work(rank, size, folder, text):
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    got = {name: results(make(folder / name, text, *run, dtype_of(name))) for name, run in RUNS[size].items()}
+    if size == 2:
+        cut = make(folder / "cut", text, {"checkpoint_every": 2, "eval_every": 4}, Layout(), torch.float32).run()
+        next(cut), next(cut)
+        if rank == 0:
+            shutil.copytree(folder / "cut", folder / "cut-again")
+        got["compiled"] = compiled_gradients(rank)
+        got["resumed"] = results(Trainer.resume(folder / "cut"))
+    for name, refused in {"context_parallel": Layout(context_parallel=3), "shard": Layout(shard=3)}.items():
+        try:
+            make(folder / "refused", text, {}, refused)
+        except ValueError as error:
+            got[name] = str(error)
+    torch.save(got, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
