@@ -24,12 +24,12 @@ MAY_IMPORT = {
     "modules": {"ops"},
     "parallel": {"problem"},  # the op to run comes with the call
     "layers": {"modules", "ops", "parallel"},
-    "models": {"layers", "modules"},
+    "models": {"layers", "modules", "parallel"},
     "integrations": {"layers", "modules", "ops"},
     "page": set(),
-    "training": {"models", "layers", "ops", "page"},
-    "testing": {"reference"},
-    "bench": {"testing", "page", "compiler"},
+    "training": {"models", "layers", "ops", "parallel", "page"},
+    "testing": {"reference", "problem"},
+    "bench": {"testing", "page", "compiler", "integrations"},  # layers of transformers are contestants
     "compiler": set(),
     "cli": {"training", "models", "ops", "testing", "bench", "compiler"},
 }

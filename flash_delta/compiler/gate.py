@@ -10,6 +10,7 @@ from flash_delta.compiler.targets import TARGETS
 MODULES = (
     "flash_delta.kernels.triton.launches",
     "flash_delta.kernels.triton.launches_serving",
+    "flash_delta.kernels.triton.launches_modules",
     "flash_delta.kernels.hopper.launches",
 )
 
@@ -68,8 +69,11 @@ ALLOWED = (
     Allowed(f"{LIBRARY}/kda-128-BV=128*", HOPPER, "spill", "A beside all that others walk with", 20, "3.6"),
     Allowed(f"{LIBRARY}/kda-128-BV=32*/scan", ("gfx950",), "spill", "A beside all that others walk with", 90, "3.9"),
     Allowed(
-        f"{SERVING}/prefill-kda-128*/scan", (*HOPPER, "sm_100"), "spill", "A and a slot, beside all the rest", 100
+        f"{SERVING}/prefill-*/scan", (*HOPPER, "sm_100", "sm_120"), "spill",
+        "in the loop over sequences, which runs if more come than expected, and is by itself for that (docs/notes)",
+        430,
     ),
+    Allowed(f"{SERVING}/prefill-*/scan", ("sm_89",), "spill", "the same", 30, "3.6"),
     Allowed(f"{SERVING}/*/factor", HOPPER, "spill", "as in training", 10, "3.9"),
     Allowed(
         f"{SERVING}/decode-*-whole*/decode", HOPPER, "spill",
@@ -92,13 +96,15 @@ ALLOWED = (
     Allowed(f"{LIBRARY}/gdn-128-unaligned*", HOPPER, "spill", "the same", 140),
     Allowed(
         f"{BY_HAND}/*-wide/forward_loop", HOPPER, "spill",
-        "104 registers for the role that factors: outside of products, and no wgmma waits for itself", 310,
+        "88 registers for the role that factors: outside of products, and no wgmma waits for itself", 390,
     ),
-    Allowed(f"{BY_HAND}/*-narrow/forward_loop", HOPPER, "spill", "the same, with 136", 180, "3.9"),
+    Allowed(f"{BY_HAND}/*-narrow/forward_loop", HOPPER, "spill", "the same, with 136", 160),
     Allowed(
         f"{BY_HAND}/*/forward_loop", HOPPER, "lint",
         "transposes of 16 x 16 blocks that stay in registers, for mma: A is as exact as `solve`'s on an H200", 4,
     ),
+    Allowed(f"{BY_HAND}/*-segments/factor", HOPPER, "lint", "the same", 4),
+    Allowed(f"{BY_HAND}/*-segments/walk", HOPPER, "spill", "what stands in front of the loop", 80),
 )  # fmt: skip
 
 
