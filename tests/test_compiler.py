@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from flash_delta.cli.app import app
 from flash_delta.compiler.gate import Allowed, judge
-from flash_delta.compiler.pool import Job, Result, clean_processes, compile_all, find_jobs
+from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
 from flash_delta.compiler.record import changes, read, rows, within, write
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -94,7 +94,8 @@ def test_record(tmp_path):
 
 @needs_triton
 def test_the_command_compares_with_what_is_recorded(tmp_path):
-    triton, _ = find_jobs([], [])
+    from triton import __version__ as triton
+
     path, key = tmp_path / f"triton-{triton}.json", "faulty_kernels/good/product @ sm_120"
     write(path, {key: {"registers": 1}, "other/f/f @ sm_120": {}})
     command = ["compile", "faulty_kernels", "--target", "sm_120", "--record", str(tmp_path)]
@@ -123,18 +124,27 @@ def test_the_command_refuses(arguments, message):
 
 
 def compilations(module, launch):
-    """How many kernels one call compiles, and how many after 50 more of random lengths."""
+    """How many kernels one call asks for, and how many it and 50 more of random lengths. The gate compiles them."""
     from importlib import import_module
+
+    from triton import knobs
 
     from flash_delta.compiler.offline import offline
 
-    with offline("sm_90a") as compiled:
+    asked = set()
+
+    def ask(*, fn, key, **others):
+        asked.add((fn.name, key))
+        return True  # instead of compiling
+
+    with offline("sm_90a"), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = ask
         call = getattr(import_module(module), launch)
         call(64)
-        first = len(compiled)
+        first = len(asked)
         for steps in random.Random(0).sample(range(1, 10_000), 50):
             call(steps)
-        return first, len(compiled)
+        return first, len(asked)
 
 
 def family(tokens):
@@ -203,17 +213,15 @@ def specialised_product(steps):
     ("launch", "first", "total"),
     [("family", 8, 8), ("channels", 6, 6), ("decoding", 1, 1), ("prefilling", 4, 4), ("specialised_product", 1, 2)],
 )
-def test_random_lengths_compile_nothing_new(launch, first, total):
+def test_random_lengths_compile_nothing_new(process, launch, first, total):
     """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""
-    with clean_processes(1) as (pool, _):
-        assert pool.submit(compilations, __name__, launch).result() == (first, total)
+    assert process.submit(compilations, __name__, launch).result() == (first, total)
 
 
 @needs_triton
-def test_variants_of_decoding_compute_the_same():
+def test_variants_of_decoding_compute_the_same(process):
     """No product is contracted, so this is what makes their results equal to the bit."""
-    with clean_processes(1) as (pool, _):
-        first, *others = pool.submit(variants_of_decode).result()
+    first, *others = process.submit(variants_of_decode).result()
     assert len(first) > 20
     assert all(other == first for other in others)
 

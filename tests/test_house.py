@@ -135,10 +135,10 @@ else:
 
 
 def test_import_is_quick():
-    """Fewer than 0.3 s on top of torch: the best of three, since other processes run beside."""
+    """Fewer than 0.3 s on top of torch: one of three times, since other processes run beside."""
     code = "import time, torch; t = time.perf_counter(); import flash_delta; print(time.perf_counter() - t)"
-    runs = [subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) for _ in range(3)]
-    assert min(map(float, runs)) < 0.3
+    runs = (subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) for _ in range(3))
+    assert any(float(seconds) < 0.3 for seconds in runs)
 
 
 # Names of fla 0.6.0 in their order (users.md, appendix B): a call written for it, by position or by name, must run.

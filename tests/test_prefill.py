@@ -1,5 +1,7 @@
 """Prefill on a pool of states: both backends against float64; without a GPU, kernels in Triton's interpreter."""
 
+from itertools import product
+
 import pytest
 import torch
 from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence, truth
@@ -33,10 +35,14 @@ def check(kind, x, backend):
     return o, pool
 
 
+PAIRS = [
+    pytest.param(kind, pool, (i + j) % 2 == 0, id=f"{kind}-{pool}-{'kv'[(i + j) % 2 == 0]}-first")
+    for (i, kind), (j, pool) in product(enumerate(KINDS), enumerate(POOLS))
+]
+
+
 @backends
-@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "pool", "v_first"), PAIRS)
 def test_against_the_recurrence(kind, pool, v_first, backend):
     """Long, short and no sequences, and rows behind them; one goes on in its own slot, and one starts from zeros."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}[pool]
@@ -118,8 +124,7 @@ def test_sequences_without_a_slot_to_write(backend):
 
 
 @backends
-@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
-@pytest.mark.parametrize("kind", ["gdn", "kda-raw"])
+@pytest.mark.parametrize(("kind", "v_first"), [("gdn", True), ("kda-raw", False)])
 def test_checkpoints(kind, v_first, backend):
     """As far as a sequence reaches, where there is a slot; going on from one gives the same bits."""
     x = make_prefill(kind, (192, 130, 16, 127, 200), slots=20, device=DEVICES[backend], v_first=v_first, **TINY)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -71,7 +72,7 @@ def test_options_reach_the_backend(options):
 @pytest.mark.parametrize("case", ["in-kernel-packed", "saved"])
 def test_kernels_are_not_traced(case):
     """A tracer learns from ``empty_saved`` what they save."""
-    x = inputs_of("gdn", case)
+    x = make_inputs(replace(BY_NAME[case], B=1, H=1, HV=2), MEMBERS["gdn"], torch.float32)
     op, counter = compiled(partial(flash_delta.chunk_gated_delta_rule, backend="triton"))
     assert_same(run(MEMBERS["gdn"], x, "triton"), with_gradients(*op(**x), x, torch.float32))
     assert counter.frame_count == 1

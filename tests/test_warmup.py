@@ -230,9 +230,8 @@ def variants():
 
 
 @needs_triton
-def test_tables_of_slots_compile_nothing():
-    with clean_processes(1) as (pool, _):
-        assert pool.submit(variants).result() == 1
+def test_tables_of_slots_compile_nothing(process):
+    assert process.submit(variants).result() == 1
 
 
 def scratch(target):
@@ -242,24 +241,25 @@ def scratch(target):
     from flash_delta.kernels.triton.tiles import Chip, scan_tiles
     from flash_delta.kernels.triton.walkers import Walkers
 
-    found = []
+    found, sizes = [], {}
     for case in (launches.Case(), launches.Case(64), launches.Case(gate="channel"), launches.Case(erase=None)):
         p, x = launches.problem_of(case)
         for processors in (1, 8, 16, 132):
             chip = Chip(target.removesuffix("a"), processors)
             (t,) = scan_tiles("scan", p, chip, every=False)
-            with offline(target) as compiled:
-                launches.call_scan(case, False, t)
+            if (case, t) not in sizes:
+                with offline(target) as compiled:
+                    launches.call_scan(case, False, t)
+                sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
             programs = prod(launch.scan_grid(p, Walkers(t, p.N)))
-            found.append((launch.scratch_bytes(p, x, chip), programs * compiled[0].kernel.metadata.global_scratch_size))
+            found.append((launch.scratch_bytes(p, x, chip), programs * sizes[case, t]))
     assert launch.scratch_bytes(*launches.problem_of(launches.Case(gap=1)), chip) == 0
     return found
 
 
 @needs_triton
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100"])
-def test_scratch_of_descriptors(target):
-    with clean_processes(1) as (pool, _):
-        found = pool.submit(scratch, target).result()
+def test_scratch_of_descriptors(process, target):
+    found = process.submit(scratch, target).result()
     assert [planned for planned, _ in found] == [asked for _, asked in found]
     assert len({planned for planned, _ in found}) > 4

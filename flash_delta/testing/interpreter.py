@@ -1,10 +1,13 @@
-"""Triton's interpreter (``TRITON_INTERPRET=1``), which runs kernels on CPU tensors, made right for bfloat16.
+"""Triton's interpreter (``TRITON_INTERPRET=1``), which runs kernels on CPU tensors, made right for bfloat16 and fast.
 
 It keeps a bfloat16 as the 16 bits of an unsigned integer, and Triton 3.6 to 3.9 multiply, add and compare these
 integers: every ``tl.dot`` and all arithmetic is silently wrong. It also cuts off where a GPU rounds to the nearest.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,9 @@ def repair_interpreter() -> None:
 
     With numpy 2.4 it also makes loops up to a kernel's argument work in Triton 3.6, which takes ``int()`` of an array
     of one element there. And the comparison of two numbers can be combined with a block of others.
+
+    Half of its time is saved, and no bit changes: it patches Triton's language anew for each launch and each helper
+    that a kernel calls, and works out for all arithmetic of integers whether it overflows, which only ``debug`` asks.
     """
     if not knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET: expected '1', set before Triton is imported, got nothing")
@@ -28,11 +34,14 @@ def repair_interpreter() -> None:
     InterpreterBuilder.unary_op = _unary_op
     InterpreterBuilder.binary_op = _binary_op
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter._patch_lang = _patch_lang
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 _original_dot, _original_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 _original_unary_op, _original_binary_op = InterpreterBuilder.unary_op, InterpreterBuilder.binary_op
-_original_patch_lang_tensor = interpreter._patch_lang_tensor
+_original_patch_lang, _original_patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 
 
 def _is_bf16(x: TensorHandle) -> bool:
@@ -77,3 +86,14 @@ def _binary_op(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, o
 def _patch_lang_tensor(tensor: type, scope: Any) -> None:
     _original_patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+@cache
+def _patch_all() -> None:
+    _original_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _patch_lang(fn: Callable) -> Any:
+    """Once for good, whatever a kernel's module has of the language; nothing is left to be undone."""
+    _patch_all()
+    return interpreter._LangPatchScope()
