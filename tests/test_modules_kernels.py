@@ -70,6 +70,11 @@ def test_packed_sequences():
     convolution(3, 4, LENGTHS, tail=TAIL)
 
 
+def test_packed_sequences_up_to_the_end_of_memory():
+    """Forward and backward one slot of the second's tokens is too many, and lies behind it."""
+    convolution(3, 4, [100, 60], bias=False, state=False)
+
+
 @pytest.mark.parametrize(("W", "T"), [(1, 2), (2, 5), (3, 1), (8, 9)])
 def test_taps(W, T):
     convolution(5, W, None, T, bias=W == 2, state=W != 3, activation=None if W == 2 else "silu")

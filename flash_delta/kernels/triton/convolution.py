@@ -79,6 +79,7 @@ def convolve(
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
     token, inside, live = start + number * BT, d < D, n < N
     known = inside & live  # rows behind the last sequence may hold anything
+    before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind
     x += row.to(tl.int64) * x_strides[0]
     y += row.to(tl.int64) * T * D
     taps, base = load_taps(weight, d, inside, W), None
@@ -87,7 +88,7 @@ def convolve(
     window = ()
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, known, W),)
+        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
         window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
@@ -119,6 +120,7 @@ def convolve_backward(
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
     token, inside, live = start + number * BT, d < D, n < N
     known, end = inside & live, tl.minimum(token + BT, stop)
+    before = known & (token <= stop)
     x += row.to(tl.int64) * x_strides[0]
     dy += row.to(tl.int64) * dy_strides[0]
     dx += row.to(tl.int64) * T * D
@@ -128,7 +130,7 @@ def convolve_backward(
     window, dz, dtaps, dbase = (), (), (), tl.zeros([BD], tl.float32)
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, known, W),)
+        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
         dz = dz + (tl.zeros([BD], tl.float32),)
     for _ in tl.static_range(W):
         dtaps = dtaps + (tl.zeros([BD], tl.float32),)

@@ -23,14 +23,14 @@ class Walk(NamedTuple):
 
 
 WALKS = {  # 16 bytes of a row of 16-bit numbers are one thread's; AMD's warps are twice as wide
-    ("convolve", "nvidia"): Walk(2, 512, 64, 8),
+    ("convolve", "nvidia"): Walk(2, 256, 64, 8),
     ("convolve", "amd"): Walk(1, 512, 64, 8),
     # With twice the channels a thread's sums spill.
-    ("convolve_backward", "nvidia"): Walk(2, 256, 128, 4),
+    ("convolve_backward", "nvidia"): Walk(2, 256, 128, 8),
     ("convolve_backward", "amd"): Walk(1, 256, 128, 4),
 }
-ROWS, BACKWARD_ROWS = 4096, 2048  # numbers of a norm's tile
-PROGRAMS = 512  # of a norm's backward pass, at most: a few for each multiprocessor, and as many sums to add
+ROWS, BACKWARD_ROWS = 4096, 1024  # numbers of a norm's tile
+PROGRAMS = 1024  # of a norm's backward pass, at most: a few for each multiprocessor, and as many sums to add
 TOKEN = Tile(4, 1, 256)
 TOTAL = Tile(4, 1, 16)
 SUMMED = 128  # rows of a step of ``total``
@@ -40,7 +40,8 @@ def walk(kernel: str, c: Call) -> Walk:
     amd = family(c.shape.chip.target) == "gfx942"
     w = WALKS[kernel, "amd" if amd else "nvidia"]
     much = c.p.W > 4 or c.x.x.element_size() > 2  # for a thread's registers
-    return w._replace(BD=min(w.BD // 2 if much else w.BD, triton.next_power_of_2(c.p.D)))
+    BD = min(w.BD // 2 if much else w.BD, triton.next_power_of_2(c.p.D))
+    return w._replace(BD=BD, G=min(w.G, 4) if c.p.W > 4 else w.G)
 
 
 def count_walks(p: Convolution, BT: int) -> int:

@@ -1,0 +1,68 @@
+"""Watches where kernels read and write in Triton's interpreter: beyond a tensor that the kernel was given is an error.
+
+On a GPU such a read goes unnoticed for as long as memory beside the tensor is mapped, and what it brought may be masked
+later: results are right until one day the tensor lies at the end of what the allocator holds.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+
+def watch_bounds() -> None:
+    """For all kernels that start from now on, as often as it is called."""
+    GridExecutor._init_args_hst = _init_args
+    InterpreterBuilder.create_masked_load = _load
+    InterpreterBuilder.create_masked_store = _store
+
+
+_original_init_args = GridExecutor._init_args_hst
+_original_load, _original_store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+_given = np.empty(
+    (2, 0), np.uint64
+)  # first addresses of what the running kernel was given, and the furthest ends so far
+
+
+def _init_args(self: GridExecutor, args: Any, kwargs: Any) -> tuple[list, dict]:
+    """What it returns are the tensors whose addresses the kernel sees."""
+    global _given
+    on_host = _original_init_args(self, args, kwargs)
+    regions = sorted(set(_regions((*on_host[0], *on_host[1].values()))))
+    _given = np.array(regions, np.uint64).reshape(-1, 2).T.copy()
+    np.maximum.accumulate(_given[1], out=_given[1])  # a view may begin within another one
+    return on_host
+
+
+def _regions(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """First and last address of every tensor's own elements, gaps between them included."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _regions(value)
+        elif hasattr(value, "block_shape"):  # a descriptor
+            yield from _regions((value.base,))
+        elif hasattr(value, "data_ptr") and value.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            yield value.data_ptr(), value.data_ptr() + (reach + 1) * value.element_size()
+
+
+def _check(what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
+    addresses, wanted = np.broadcast_arrays(pointers.data, mask.data)
+    addresses = addresses[wanted.astype(bool)].astype(np.uint64)
+    size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+    starts, ends = _given
+    before = np.searchsorted(starts, addresses, side="right")  # how many begin at an address or in front of it
+    outside = (before == 0) | (addresses + size > np.append(ends, 0)[before - 1])
+    if outside.any():
+        raise IndexError(f"a kernel {what} beyond its tensors: {outside.sum()} of {addresses.size} addresses")
+
+
+def _load(self: InterpreterBuilder, pointers: TensorHandle, mask: TensorHandle, *rest: Any, **names: Any) -> Any:
+    _check("reads", pointers, mask)
+    return _original_load(self, pointers, mask, *rest, **names)
+
+
+def _store(self: InterpreterBuilder, pointers: TensorHandle, value: Any, mask: TensorHandle, *rest: Any) -> Any:
+    _check("writes", pointers, mask)
+    return _original_store(self, pointers, value, mask, *rest)
