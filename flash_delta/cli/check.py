@@ -75,7 +75,8 @@ def _jobs(full: bool, only: str | None, device: "torch.device") -> "Iterator[Job
 
 
 def _table(answers: "list[Answer]", where: str) -> Table:
-    """The worst error of each tensor, over all cases; beside ours the torch backend's and the peers'."""
+    """The worst error of each tensor, over all cases, of outputs with and without gradients ("inferred o"); beside ours
+    the torch backend's and the peers'."""
     cases = len({answer.case for answer in answers})
     table = Table("op", "dtype", "whose", title=f"worst relative L2 error over {cases} cases on {where}")
     for column in COLUMNS:
@@ -83,7 +84,7 @@ def _table(answers: "list[Answer]", where: str) -> Table:
     for op, dtype in dict.fromkeys((answer.op, answer.dtype) for answer in answers):
         mine = [a for a in answers if (a.op, a.dtype) == (op, dtype)]
         cells = [cell for a in mine for cell in a.cells if cell.case != "repeats"]
-        shown = (_worst([(c.error, c.right) for c in cells if c.tensor == t]) for t in COLUMNS)
+        shown = (_worst([(c.error, c.right) for c in cells if c.tensor.split()[-1] == t]) for t in COLUMNS)
         table.add_row(op, dtype, "ours", *shown)
         references = [cell for cell in cells if cell.reference is not None]
         if references:

@@ -72,6 +72,13 @@ def run(member: Member, inputs: dict[str, Any], backend: str | None = None) -> R
     return with_gradients(o, final_state, inputs, o.dtype)
 
 
+@torch.no_grad()
+def infer(member: Member, inputs: dict[str, Any], backend: str | None = None) -> Results:
+    """The outputs of a call without gradients."""
+    o, final_state = member.op(**inputs, backend=backend)
+    return {"o": o, "final_state": final_state}
+
+
 def truth(member: Member, inputs: dict[str, Any]) -> Results:
     """The same from the recurrence in float64, by autograd, on the same (rounded) inputs."""
     x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in TENSORS if n in inputs}

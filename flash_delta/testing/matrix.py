@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import explain
-from flash_delta.testing.accuracy import ALLOWED, allowed, products_in, relative_error, run, truth
+from flash_delta.testing.accuracy import ALLOWED, allowed, infer, products_in, relative_error, run, truth
 from flash_delta.testing.cases import MEMBERS, Case, make_inputs
 from flash_delta.testing.large import judge, output_gradient, run_workload
 from flash_delta.testing.workload import Workload, make_tensors
@@ -63,14 +63,21 @@ class Judge:
         self.device, self.backend = device, backend
 
     def case(self, name: str, case: Case, dtype: str) -> list[Cell]:
-        """Every output and gradient of ``MEMBERS[name]`` against the recurrence in float64."""
+        """Every output and gradient of ``MEMBERS[name]`` against the recurrence in float64; outputs also of calls
+        without gradients, which other kernels may compute: one before and one behind, which must not differ."""
         member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
         inputs = make_inputs(case, member, torch_dtype, self.device)
-        want, got = truth(member, inputs), run(member, inputs, self.backend)
+        want, inferred = truth(member, inputs), infer(member, inputs, self.backend)
+        got, again = run(member, inputs, self.backend), infer(member, inputs, self.backend)
+        for tensor, value in again.items():
+            want[f"inferred {tensor}"] = want[tensor]
+            same = torch.equal(value, inferred[tensor])
+            got[f"inferred {tensor}"] = value if same else torch.full_like(value, torch.nan)
         reference: dict[str, Tensor] | None = None
         if explain(member.op, **inputs, backend=self.backend).backend != "torch":
             with products_in(torch_dtype):
                 reference = run(member, make_inputs(case, member, torch_dtype), "torch")
+            reference |= {f"inferred {tensor}": reference[tensor] for tensor in again}
         cells = []
         for tensor, value in want.items():
             error, limit, other = relative_error(got[tensor], value), ALLOWED[torch_dtype], None
