@@ -4,7 +4,7 @@ The first of the library's four nouns. ``ops`` makes a :class:`Problem` once per
 arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and nothing is imported but torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -122,6 +122,7 @@ class Convolution(NamedTuple):
     packed: bool
     activation: str | None
     output_final_state: bool = False
+    memo: dict | None = None  # as Problem's
 
 
 class Convolved(NamedTuple):
@@ -143,6 +144,7 @@ class Norm(NamedTuple):
     device: torch.device
     eps: float
     activation: str | None
+    memo: dict | None = None  # as Problem's
 
 
 class Normalized(NamedTuple):
@@ -153,12 +155,22 @@ class Normalized(NamedTuple):
     gate: Tensor | None = None  # [..., D]
 
 
-def signature(tensors: Iterable[Tensor | None]) -> list[tuple | None]:
-    """All that can change how a call runs, but for the values."""
+def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def signature(tensors: Sequence[Tensor | None], starts: list[int] | None = None) -> list[tuple | None]:
+    """All that can change how a call without gradients runs, but for the values. Of what has no gaps, strides follow
+    from the shape. ``starts``: their addresses, if they are known."""
     return [
-        None if t is None else (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % 16, t.requires_grad)
-        for t in tensors
+        t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, start % 16)
+        for t, start in zip(tensors, starts or addresses(tensors), strict=True)
     ]
+
+
+def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd has to know of a call."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class Outputs(NamedTuple):

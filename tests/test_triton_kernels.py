@@ -1,6 +1,7 @@
 """The Triton backend against the recurrence in float64, in Triton's interpreter; on a GPU: `flash-delta check`."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import flash_delta
 from flash_delta.kernels.triton import backend, launch, launcher
 from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.launches import Case, problem_of
 from flash_delta.kernels.triton.tiles import Chip, Tile, widest_float32
 from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
 from flash_delta.problem import Inputs
@@ -20,31 +22,42 @@ from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_e
 from flash_delta.testing.accuracy import products_in, run, truth
 
 BY_NAME = {case.name: case for case in CASES}
+HEADS = {"H": 1, "HV": 2}  # the interpreter takes seconds for each: a batch and more groups are in some cells
+ROW = {"B": 1} | HEADS
 CELLS = [
-    *(("gdn", case, dtype) for case in ("packed", "in-kernel-strong", "saved") for dtype in ("bfloat16", "float32")),
-    *(
-        ("gdn", case, "bfloat16")
-        for case in ("grouped-by-3", "wide-keys", "state-v-first", "correlated-keys", "zero-beta")
-    ),
-    *(("gdn", case, "float32") for case in ("extreme-decay", "no-tokens", "no-sequences", "all-empty", "zero-keys")),
-    ("gdn", "ragged", "float16"),
-    *((member, "packed", "float32") for member in ("delta-rule", "comba", "simple-gla")),
-    *((member, "ragged", "bfloat16") for member in ("delta-rule", "comba", "simple-gla")),
-    ("comba", "in-kernel-packed", "float32"),
+    *(("gdn", "packed", dtype, {}) for dtype in ("bfloat16", "float32")),
+    *(("gdn", case, dtype, ROW) for case in ("in-kernel-strong", "saved") for dtype in ("bfloat16", "float32")),
+    ("gdn", "grouped-by-3", "bfloat16", {"B": 1}),
+    *(("gdn", case, "bfloat16", ROW) for case in ("wide-keys", "state-v-first", "correlated-keys", "zero-beta")),
+    *(("gdn", case, "float32", ROW) for case in ("extreme-decay", "zero-keys")),
+    *(("gdn", case, "float32", {}) for case in ("no-tokens", "no-sequences", "all-empty")),
+    ("gdn", "ragged", "float16", {}),
+    *((member, "packed", "float32", HEADS) for member in ("delta-rule", "comba", "simple-gla")),
+    *((member, "ragged", "bfloat16", HEADS) for member in ("delta-rule", "comba", "simple-gla")),
+    ("comba", "in-kernel-packed", "float32", HEADS),
 ]
 
 
-@pytest.mark.parametrize(("name", "case", "dtype"), CELLS, ids=lambda x: x)
-def test_against_the_recurrence(name, case, dtype):
+@pytest.mark.parametrize(("name", "case", "dtype", "changes"), CELLS)
+def test_against_the_recurrence(name, case, dtype, changes):
     """Every output and gradient is as near as a kernel's may be."""
-    member, dtype = MEMBERS[name], getattr(torch, dtype)
-    want = truth(member, make_inputs(BY_NAME[case], member, dtype))
-    got = run(member, make_inputs(BY_NAME[case], member, dtype), "triton")
+    member, case, dtype = MEMBERS[name], replace(BY_NAME[case], **changes), getattr(torch, dtype)
+    want = truth(member, make_inputs(case, member, dtype))
+    got = run(member, make_inputs(case, member, dtype), "triton")
     with products_in(dtype):
-        reference = run(member, make_inputs(BY_NAME[case], member, dtype), "torch")
+        reference = run(member, make_inputs(case, member, dtype), "torch")
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), dtype)
         assert relative_error(got[tensor], value) <= limit, tensor
+
+
+def test_calls_with_and_without_gradients_are_not_launched_alike():
+    """Nor is anything compiled anew: they differ in the memory that the launches are given."""
+    p, x = problem_of(Case())
+    p = p._replace(device=torch.device("cpu"))
+    plain, training = (make_call(p._replace(needs_grad=needs), x, ("forward", False)) for needs in (False, True))
+    assert plain.shape.key == training.shape.key
+    assert plain.shape is not training.shape
 
 
 def arguments(dtype=torch.float32, **changes):
@@ -196,7 +209,7 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
     q, k = x["q"].detach(), x["k"].detach()
     first, second = call(q, q), call(q, k)
     assert first is second
-    assert len(first.steps) == 2
+    assert len(first.replay.steps) == 2
 
 
 def test_where_a_pointer_points():

@@ -38,7 +38,7 @@ def causal_conv1d(
         cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
             (B = 1). Sequences may be empty. Rows behind cu_seqlens[-1] are ignored, NaN included.
         backend: "triton", "torch", or as an op's ("hopper", which has no convolution of its own: Triton's); it is
-            obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else "torch".
+            obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
 
     Returns:
         y [B, T, D] in x's dtype, exactly 0 behind cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
@@ -47,11 +47,6 @@ def causal_conv1d(
     Raises:
         ValueError: if a shape, a dtype or the activation is not as above, or the backend cannot run this.
     """
-    _check(x, weight, bias, activation)
-    N = x.shape[0] if cu_seqlens is None else _count_sequences(x, cu_seqlens)
-    if initial_state is not None and initial_state.shape != (N, *weight.shape):
-        expected = f"shape [N, D, W] = {[N, *weight.shape]}"
-        raise ValueError(f"initial_state: expected {expected}, got {list(initial_state.shape)}")
     return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
 
 
@@ -81,9 +76,6 @@ def causal_conv1d_update(
     Raises:
         ValueError: if a shape, a dtype or the activation is not as above.
     """
-    _check(x.unsqueeze(1), weight, bias, activation)
-    if state.shape != (*x.shape, weight.shape[1]):
-        raise ValueError(f"state: expected shape [N, D, W] = {[*x.shape, weight.shape[1]]}, got {list(state.shape)}")
     return convolve_token(Convolved(x, weight, bias, state), activation, backend)
 
 
@@ -138,24 +130,3 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation}"
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x: expected a floating tensor [B, T, D], got {x.dtype} {list(x.shape)}")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
-        raise ValueError(f"weight: expected shape [D, W] with D = {x.shape[2]}, got {list(weight.shape)}")
-    if bias is not None and bias.shape != x.shape[2:]:
-        raise ValueError(f"bias: expected shape [D] = {list(x.shape[2:])}, got {list(bias.shape)}")
-    if activation not in (None, "silu"):
-        raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-
-
-def _count_sequences(x: Tensor, cu_seqlens: Tensor) -> int:
-    """The number of packed sequences N, read from cu_seqlens' shape: its values stay on the device."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        raise ValueError(f"cu_seqlens: expected int32 or int64 of shape [N + 1], got {got}")
-    if x.shape[0] != 1:
-        raise ValueError(f"x: expected B = 1 with cu_seqlens (sequences packed in one row), got B = {x.shape[0]}")
-    return cu_seqlens.shape[0] - 1

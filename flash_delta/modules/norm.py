@@ -15,12 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) 
 
     Args:
         backend: "triton", "torch", or as an op's ("hopper", which has no norm of its own: Triton's); it is obeyed or
-            refused. None: the environment's FLASH_DELTA_BACKEND, else "torch".
+            refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
 
     Raises:
         ValueError: if the weight is not one row of x, or the backend cannot run this.
     """
-    return _normalize("rms_norm", x, None, weight, eps, None, backend)
+    return normalize(Normalized(x, weight), "rms_norm", None, eps, backend)
 
 
 def gated_rms_norm(
@@ -32,9 +32,7 @@ def gated_rms_norm(
         ValueError: as :func:`rms_norm`, and if the gate's shape or the activation is not that of :class:`GatedRMSNorm`.
     """
     _check_activation(activation)
-    if gate.shape != x.shape:
-        raise ValueError(f"gate: expected x's shape {list(x.shape)}, got {list(gate.shape)}")
-    return _normalize("gated_rms_norm", x, gate, weight, eps, ACTIVATIONS[activation], backend)
+    return normalize(Normalized(x, weight, gate), "gated_rms_norm", ACTIVATIONS[activation], eps, backend)
 
 
 class RMSNorm(nn.Module):
@@ -85,14 +83,6 @@ class GatedRMSNorm(RMSNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
-
-
-def _normalize(
-    op: str, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str | None, backend: str | None
-) -> Tensor:
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"x: expected weight's shape {list(weight.shape)} in its last axis, got {list(x.shape)}")
-    return normalize(Normalized(x, weight, gate), op, activation, eps, backend)
 
 
 def _check_activation(activation: str) -> None:

@@ -1,9 +1,13 @@
-"""The door of what layers do around the rule: short convolution and RMS norm, on "torch" unless another is asked for.
+"""The door of what layers do around the rule: short convolution and RMS norm, on the first backend that can.
 
 On the backend "torch" they are PyTorch's own operations: autograd and compilers see through them. Kernels are one
 autograd Function, and while compiling an operator each (`_modules_library.py`), as the rule's. For the backward pass
 nothing is saved but the inputs; a second derivative of kernels is refused.
 """
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,57 +15,116 @@ from torch.autograd.function import once_differentiable
 
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
-from flash_delta.problem import Convolution, Convolved, Norm, Normalized
+from flash_delta.ops._modules_checks import check_convolution, check_norm, check_token
+from flash_delta.problem import (
+    MOST_TAPS,
+    WIDEST_ROW,
+    Convolution,
+    Convolved,
+    Norm,
+    Normalized,
+    needs_gradient,
+    signature,
+)
+
+REMEMBERED = 1024  # calls; each takes some kilobytes
+
+
+class Known(NamedTuple):
+    """What is found of a call, and holds for those that differ in their tensors' values only."""
+
+    p: Convolution | Norm
+    module: ModuleType
+    function: bool  # it goes through an autograd Function
+
+
+_remembered: dict[tuple, Known] = {}
 
 
 def convolve(
     x: Convolved, activation: str | None, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and the final state ``[N, D, W]`` or None."""
-    p = library.describe_convolution(x, "causal_conv1d", activation, output_final_state)
-    if _is_traced(backend):
-        y, *final = library.convolve(*x, *library.options(p), wished(backend))
+    known = _look_at(_describe_convolution, x, backend, "causal_conv1d", activation, output_final_state)
+    if known.module is library:
+        y, *final = library.convolve(*x, *library.options(known.p), wished(backend))
         return y, final[0] if output_final_state else None
-    module, own = _choose(p, backend)
-    return Convolve.apply(p, module, *x) if own and _needs_grad(x) else module.convolve(p, x)
+    return Convolve.apply(known.p, known.module, *x) if known.function else known.module.convolve(known.p, x)
 
 
 def convolve_token(x: Convolved, activation: str | None, backend: str | None) -> Tensor:
     """Of a token ``x [N, D]`` its y; the state moves on in place, and no gradient reaches it."""
-    row = x._replace(x=x.x.unsqueeze(1))
-    if _needs_grad(x):
+    p, module, _ = _look_at(_describe_token, x, backend, "causal_conv1d_update", activation)
+    if needs_gradient(x):
         state = x.initial_state.detach()
-        y, final = convolve(row._replace(initial_state=state.clone()), activation, True, backend)
+        row = x._replace(x=x.x.unsqueeze(1), initial_state=state.clone())
+        y, final = convolve(row, activation, True, backend)
         state.copy_(final.detach())
         return y.squeeze(1)
-    p = library.describe_convolution(row, "causal_conv1d_update", activation, True)
-    if _is_traced(backend):
+    if module is library:
         return library.convolve_token(x.x, x.initial_state, x.weight, x.bias, p.op, activation, wished(backend))
-    return _choose(p, backend)[0].convolve_token(p, x)
+    return module.convolve_token(p, x)
 
 
 def normalize(x: Normalized, op: str, activation: str | None, eps: float, backend: str | None) -> Tensor:
     """In x's shape and dtype."""
-    p = library.describe_norm(x, op, activation, eps)
-    if _is_traced(backend):
-        return library.normalize(*x, *library.options(p), wished(backend))[0]
-    module, own = _choose(p, backend)
-    return Normalize.apply(p, module, *x) if own and _needs_grad(x) else module.normalize(p, x)
+    known = _look_at(_describe_norm, x, backend, op, activation, eps)
+    if known.module is library:
+        return library.normalize(*x, *library.options(known.p), wished(backend))[0]
+    return Normalize.apply(known.p, known.module, *x) if known.function else known.module.normalize(known.p, x)
 
 
-def _needs_grad(x: Convolved | Normalized) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: str | None, *options: Any) -> Known:
+    """Checks a call, or knows it from an earlier one: on a GPU checks take as long as launches. While compiling its
+    module may be `library`, the operators."""
+    if torch.compiler.is_compiling():
+        p = describe(x, *options)
+        return Known(p, library if _is_traced(p, backend) else load_modules("torch"), False)
+    wish, needs_grad = wished(backend), needs_gradient(x)
+    try:
+        key = (options, wish, needs_grad, *signature(x))
+        known = _remembered.get(key)
+    except (AttributeError, TypeError):  # an argument that is no tensor or no number
+        return _describe(describe, x, wish, needs_grad, options)
+    if known is None:
+        known = _describe(describe, x, wish, needs_grad, options)
+        if len(_remembered) == REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = known
+    return known
 
 
-def _choose(p: Convolution | Norm, backend: str | None):
-    """A backend's module, and whether it has a backward pass of its own. What a tracer has come to is torch's."""
-    name = "torch" if torch.compiler.is_compiling() else choose_backend(p, backend, load_modules)
-    return load_modules(name), name != "torch"
+def _describe(
+    describe: Callable[..., Any], x: Convolved | Normalized, wish: str | None, needs_grad: bool, options: tuple
+) -> Known:
+    p = describe(x, *options)._replace(memo={})
+    name = choose_backend(p, wish, load_modules)
+    return Known(p, load_modules(name), needs_grad and name != "torch")
 
 
-def _is_traced(backend: str | None) -> bool:
-    """Whether this becomes an operator; PyTorch's own operations the compiler had better see."""
-    return torch.compiler.is_compiling() and wished(backend) not in (None, "torch")
+def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> Convolution:
+    check_convolution(x, activation)
+    return library.describe_convolution(x, op, activation, final)
+
+
+def _describe_token(x: Convolved, op: str, activation: str | None) -> Convolution:
+    check_token(x, activation)
+    return library.describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, True)
+
+
+def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> Norm:
+    check_norm(x)
+    return library.describe_norm(x, op, activation, eps)
+
+
+def _is_traced(p: Convolution | Norm, backend: str | None) -> bool:
+    """Whether this becomes an operator while compiling; PyTorch's own operations the compiler had better see. Sizes
+    decide here as in the backend, which no tracer can ask."""
+    wish = wished(backend)
+    if wish is not None:
+        return wish != "torch"
+    fits = p.D <= WIDEST_ROW if isinstance(p, Norm) else p.W <= MOST_TAPS
+    return p.device.type == "cuda" and p.dtype != torch.float64 and fits
 
 
 class Convolve(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Inputs, Problem, signature
+from flash_delta.problem import Inputs, Problem, needs_gradient, signature
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CHUNK_SIZES = (16, 32, 64)
@@ -52,7 +52,7 @@ def make_problem(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[
     if torch.compiler.is_compiling() or not getattr(x.q, "is_cuda", False) or isinstance(options.scale, Tensor):
         return _describe(x, options, cu_seqlens_cpu)
     try:
-        key = (torch.is_grad_enabled(), options, *signature(x))
+        key = (needs_gradient(x), options, *signature(x))
         problem = _remembered.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
         return _describe(x, options, cu_seqlens_cpu)
@@ -102,7 +102,7 @@ def _describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int
         l2norm=options.l2norm, raw_gate=raw_gate, lower_bound=options.lower_bound if raw_gate else None,
         raw_beta=options.raw_beta, beta_range=2.0 if options.neg_eigval else 1.0, state_v_first=options.state_v_first,
         keep_states=options.keep_states, disable_recompute=options.disable_recompute,
-        needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
+        needs_grad=needs_gradient(x),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_delta.kernels.triton import launch, launch_decode, launch_segments
 from flash_delta.kernels.triton.chunk import count_slots
-from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, on, replayed, run
+from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, on, remember, replayed, run
 from flash_delta.kernels.triton.tiles import chip_of, plan_segments, widest_float32
 from flash_delta.kernels.triton.workspace import (
     Chain,
@@ -29,7 +29,7 @@ from flash_delta.kernels.triton.workspace import (
     Workspace,
     count_bytes,
 )
-from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots, addresses
 
 WIDTHS = range(8, 257, 8)
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
@@ -75,19 +75,30 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs) -> Outputs:
-    x = _with_flat_parameters(x)
-    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-    final = x.v.new_empty(p.state_shape, dtype=torch.float32)
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    final = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
+    saved = (_saved(p),) if p.needs_grad else ()
+    buffers = tuple(w.buffer for w in saved)
+    if not replayed(p, _forward(p), addresses((*x, o, final, *buffers))):
+        with on(p.device):
+            _launch_forward(p, x, o, final, saved)
+    return Outputs(o, final, buffers)
+
+
+def _forward(p: Problem) -> tuple:
+    """The kind of its calls."""
+    return ("forward", p.needs_grad and p.disable_recompute)
+
+
+def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: tuple[Workspace, ...]) -> None:
+    x = _with_flat_parameters(given)
     kept = p.needs_grad and p.disable_recompute
-    if not p.needs_grad:
-        memory = (Workspace(p, *HANDED),)
-    else:
-        memory = (_saved(p),) if kept else (_saved(p), Workspace(p, Factors, Channels))
+    handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
     split = plan_segments(p, chip_of(p.device))
     walk = None if split is None else launch_segments.new_walk(p, split)
 
     def kernels(c: Call) -> None:
-        solved, factors, channels, residual = (*c.parts(*memory), None)[:4]
+        solved, factors, channels, residual = (*c.parts(*saved, *handed), None)[:4]
         _chunks(c, solved, factors, channels)
         if walk is None or c.compiling is not None:
             launch.run_scan(c, channels, solved, factors, o, final, residual)
@@ -96,10 +107,10 @@ def forward(p: Problem, x: Inputs) -> Outputs:
         elif walk is not None:
             launch_segments.run_walk(c, channels, solved, factors, o, final, walk)
 
-    with on(p.device):
-        call = make_call(p, x, ("forward", kept), memo=p.memo)
-        run(call, kernels, o, final, *(w.buffer for w in memory), *(walk or (None,) * 3)[1:])
-    return Outputs(o, final, (memory[0].buffer,) if p.needs_grad else ())
+    call = make_call(p, x, _forward(p), memo=p.memo)
+    spare = *(w.buffer for w in handed), *(walk or ())[1:]
+    run(call, kernels, o, final, *(w.buffer for w in saved), spare=spare)
+    remember(call, _forward(p), given)
 
 
 def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None) -> Inputs:
@@ -149,12 +160,19 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
     """``o``, contiguous; the pools are written in place."""
-    x = _with_flat_parameters(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     with on(p.device):
-        if not replayed(p, DECODE, (*x, *s, *around, o)):
-            run(make_call(p, x, DECODE, *s, *around, memo=p.memo), partial(launch_decode.run_decode, o=o), o)
+        call = make_call(p, _with_flat_parameters(x), DECODE, *s, *around, memo=p.memo)
+        run(call, partial(launch_decode.run_decode, o=o), o)
+    if remember(call, DECODE, x):
+        p.memo["again"] = _decode_again
     return o
+
+
+def _decode_again(p: Problem, starts: list[int]) -> Tensor | None:
+    """The same for another call of the problem; its shortest way. ``starts``: the addresses of all its tensors."""
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    return o if replayed(p, DECODE, [*starts, o.data_ptr()]) else None
 
 
 def step(p: Problem, x: Inputs) -> Outputs:
@@ -177,8 +195,14 @@ def step(p: Problem, x: Inputs) -> Outputs:
 
 def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
     """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, before the others."""
-    x = _with_flat_parameters(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    if not replayed(p, PREFILL, addresses((*x, *s, o))):
+        with on(p.device):
+            _launch_prefill(p, x, s, o)
+    return o
+
+
+def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor) -> None:
     memory = Workspace(p, *HANDED)
 
     def kernels(c: Call) -> None:
@@ -188,9 +212,9 @@ def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
         _chunks(c, solved, factors, channels)
         launch.run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
 
-    with on(p.device):
-        run(make_call(p, x, PREFILL, *s, memo=p.memo), kernels, o, memory.buffer)
-    return o
+    call = make_call(p, _with_flat_parameters(x), PREFILL, *s, memo=p.memo)
+    run(call, kernels, o, spare=(memory.buffer,))
+    remember(call, PREFILL, x)
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:

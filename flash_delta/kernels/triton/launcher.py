@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
+from flash_delta.kernels.triton import cuda
 from flash_delta.kernels.triton.forbidding import Flags, Key, Layout, ModuleFlags, Refused, difference
 from flash_delta.kernels.triton.tiles import Chip, Tile, chip_of
 from flash_delta.kernels.triton.workspace import Workspace
-from flash_delta.problem import Around, Convolution, Convolved, Inputs, Norm, Normalized, Problem, Slots
+from flash_delta.problem import Around, Convolution, Convolved, Inputs, Norm, Normalized, Problem, Slots, addresses
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
@@ -43,32 +45,37 @@ class Plan(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch as the driver takes it, but for the addresses."""
+    """A launch as Triton's launcher for AMD's driver takes it, but for the addresses; as `cuda.Step`."""
 
     run: Any
     grid: tuple[int, int, int]
     function: int
     metadata: Any
-    tma: bool
-    sources: tuple[tuple[int, int], ...]  # of its pointers: which tensor, and bytes from its start
+    sources: tuple[cuda.Pointer, ...]
     rest: tuple[Any, ...]  # the arguments behind them
 
-    def launch(self, stream: int, starts: list[int]) -> None:
-        """``starts``: the addresses of all tensors of the call."""
-        if self.tma:
-            triton.set_allocator(_scratch)  # a thread's own setting, and the backward pass has a thread of its own
-        addresses = [starts[number] + offset for number, offset in self.sources]
-        self.run(
-            *self.grid, stream, self.function, self.metadata, None, None, None, *addresses, *self.rest
-        )  # fmt: skip
+
+class Replay(NamedTuple):
+    """As `cuda.Replay`."""
+
+    steps: list[Step]
+
+    def launch(self, device: torch.device, starts: list[int]) -> None:
+        stream = driver.active.get_current_stream(device.index)
+        for run, grid, function, metadata, sources, rest in self.steps:
+            addresses = [starts[tensor] + offset for tensor, offset in sources]
+            run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
 
 
-class Shape(NamedTuple):
+@dataclass
+class Shape:
     """What calls have in common that differ in their tensors' values only."""
 
     key: int  # of what compiled code depends on
     chip: Chip
-    steps: list[Step]  # what they launch, once it is known
+    replay: cuda.Replay | Replay | None = None  # what they launch, once it is known
+    # Of memory that only their kernels use: its bytes, and where in it the tensors lie that stand behind all others
+    spare: tuple[int, tuple[int, ...]] = (0, ())
 
 
 class Call(NamedTuple):
@@ -81,7 +88,7 @@ class Call(NamedTuple):
     direct: bool  # launched with addresses, past Triton's own launcher
     compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
     tensors: tuple[Tensor | None, ...] = ()  # all that kernels get, a workspace as its buffer
-    steps: list[Step] | None = None  # if there, launchers note what is to be launched
+    steps: list[cuda.Step | Step] | None = None  # if there, launchers note what is to be launched
 
     @property
     def keys(self) -> Tensor:
@@ -109,8 +116,8 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
                 p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
                 kind in (DECODE, STEP) and alone(p),
             ),
-            (
-                p.N, p.T, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
+            (  # with gradients a call has other memory
+                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
                 *(None if t is None else t.shape for t in more),
             ),
             *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
@@ -126,7 +133,7 @@ def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tup
         kind, p.device, *(p.W, p.packed) if isinstance(p, Convolution) else (1, False), p.D, p.activation
     )
     shape = _shape(
-        chip_of(p.device), flags, (p, *(None if t is None else t.shape for t in (*x, *more))),
+        chip_of(p.device), flags, (p._replace(memo=None), *(None if t is None else t.shape for t in (*x, *more))),
         # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
         *[None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)],
     )  # fmt: skip
@@ -134,7 +141,13 @@ def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tup
 
 
 def _direct(device: torch.device) -> bool:
-    return device.type == "cuda" and not knobs.runtime.launch_enter_hook.calls  # a profiler's, that Triton's own calls
+    """Whether past Triton's own launcher."""
+    return device.type == "cuda" and not _profiled()
+
+
+def _profiled() -> bool:
+    """Whether somebody wants to see launches, or kernels that note what they do: both is up to Triton's launcher."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.compilation.instrumentation_mode)
 
 
 @lru_cache(maxsize=1024)
@@ -148,7 +161,7 @@ def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, *tensors: tuple
         None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
         for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
     )
-    return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip, [])
+    return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip)
 
 
 def _layout(
@@ -185,11 +198,11 @@ def unit(row: int, token: int, one: bool) -> int:
     return gcd(row, 0 if one else token, 16)
 
 
-def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
+def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tuple[Tensor | None, ...] = ()) -> None:
     """Calls ``kernels``, which launches, or launches again what it launched for an earlier call of this shape.
 
     Before its first time all that it can ever launch is compiled in parallel. ``own``: the tensors that were made for
-    this call, a workspace as its buffer.
+    this call, a workspace as its buffer; ``spare``: those of them that nobody needs when it is launched.
     """
     if not c.direct:
         with _explained(c):
@@ -205,32 +218,44 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None) -> None:
         for key, kernel in found.items():
             _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
         _ready.add(c.shape.key)
-    if not c.shape.steps:
+    if c.shape.replay is None:
         # As objects of their own: here one tensor may come as q and as k, in the next call two.
         x, more = type(c.x)(*map(_alias, c.x)), tuple(map(_alias, c.more))
-        steps: list[Step] = []
-        kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own), steps=steps))
-        c.shape.steps[:] = steps
-    _launch(c.shape.steps, c.p.device, (*c.x, *c.more, *own))
-
-
-def replayed(p: Problem, kind: tuple, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Launches what `run` launched for an earlier call of this problem, whose `make_call` had its ``memo``; False if
-    there was none. ``tensors``: inputs, others from outside, own ones. Decoding's calls are so short that making a
-    `Call` (1.3 us) counts."""
-    shape = p.memo.get(kind)
-    if shape is None or not shape.steps or knobs.runtime.launch_enter_hook.calls:
-        return False
-    _launch(shape.steps, p.device, tensors)
-    return True
-
-
-def _launch(steps: list[Step], device: torch.device, tensors: tuple[Tensor | None, ...]) -> None:
+        steps: list[Any] = []
+        kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own, *spare), steps=steps))
+        *places, size = accumulate((0 if t is None else -(-t.nbytes // 256) * 256 for t in spare), initial=0)
+        c.shape.spare = size, tuple(places)
+        c.shape.replay = (cuda.Replay if _on_nvidia(c) else Replay)(steps)
     # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
-    starts = [0 if t is None else t.data_ptr() for t in tensors]
-    stream = driver.active.get_current_stream(device.index)
-    for step in steps:
-        step.launch(stream, starts)
+    c.shape.replay.launch(c.p.device, addresses((*c.x, *c.more, *own, *spare)))
+
+
+def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
+    """For `replayed`, if kernels got the tensors that were ``given``, and no copies; whether it is so."""
+    same = c.p.memo is not None and addresses(c.x) == addresses(given)
+    if same:
+        c.p.memo["replay", kind] = c.shape
+    return same
+
+
+def replayed(p: Problem | Convolution | Norm, kind: tuple, starts: list[int]) -> bool:
+    """Launches what `run` launched for an earlier call of this problem; False if none was remembered. ``starts``: the
+    addresses of inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as
+    what else stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""
+    shape = None if p.memo is None else p.memo.get(("replay", kind))
+    if shape is None or shape.replay is None or _profiled():
+        return False
+    size, places = shape.spare
+    if places:
+        memory = torch.empty(size, dtype=torch.uint8, device=p.device)
+        start = memory.data_ptr()
+        starts += [start + place for place in places]
+    if _several_devices() and p.device.index != torch.cuda.current_device():
+        with torch.cuda.device(p.device):
+            shape.replay.launch(p.device, starts)
+    else:
+        shape.replay.launch(p.device, starts)
+    return True
 
 
 @contextmanager
@@ -254,6 +279,11 @@ def on(device: torch.device) -> AbstractContextManager:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()
+
+
+@lru_cache(None)
+def _several_devices() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], Iterable[Plan]]) -> None:
@@ -290,28 +320,34 @@ def _alias(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.detach()
 
 
-def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> Step:
+def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> cuda.Step | Step:
     compiled = compiled_as(_name(c, kernel, plan))
-    run = compiled.run  # loads it
     sources = tuple(_source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())
-    return Step(run, plan.grid, compiled.function, compiled.packed_metadata, plan.tile.tma, sources, rest)
+    if _on_nvidia(c):
+        return cuda.make_step(compiled, plan.grid, (*sources, *rest))
+    run = compiled.run  # loads it
+    return Step(run, plan.grid, compiled.function, compiled.packed_metadata, sources, rest)
 
 
-def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> tuple[int, int]:
+def _on_nvidia(c: Call) -> bool:
+    return c.shape.chip.target.startswith("sm_")
+
+
+def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> cuda.Pointer:
     """A pointer as one of the tensors and an offset in bytes; a number points into a workspace, which is bytes.
 
     None is a constant of the compiled kernel, whose launcher looks at no value for it.
     """
     if at is None:
-        return 0, 0
+        return cuda.Pointer(0, 0)
     for number, t in enumerate(tensors):
         if t is at:
-            return number, 0
+            return cuda.Pointer(number, 0)
         if isinstance(at, int) and t is not None and t.dtype == torch.uint8:
             offset = at - t.data_ptr()
             if 0 <= offset < max(1, t.nbytes):  # without tokens it has no bytes
-                return number, offset
+                return cuda.Pointer(number, offset)
     raise ValueError(f"expected a pointer into one of the call's tensors, got {at}")
 
 

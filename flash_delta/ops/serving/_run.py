@@ -1,19 +1,20 @@
 """What the serving ops share: a call is looked at once, and while compiling it is one operator."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import Explain, Explanation, choose_backend, wished
+from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import serve
 from flash_delta.ops._problem import Options, read_lengths
 from flash_delta.ops.serving._slots import describe
 from flash_delta.ops.serving.around import NOTHING
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, Problem, Slots, addresses, signature
 
 REMEMBERED = 1024  # calls; each takes some kilobytes
-_remembered: dict[tuple, tuple[Problem, str]] = {}
+_remembered: dict[tuple, tuple[Problem, ModuleType]] = {}
 
 # The tensors of the operator, and the fields of Options that the serving ops set.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", *Slots._fields, *Around._fields)
@@ -40,35 +41,36 @@ WRITTEN = {"state_pool": "Tensor(a!)", "conv_pool": "Tensor(b!)?"}
 
 
 def run(
-    x: Inputs, s: Slots, options: Options, backend: str | Explain | None, around: Around = NOTHING
+    x: Inputs, s: Slots, options: dict[str, Any], backend: str | Explain | None, around: Around = NOTHING
 ) -> Tensor | Explanation:
     """``o``. What was found of a call is remembered for those that differ in their tensors' values only: to check a
-    call takes longer than to launch it."""
+    call takes longer than to launch it. ``options``: fields of `Options`, which takes 1 us to make."""
     if isinstance(backend, Explain):
-        return backend.of(describe(x, s, around, options))
-    wish = wished(backend)
+        return backend.of(describe(x, s, around, Options(**options)))
+    wish, tensors = wished(backend), (*x, *s, *around)
     if torch.compiler.is_compiling():
-        tensors = x._asdict() | s._asdict() | around._asdict()
-        return operator(*(tensors[name] for name in TENSORS), *(getattr(options, name) for name in FIELDS), wish)
+        given, chosen = x._asdict() | s._asdict() | around._asdict(), Options(**options)
+        return operator(*(given[name] for name in TENSORS), *(getattr(chosen, name) for name in FIELDS), wish)
     try:
-        # All that can change how a call runs, but for the values. Strides of what has no gaps follow from the shape.
-        key = (options, wish, *[
-            t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
-            for t in (*x, *s, *around)
-        ])  # fmt: skip
+        starts = addresses(tensors)
+        key = (*options.values(), wish, *signature(tensors, starts))
         known = _remembered.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
         known = None
     if known is None:
-        problem = describe(x, s, around, options)
-        known = problem, choose_backend(problem, wish)
+        problem = describe(x, s, around, Options(**options))
+        known = problem, load_backend(choose_backend(problem, wish))
         if len(_remembered) == REMEMBERED:
             _remembered.clear()
         _remembered[key] = known
-    problem, name = known
+    problem, module = known
+    if "again" in problem.memo:  # kernels alone, launched as before
+        o = problem.memo["again"](problem, starts)
+        if o is not None:
+            return o
     if problem.lengths is not None and problem.packed:  # these are values
         problem = problem._replace(lengths=read_lengths(problem.op, x, None))
-    return serve(problem, name, x, s, around)
+    return serve(problem, module, x, s, around)
 
 
 def _type_of(name: str) -> str:
@@ -86,7 +88,7 @@ def operator(*args: Any) -> Tensor:
     tensors, (*values, wish) = dict(zip(TENSORS, args, strict=False)), args[len(TENSORS) :]
     x = Inputs(**{name: tensors[name] for name in Inputs._fields if name in tensors})
     s, around = (group(*(tensors[name] for name in group._fields)) for group in (Slots, Around))
-    return run(x, s, Options(**dict(zip(FIELDS, values, strict=True))), wish, around)
+    return run(x, s, dict(zip(FIELDS, values, strict=True)), wish, around)
 
 
 @operator.register_fake

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from flash_delta.ops._problem import Options
 from flash_delta.ops.serving._run import run
 from flash_delta.ops.serving.around import Convolution, OutputNorm, around_of
 from flash_delta.problem import Inputs, Slots
@@ -93,20 +92,20 @@ def decode_gated_delta_rule(
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
     slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
     around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
-    options = Options(
-        op="decode_gated_delta_rule",
-        gate="scalar",
-        erase="decayed",
-        scale=scale,
-        recurrent=True,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        eps=eps,
-        activation=activation,
-    )
+    options = {
+        "op": "decode_gated_delta_rule",
+        "gate": "scalar",
+        "erase": "decayed",
+        "scale": scale,
+        "recurrent": True,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "eps": eps,
+        "activation": activation,
+    }
     return run(inputs, slots, options, backend, around)
 
 
@@ -165,19 +164,19 @@ def decode_kda(
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
     slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
     around, eps, activation = around_of("decode_kda", convolution, output_norm)
-    options = Options(
-        op="decode_kda",
-        gate="channel",
-        erase="decayed",
-        scale=scale,
-        recurrent=True,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        eps=eps,
-        activation=activation,
-    )
+    options = {
+        "op": "decode_kda",
+        "gate": "channel",
+        "erase": "decayed",
+        "scale": scale,
+        "recurrent": True,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "lower_bound": lower_bound,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "eps": eps,
+        "activation": activation,
+    }
     return run(inputs, slots, options, backend, around)

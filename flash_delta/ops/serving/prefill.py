@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from flash_delta.ops._problem import Options
 from flash_delta.ops.serving._run import run
 from flash_delta.problem import Inputs, Slots
 
@@ -98,20 +97,20 @@ def prefill_gated_delta_rule(
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices)
-    options = Options(
-        op="prefill_gated_delta_rule",
-        gate="scalar",
-        erase="decayed",
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        checkpoint_every=checkpoint_every,
-        max_prompts=max_prompts,
-        batch_invariant=batch_invariant,
-    )
+    options = {
+        "op": "prefill_gated_delta_rule",
+        "gate": "scalar",
+        "erase": "decayed",
+        "scale": scale,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "checkpoint_every": checkpoint_every,
+        "max_prompts": max_prompts,
+        "batch_invariant": batch_invariant,
+    }
     return run(inputs, slots, options, backend)
 
 
@@ -171,19 +170,19 @@ def prefill_kda(
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices)
-    options = Options(
-        op="prefill_kda",
-        gate="channel",
-        erase="decayed",
-        scale=scale,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        checkpoint_every=checkpoint_every,
-        max_prompts=max_prompts,
-        batch_invariant=batch_invariant,
-    )
+    options = {
+        "op": "prefill_kda",
+        "gate": "channel",
+        "erase": "decayed",
+        "scale": scale,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "lower_bound": lower_bound,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "checkpoint_every": checkpoint_every,
+        "max_prompts": max_prompts,
+        "batch_invariant": batch_invariant,
+    }
     return run(inputs, slots, options, backend)

@@ -1,0 +1,137 @@
+"""A call like an earlier one is not looked at again: what is launched from memory, what makes a call another one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton import knobs
+
+from flash_delta.kernels.triton import launcher
+from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
+from flash_delta.modules.norm import gated_rms_norm, rms_norm
+from flash_delta.ops import _backend, _modules
+from flash_delta.problem import Norm, Normalized, addresses, signature
+
+KIND = ("test",)
+
+
+class Launched(list):
+    """Stands for a call's launches."""
+
+    def launch(self, device, starts):
+        self.append(starts)
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """One that was launched, on tensors of the CPU."""
+    monkeypatch.setattr(launcher, "_several_devices", lambda: False)
+    p = Norm("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None, memo={})
+    x = Normalized(torch.randn(4, 8), torch.randn(8))
+    return launcher.Call(p, x, (), launcher.Shape(0, None, Launched()), True)
+
+
+def test_the_next_call_gets_its_own_addresses(call):
+    launcher.remember(call, KIND, call.x)
+    other, y = Normalized(torch.randn(4, 8), call.x.weight, torch.randn(4, 8)), torch.empty(4, 8)
+    assert launcher.replayed(call.p, KIND, addresses((*other, y)))
+    assert call.shape.replay == [[t.data_ptr() for t in (*other, y)]]
+    assert not launcher.replayed(call.p, ("another",), addresses((*other, y)))
+    assert not launcher.replayed(call.p._replace(memo=None), KIND, addresses((*other, y)))
+
+
+def test_what_only_kernels_use_is_one_allocation(call, monkeypatch):
+    call.shape.spare = 1024, (0, 256, 768)
+    launcher.remember(call, KIND, call.x)
+    memory = torch.empty(1024, dtype=torch.uint8)
+    monkeypatch.setattr(launcher.torch, "empty", lambda size, **options: memory[:size])
+    assert launcher.replayed(call.p, KIND, addresses((call.x.x, None)))
+    assert call.shape.replay == [[call.x.x.data_ptr(), 0, *(memory.data_ptr() + n for n in (0, 256, 768))]]
+
+
+def test_copies_are_made_again(call):
+    """Kernels that got a copy of an input must not get the input."""
+    given = call.x._replace(weight=call.x.weight.clone())
+    launcher.remember(call, KIND, given)
+    assert not launcher.replayed(call.p, KIND, addresses(given))
+    launcher.remember(call, KIND, call.x._replace(x=call.x.x.view(2, 2, 8)))
+    assert launcher.replayed(call.p, KIND, addresses(given)), "the same memory in another shape is no copy"
+
+
+def test_profilers_see_launches(call, monkeypatch):
+    """By Triton's hooks, or in what kernels write down: both need Triton's launcher."""
+    launcher.remember(call, KIND, call.x)
+    with monkeypatch.context() as m:
+        m.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+        assert not launcher.replayed(call.p, KIND, addresses(call.x))
+    with knobs.compilation.scope():
+        knobs.compilation.instrumentation_mode = "consan"
+        assert not launcher.replayed(call.p, KIND, addresses(call.x))
+    assert launcher.replayed(call.p, KIND, addresses(call.x))
+
+
+def test_other_devices_are_made_current(call, monkeypatch):
+    entered = []
+    monkeypatch.setattr(launcher, "_several_devices", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
+    at = SimpleNamespace(device=torch.device("cuda", 0), memo={("replay", KIND): call.shape})
+    assert launcher.replayed(at, KIND, [])
+    assert entered == [at.device]
+
+
+def test_signatures_tell_calls_apart():
+    x = torch.randn(64, 8)
+    views = (x, x[:, :4], x[:32], x.t(), x[1:33], x.half(), x.flatten()[1:257].view(32, 8), x.to("meta"), None)
+    assert len({tuple(signature([view])) for view in views}) == len(views) - 1, "x[1:33] is as x[:32]"
+
+
+BAD = [
+    (lambda x, w: causal_conv1d(x, w[:4]), r"weight: expected shape \[D, W\] with D = 8"),
+    (lambda x, w: causal_conv1d(x[0], w), r"x: expected a floating tensor \[B, T, D\]"),
+    (lambda x, w: causal_conv1d(x, w, x[0, 0, :4]), r"bias: expected shape \[D\]"),
+    (lambda x, w: causal_conv1d(x, w, None, "relu"), "activation: expected 'silu' or None"),
+    (lambda x, w: causal_conv1d(x, w, initial_state=w), "initial_state: expected shape"),
+    (lambda x, w: causal_conv1d(x, w, cu_seqlens=torch.zeros(2)), "cu_seqlens: expected int32 or int64"),
+    (lambda x, w: causal_conv1d_update(x[0], w, w), "state: expected shape"),
+    (lambda x, w: rms_norm(x, w, 1e-5), r"x: expected weight's shape \[8, 4\]"),
+    (lambda x, w: gated_rms_norm(x, x[:, :1], w[:, 0], 1e-5, "silu"), r"gate: expected x's shape \[1, 5, 8\]"),
+    (lambda x, w: gated_rms_norm(x, x, w[:, 0], 1e-5, "relu"), "activation: expected one of"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), BAD)
+def test_what_is_wrong_is_refused_after_calls_that_were_right(wrong, message):
+    x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
+    for _ in range(2):
+        causal_conv1d(x, w)
+        causal_conv1d_update(x[0], torch.zeros(5, 8, 4), w)
+        gated_rms_norm(x, x, w[:, 0], 1e-5, "silu")
+        with pytest.raises(ValueError, match=message):
+            wrong(x, w)
+
+
+def test_a_call_around_the_rule_is_looked_at_once(monkeypatch):
+    """Once more if a gradient, another backend or an option is wanted; never while nothing but values changes."""
+    described = []
+    check = _modules.check_convolution
+    monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
+    monkeypatch.setattr(_modules, "_remembered", {})
+    monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
+    x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
+    want = causal_conv1d(x, w)[0]
+    assert torch.equal(causal_conv1d(x.clone(), w)[0], want)
+    assert len(described) == 1
+    for number, again in enumerate((lambda: causal_conv1d(x, w, None, "silu"), lambda: causal_conv1d(x[:, :3], w)), 2):
+        again()
+        assert len(described) == number
+    assert causal_conv1d(x, w.requires_grad_())[0].requires_grad
+    monkeypatch.setenv(_backend.ENVIRONMENT, "torch")
+    causal_conv1d(x, w)
+    assert len(described) == 5
+    monkeypatch.setattr(_modules, "REMEMBERED", len(_modules._remembered))
+    causal_conv1d(x, w, backend="torch", output_final_state=True)
+    assert len(_modules._remembered) == 1
