@@ -1,10 +1,8 @@
 """The Hopper backend: what it runs, when it goes first, and on a GPU of that kind, what it computes."""
 
 import gc
-import inspect
 import os
 import weakref
-from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -12,19 +10,19 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 import flash_delta
-from flash_delta.kernels.hopper import again, backend, launch, layouts
+from flash_delta.kernels.hopper import again, backend, choice, launch, layouts
 from flash_delta.kernels.hopper.launches import CASES as CASES_COMPILED
-from flash_delta.kernels.hopper.tiles import NARROW, WIDE, tiles
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, tiles
+from flash_delta.kernels.triton import cuda
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip
 from flash_delta.ops import _backend
 from flash_delta.problem import Inputs, Problem
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -43,6 +41,7 @@ def problem(**changes) -> Problem:
 def on_a_card(monkeypatch):
     """A Hopper GPU of 132 multiprocessors, for all that only asks what there is."""
     monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
+    monkeypatch.setattr(choice, "_processors", lambda index: 132)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,10 @@ def on_a_card(monkeypatch):
         ({"dtype": torch.float16, "l2norm": True, "raw_gate": True, "raw_beta": True}, None),
         ({"gate": "none", "packed": False, "B": 4, "state_v_first": True}, None),
         ({"device": torch.device("cpu")}, "a Hopper GPU"),
-        ({"needs_grad": True}, "no backward"),
+        ({"K": 64, "V": 64}, None),
+        ({"K": 256, "V": 256}, None),
+        ({"needs_grad": True}, None),
+        ({"needs_grad": True, "disable_recompute": True}, "keeps no states"),
         ({"recurrent": True}, "whole sequences"),
         ({"pool": torch.float32}, "whole sequences"),
         ({"gate": "channel"}, "one decay per value head"),
@@ -60,10 +62,8 @@ def on_a_card(monkeypatch):
         ({"erase": None}, "keys erase"),
         ({"keep_states": True}, "states of chunks"),
         ({"dtype": torch.float32}, "16 bits"),
-        ({"K": 64}, "have to be 128, they are 64 and 128"),
+        ({"K": 64}, "have to be one of 64, 128, 256, both, they are 64 and 128"),
         ({"scale": -1.0}, "scale has to be positive, it is -1.0"),
-        ({"T": 0}, "no tokens"),
-        ({"N": 0}, "no tokens"),
     ],
 )
 def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
@@ -71,24 +71,78 @@ def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
     assert (said is None) if reason is None else (reason in said)
 
 
+def test_what_else_is_said_of_a_call(on_a_card):
+    assert backend.remark(problem()) is None
+    assert backend.remark(problem(needs_grad=True)) == "its backward pass is that of 'triton'"
+    said = backend.remark(problem(T=32768, N=1, HV=8, needs_grad=True))
+    assert said == (
+        "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; its backward pass is that of "
+        "'triton'"
+    )
+    assert backend.remark(problem(T=32768, N=1, HV=8, K=64, V=64)) is None, "only heads of 128 are split"
+
+
+@pytest.mark.parametrize("sizes", [{"B": 2, "N": 2, "T": 0, "packed": False}, {"N": 0, "T": 5}])
+@pytest.mark.parametrize("begun", [True, False])
+def test_without_tokens_states_stay_as_they_are(sizes, begun):
+    p = problem(**sizes, HV=4, H=2, device=torch.device("cpu"), needs_grad=True)
+    q, v = (torch.empty(p.B, p.T, heads, 128, dtype=p.dtype) for heads in (2, 4))
+    states = torch.randn(p.state_shape) if begun else None
+    x = Inputs(q, q, v, v[..., 0].float(), v[..., 0], initial_state=states)
+    x = x._replace(cu_seqlens=torch.zeros(1, dtype=torch.int32) if p.packed else None)
+    o, final, saved, _ = backend.forward(p, x)
+    assert o.shape == v.shape
+    assert not o.any()
+    assert torch.equal(final, torch.zeros(p.state_shape) if states is None else states)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        d = backend.backward(p, x, saved, o, final)
+        assert not any(t.any() for t in (d.q, d.k, d.v, d.g, d.beta)), "what was saved is not read"
+        assert states is None or torch.equal(d.initial_state, final)
+
+
 def test_other_chips_are_not_for_it(monkeypatch):
     monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_100", 148))
     assert "a Hopper GPU" in backend.unsupported(problem())
 
 
-def test_it_is_there_to_be_asked_for(on_a_card, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, True),
+        ({"HV": 1}, True),
+        ({"HV": 1, "K": 256, "V": 256}, True),
+        ({"K": 64, "V": 64}, True),
+        ({"HV": 16, "K": 64, "V": 64}, False),  # never split
+    ],
+)
+def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first):
+    """Whatever the lengths and the number of sequences: another one must not compile another backend."""
+    for sizes in ({"T": 64, "N": 1}, {"T": 32768, "N": 1}, {"T": 8192, "N": 4, "B": 4, "packed": False}):
+        p = problem(**changes | sizes)
+        assert (choice.hesitation(p) is None) == first
     monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: None)
-    assert _backend.choose_backend(problem(), None) == "triton"
-    assert _backend.choose_backend(problem(), "hopper") == "hopper"
+    monkeypatch.setattr(_backend, "load_backend", lambda name: SimpleNamespace(remark=lambda problem: None))
+    monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
+    assert _backend.choose_backend(p, None) == ("hopper" if first else "triton")
+    assert _backend.choose_backend(p, "hopper") == "hopper", "a wish is obeyed"
+    reason = _backend.Explain().of(p).reasons["hopper"]
+    assert reason == "chosen, the first that can" if first else reason.endswith("'triton' is preferred: "
+        "16 heads of 64 are too few to keep the multiprocessors busy, and it does not split those")  # fmt: skip
 
 
 def test_a_choice_is_made_once_for_calls_that_are_alike(on_a_card, monkeypatch):
     asked = []
     monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: asked.append(name))
     p = problem(memo={})
-    for wish in (None, "hopper", None, "hopper"):
-        assert _backend.choose_backend(p, wish) == (wish or "triton")
-    assert asked == ["triton", "hopper"]
+    for wish in (None, "triton", None, "triton"):
+        assert _backend.choose_backend(p, wish) == (wish or "hopper")
+    assert asked == ["hopper", "triton"]
+
+
+def test_what_it_cannot_run_others_do(on_a_card, monkeypatch):
+    refusals = {"hopper": backend.unsupported, "triton": lambda problem: None}
+    monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: refusals[name](problem))
+    assert _backend.choose_backend(problem(keep_states=True), None) == "triton"
 
 
 def test_half_a_state_per_program_as_long_as_all_run_at_once():
@@ -96,6 +150,8 @@ def test_half_a_state_per_program_as_long_as_all_run_at_once():
     assert tiles(problem(N=2), chip, every=False) == (NARROW,)
     assert tiles(problem(N=3), chip, every=False) == (WIDE,)
     assert set(tiles(problem(N=2), chip, every=True)) == {NARROW, WIDE}, "a length must not compile anything"
+    for every in (False, True):
+        assert tiles(problem(K=64, V=64), chip, every=every) == (SLIM,)
 
 
 def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
@@ -130,68 +186,43 @@ def call(form="packed"):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The loop as if compiled: what is known of each descriptor, and what the driver got."""
+    """The loop as if compiled."""
     element = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
-    descriptors, given = [element | {"block_size": [1, 1, 64, 64 + n]} for n in range(7)], []
-    made: list[SimpleNamespace] = []
-
-    def launcher_of(source, metadata):
-        made.append(source)
-        assert not metadata.tensordesc_meta
-        return lambda *arguments: given.append((list(source.signature.values()), arguments))
-
-    fill = lambda *arguments: ("map", *arguments)  # noqa: E731
-    tools = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    descriptors = [element | {"block_size": [1, 1, 64, 64 + n]} for n in range(7)]
+    kinds = dict.fromkeys(range(8), "tensordesc<..>") | {5: "constexpr", 8: "*i32"}  # nothing is kept of A
+    kinds |= dict.fromkeys(range(9, 14), "i32") | {14: ("i32",) * 3, 15: "i32"}
+    kinds |= dict.fromkeys(range(16, 29), "constexpr")
+    metadata = {
+        "num_warps": 4,
+        "shared": 8,
+        "launch_pdl": True,
+        "global_scratch_size": 0,
+        "tensordesc_meta": descriptors,
+    }
+    known = SimpleNamespace(
+        name="loop", src=SimpleNamespace(signature=kinds), metadata=SimpleNamespace(**metadata), function=7
+    )
     target = SimpleNamespace(backend="cuda", arch=90)
-    active = SimpleNamespace(utils=tools, launcher_cls=launcher_of, get_current_target=lambda: target)
-    monkeypatch.setattr(driver, "_active", active)
-    metadata = namedtuple("Metadata", "tensordesc_meta")(descriptors)
-    kinds = dict.fromkeys(range(7), "tensordesc<..>") | dict.fromkeys(range(7, 26), "i32")
-
-    class Compiled:
-        src, run, function, packed_metadata = SimpleNamespace(signature=kinds), None, 7, 8
-
-    known = Compiled()
-    known.metadata = metadata
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+    monkeypatch.setattr(cuda, "load", lambda kernel: kernel.function)
     monkeypatch.setattr(again, "compiled_as", lambda name: known)
-    return descriptors, given, made
+    return descriptors
 
 
-def test_the_driver_gets_what_tritons_launcher_hands_over(compiled):
-    descriptors, given, _ = compiled
+def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compiled):
+    """Of bytes test_cuda_launch.py tells."""
     c, o, final, rates = call()
-    tensors = (*c.x, o, final, rates)
-    at = [SimpleNamespace(data_ptr=lambda n=n: 1024 * n) for n in range(len(tensors))]
-    numbers = {id(t): n for n, t in reversed(list(enumerate(tensors)))}  # one tensor may be q and k
-    steps, plans = [], []
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, "launch_described", lambda c, kernel, made, options: plans.extend(made()))
-        launch.run_loop(c, o, final, rates, NARROW)
-    again.launch(c._replace(steps=steps, tensors=tensors), launch.forward_loop, lambda: plans, {})
-    steps[0].launch(5, [1024 * n for n in range(len(tensors))])
-    steps[0].launch(5, [1024 * n for n in range(len(tensors))])
-    (signature, first), (_, second) = given
-    assert first == second
-    assert first[:9] == (1, 2, 1, 5, 7, 8, None, None, None)
-    wanted, described = [], iter(descriptors)
-    more = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
-    for value in (*plans[0].arguments, *plans[0].constants.values()):
-        if isinstance(value, again.TensorDescriptor):
-            value.base = at[numbers[id(value.base)]]
-            wanted += nvidia.make_tensordesc_arg(value, next(described), *more)
-        else:
-            wanted.append(1024 * numbers[id(value)] if torch.is_tensor(value) else value)
-    assert list(first[9:]) == wanted
-    assert signature[:9] == ["nvTmaDesc", *4 * ["i32"], *4 * ["i64"]]
-    assert signature.count("nvTmaDesc") == 7
-
-
-def test_a_launcher_is_made_once_for_all_lengths(compiled):
-    for _ in range(2):
-        c, o, final, rates = call()
-        c = c._replace(steps=[], tensors=(*c.x, o, final, rates))
-        launch.run_loop(c, o, final, rates, NARROW)
-    assert len(compiled[2]) == 1
+    c = c._replace(steps=[], tensors=(*c.x, o, final, rates))
+    launch.run_loop(c, o, final, rates, None, NARROW)
+    (step,) = c.steps
+    assert (step.name, step.function, step.grid, step.threads, step.overlaps) == ("loop", 7, (1, 2, 1), 128, True)
+    maps = [p for p in step.parameters if isinstance(p, cuda.Map)]
+    assert [m.tensor for m in maps] == [0, 0, 2, 10, 12, 6, 11], "q and k are one tensor here; o, final, rates"
+    assert [m.box for m in maps] == [(1, 1, 64, 64 + n) for n in range(7)]
+    assert maps[1].shape == tuple(launch.ragged(c.x.k, 128).shape)
+    assert maps[1].strides == tuple(launch.ragged(c.x.k, 128).strides)
+    assert [p.tensor for p in step.parameters if isinstance(p, cuda.Pointer)] == [c.x._fields.index("cu_seqlens")]
+    assert all(len(p) == 8 for p in step.parameters if isinstance(p, bytes))
 
 
 def test_what_is_remembered_of_a_launch_holds_no_tensor(compiled):
@@ -199,7 +230,7 @@ def test_what_is_remembered_of_a_launch_holds_no_tensor(compiled):
     inputs = Inputs(*(None if t is None else t.clone() for t in c.x))
     steps, alive = [], [weakref.ref(t) for t in (*inputs, o, final, rates) if t is not None]
     made = c._replace(x=inputs, tensors=(*inputs, o, final, rates), steps=steps)
-    launch.run_loop(made, o, final, rates, NARROW)
+    launch.run_loop(made, o, final, rates, None, NARROW)
     del made, inputs, o, final, rates
     gc.collect()
     assert len(steps) == 1
@@ -207,28 +238,37 @@ def test_what_is_remembered_of_a_launch_holds_no_tensor(compiled):
 
 
 BY_NAME = {case.name: case for case in CASES}
-WIDTHS = {"K": 128, "V": 128}
 FORMS = ("ragged", "aligned", "one-token", "packed", "all-empty", "no-initial-state", "grouped-by-3", "correlated-keys")
 OPTIONS = ("in-kernel", "in-kernel-packed", "negative-eigenvalues", "state-v-first", "scale", "extreme-decay")
 
 
-def wide(case: Case) -> Case:
-    return Case(**(vars(case) | WIDTHS))
+def of_width(width: int, case: Case) -> Case:
+    return Case(**(vars(case) | {"K": width, "V": width}))
+
+
+@pytest.fixture(
+    params=[(128, WIDE, None), (128, NARROW, None), (128, WIDE, 64), (64, SLIM, None), (256, None, None)],
+    ids=["wide", "narrow", "segments", "slim", "whole"],
+)
+def form(request):
+    """K and V, the loop's tile, and tokens of a segment."""
+    return request.param
+
+
+def take(monkeypatch, form):
+    _, tile, length = form
+    monkeypatch.setattr(launch, "tiles", lambda p, chip, every: (tile,))
+    monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
+    monkeypatch.setattr(backend, "FORWARD", ("hopper", form))  # of its own: what was launched is remembered
 
 
 @needs_hopper
-@pytest.mark.parametrize(
-    ("tile", "length"), [(WIDE, None), (NARROW, None), (WIDE, 64)], ids=["wide", "narrow", "segments"]
-)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FORMS + OPTIONS)
 @torch.no_grad()
-def test_against_the_recurrence(monkeypatch, name, dtype, tile, length):
-    monkeypatch.setattr(launch, "tiles", lambda p, chip, every: (tile,))
-    monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
-    kind = ("hopper", tile, length)  # of its own: what was launched is remembered
-    monkeypatch.setattr(backend, "FORWARD", kind)
-    member, case = MEMBERS["gdn"], wide(BY_NAME[name])
+def test_against_the_recurrence(monkeypatch, name, dtype, form):
+    take(monkeypatch, form)
+    member, case = MEMBERS["gdn"], of_width(form[0], BY_NAME[name])
     x = make_inputs(case, member, dtype)
     wanted = recurrence(
         member, {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}, x
@@ -241,6 +281,33 @@ def test_against_the_recurrence(monkeypatch, name, dtype, tile, length):
     for got, same, want, rounded in zip(results, again, wanted, reference, strict=True):
         assert relative_error(got.cpu(), want) <= allowed(relative_error(rounded, want), dtype)
         assert torch.equal(got, same)
+
+
+PAST = {  # dA_log, a sum over tokens in which much cancels, by a tenth to a half; of one token dg, by a fiftieth
+    (256, "negative-eigenvalues", torch.bfloat16),
+    (256, "zero-keys", torch.bfloat16),
+    (256, "in-kernel-packed", torch.float16),
+    (128, "one-token", torch.bfloat16),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*FORMS, *OPTIONS, "in-kernel-strong", "zero-beta", "zero-keys"])
+def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
+    """Forward here, backward by the Triton backend's kernels."""
+    if (form[0], name, dtype) in PAST:
+        pytest.skip("the Triton backend alone, in its interpreter, is past what is allowed")
+    take(monkeypatch, form)
+    member, case = MEMBERS["gdn"], of_width(form[0], BY_NAME[name])
+    want = truth(member, make_inputs(case, member, dtype))
+    with products_in(dtype):
+        reference = run(member, make_inputs(case, member, dtype), "torch")
+    got, same = (run(member, make_inputs(case, member, dtype, "cuda"), "hopper") for _ in range(2))
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
+        assert torch.equal(got[tensor], same[tensor]), tensor
 
 
 @needs_hopper
@@ -275,10 +342,10 @@ def test_slices_of_a_projection_need_no_copy_and_rows_behind_the_last_sequence_a
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
-@pytest.mark.parametrize("raw", [False, True], ids=["given", "raw"])
-def test_rates(raw):
+@pytest.mark.parametrize(("raw", "HV"), [(False, 2), (True, 2), (False, 1)], ids=["given", "raw", "one-head"])
+def test_rates(raw, HV):
     """Two packed sequences of 70 and 5 tokens, an empty one between them, and rows behind the last one."""
-    T, H, HV, lengths = 80, 1, 2, (70, 0, 5)
+    T, H, lengths = 80, 1, (70, 0, 5)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, T, H, 128), torch.randn(1, T, H, 128), torch.randn(1, T, HV, 128)
     x = Inputs(q, k, v, torch.randn(1, T, HV) if raw else -torch.rand(1, T, HV), torch.rand(1, T, HV))

@@ -1,6 +1,7 @@
 """The Hopper backend's loop on a CPU, its roles and indices: `rates` by Triton's interpreter, the rest emulated."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,21 +9,27 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper import launch
-from flash_delta.kernels.hopper.tiles import NARROW, WIDE
+from flash_delta.kernels.hopper import backend, launch
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip
+from flash_delta.kernels.triton.workspace import Solved, Workspace
 from flash_delta.ops import _backend, _execute
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 from tests.gluon_emulator import emulated
 from tests.gluon_emulator import launch as emulate
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 BY_NAME = {case.name: case for case in CASES}
-SMALL = {"K": 128, "V": 128, "H": 1, "HV": 2}
+SMALL = {"H": 1, "HV": 2}
+FORMS = [(128, WIDE), (128, NARROW), (64, SLIM)]
 NAMES = ("ragged", "packed", "all-empty", "no-initial-state", "correlated-keys", "in-kernel", "in-kernel-packed")
+
+
+def small(name: str, width: int) -> Case:
+    return Case(**(vars(BY_NAME[name]) | SMALL | {"K": width, "V": width}))
 
 
 @pytest.fixture
@@ -41,12 +48,14 @@ def on_cpu(monkeypatch):
         def forward(p, x):
             o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
             c = make_call(p, x, ("test",))
-            c = c._replace(shape=c.shape._replace(chip=Chip("interpreter", processors)))
-            launch.run_rates(c, o, rates)
-            launch.run_loop(c, o, final, rates, tile)
-            return Outputs(o, final)
+            c = c._replace(shape=replace(c.shape, chip=Chip("interpreter", processors)))
+            saved = Workspace(p, Solved)
+            solved = saved.views()[0] if p.needs_grad else None
+            launch.run_rates(c, o, rates, solved)
+            launch.run_loop(c, o, final, rates, solved and solved.A, tile)
+            return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())
 
-        module = SimpleNamespace(forward=forward, unsupported=lambda p: None)
+        module = SimpleNamespace(forward=forward, backward=backend.backward, unsupported=lambda p: None)
         for place in (_backend, _execute):
             monkeypatch.setattr(place, "load_backend", lambda name: module)
         monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)
@@ -54,14 +63,13 @@ def on_cpu(monkeypatch):
     return chosen
 
 
-@pytest.mark.parametrize("tile", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("width", "tile"), FORMS, ids=["wide", "narrow", "slim"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_against_the_recurrence(on_cpu, monkeypatch, name, tile):
+def test_against_the_recurrence(on_cpu, name, width, tile):
     """Three programs, so that some walk several states and some none."""
     member, dtype = MEMBERS["gdn"], torch.bfloat16
-    case = Case(**(vars(BY_NAME[name]) | SMALL))
-    x = make_inputs(case, member, dtype)
+    x = make_inputs(small(name, width), member, dtype)
     wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
     wanted = recurrence(member, wide, x)
     with products_in(dtype):
@@ -69,3 +77,18 @@ def test_against_the_recurrence(on_cpu, monkeypatch, name, tile):
     on_cpu(tile, 3)
     for got, want, rounded in zip(member.op(**x), wanted, reference, strict=True):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@pytest.mark.parametrize(("width", "tile"), FORMS, ids=["wide", "narrow", "slim"])
+@pytest.mark.parametrize("name", ["packed", "in-kernel-packed"])
+def test_gradients_of_what_forward_has_saved(on_cpu, name, width, tile):
+    """By the Triton backend's kernels, which read what `solve` would have written."""
+    member, dtype = MEMBERS["gdn"], torch.bfloat16
+    x = make_inputs(small(name, width), member, dtype)
+    want = truth(member, x)
+    with products_in(dtype):
+        reference = run(member, x, "torch")
+    on_cpu(tile, 3)
+    got = run(member, x)
+    for tensor, value in want.items():
+        assert relative_error(got[tensor], value) <= allowed(relative_error(reference[tensor], value), dtype), tensor

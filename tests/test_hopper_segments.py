@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
-from flash_delta.kernels.hopper import launch, launch_segments
+from flash_delta.kernels.hopper import backend, launch, launch_segments
 from flash_delta.kernels.hopper.split import split_endless, split_length
 from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.workspace import Solved, Workspace
 from flash_delta.ops import _backend, _execute
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 from flash_delta.testing.cases import Case
 from tests.gluon_emulator import emulated
 from tests.gluon_emulator import launch as emulate
@@ -39,6 +40,9 @@ CELLS = {
     "no-initial-state": ("gdn", replace(ROW, initial_state=False), 1, torch.bfloat16),
     "correlated-keys": ("gdn", replace(ROW, keys="correlated", beta="one"), 1, torch.bfloat16),
     "raw": ("gdn", replace(PACKED, options=RAW), 1, torch.bfloat16),
+    "whole": ("gdn", replace(PACKED, K=256, V=256), 0, torch.bfloat16),
+    "whole-rows": ("gdn", replace(ROWS, T=130, K=256, V=256, options={"state_v_first": True}), 0, torch.float16),
+    "whole-fresh": ("gdn", replace(ROW, T=64, K=256, V=256, initial_state=False, options=RAW), 0, torch.bfloat16),
     "negative-eigenvalues": ("gdn", replace(ROW, options=RAW | {"allow_neg_eigval": True}), 1, torch.bfloat16),
 }
 
@@ -68,11 +72,15 @@ def on_cpu(monkeypatch):
         def forward(p, x):
             o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
             c = make_call(p, x, ("test",))
-            launch.run_rates(c, o, rates)
-            launch_segments.run_walk(c, o, final, rates, launch_segments.new_walk(p, 64 * chunks))
-            return Outputs(o, final)
+            saved = Workspace(p, Solved)
+            solved = saved.views()[0] if p.needs_grad else None
+            launch.run_rates(c, o, rates, solved)
+            A = solved and solved.A
+            w = launch_segments.new_walk(p, 64 * chunks, A) if p.K == 128 else launch_segments.new_whole_walk(p, A)
+            launch_segments.run_walk(c, o, final, rates, w)
+            return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())
 
-        module = SimpleNamespace(forward=forward, unsupported=lambda p: None)
+        module = SimpleNamespace(forward=forward, backward=backend.backward, unsupported=lambda p: None)
         for place in (_backend, _execute):
             monkeypatch.setattr(place, "load_backend", lambda name: module)
         monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)
@@ -93,6 +101,19 @@ def test_against_the_recurrence(on_cpu, cell):
     on_cpu(chunks)
     for got, want, rounded in zip(member.op(**x), wanted, reference, strict=True):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_gradients_of_what_forward_has_saved(on_cpu, width):
+    member, dtype = MEMBERS["gdn"], torch.bfloat16
+    x = make_inputs(replace(PACKED, T=240, lengths=(0, 1, 130, 65), K=width, V=width), member, dtype)
+    want = truth(member, x)
+    with products_in(dtype):
+        reference = run(member, x, "torch")
+    on_cpu(1)
+    got = run(member, x)
+    for tensor, value in want.items():
+        assert relative_error(got[tensor], value) <= allowed(relative_error(reference[tensor], value), dtype), tensor
 
 
 @torch.no_grad()

@@ -99,12 +99,16 @@ ALLOWED = (
         "88 registers for the role that factors: outside of products, and no wgmma waits for itself", 390,
     ),
     Allowed(f"{BY_HAND}/*-narrow/forward_loop", HOPPER, "spill", "the same, with 136", 160),
+    Allowed(f"{BY_HAND}/*-slim/forward_loop", HOPPER, "spill", "the same, with 144", 100, "3.9"),
     Allowed(
         f"{BY_HAND}/*/forward_loop", HOPPER, "lint",
         "transposes of 16 x 16 blocks that stay in registers, for mma: A is as exact as `solve`'s on an H200", 4,
     ),
     Allowed(f"{BY_HAND}/*-segments/factor", HOPPER, "lint", "the same", 4),
     Allowed(f"{BY_HAND}/*-segments/walk", HOPPER, "spill", "what stands in front of the loop", 80),
+    Allowed(f"{BY_HAND}/*-whole/factor", HOPPER, "lint", "the same", 4),
+    Allowed(f"{BY_HAND}/*-whole/factor", HOPPER, "spill", "128 registers: four share a multiprocessor", 40, "3.9"),
+    Allowed(f"{BY_HAND}/*-whole/walk", HOPPER, "spill", "what stands in front of the loop, and some addresses", 80),
 )  # fmt: skip
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+from flash_delta.kernels.hopper.choice import hesitation
 from flash_delta.problem import Convolution, Norm, Problem
 
 Call = Problem | Convolution | Norm
 Load = Callable[[str], ModuleType]
 
-# The preferred one first. Loaded when asked for: the kernels need Triton, which a CPU can do without. "hopper" runs
-# nothing that "triton" cannot: it is there to be asked for until `check` has judged all of its cases (docs/notes).
+# The preferred one first, but for `preferred`. Loaded when asked for: the kernels need Triton, which a CPU can do
+# without. "hopper" runs nothing that "triton" cannot.
 BACKENDS = {
     "triton": "flash_delta.kernels.triton.backend",
     "hopper": "flash_delta.kernels.hopper.backend",
@@ -57,10 +58,11 @@ def refusal(name: str, problem: Call, load: Load | None = None) -> str | None:
 
 
 def preferred(problem: Call) -> list[str]:
-    """All backends, the first choice first; the interpreter of kernels is never the choice of a CPU. Nor are kernels
-    what goes around the rule, as yet: they are there to be asked for until a GPU has judged them (docs/notes)."""
-    torch_first = problem.device.type == "cpu" or not isinstance(problem, Problem)
-    return sorted(BACKENDS, key="torch".__ne__) if torch_first else list(BACKENDS)
+    """All backends, the first choice first; the interpreter of kernels is never the choice of a CPU."""
+    if problem.device.type == "cpu":
+        return sorted(BACKENDS, key="torch".__ne__)
+    hopper = isinstance(problem, Problem) and hesitation(problem) is None
+    return sorted(BACKENDS, key="hopper".__ne__) if hopper else list(BACKENDS)
 
 
 def wished(wish: str | None) -> str | None:
@@ -130,6 +132,9 @@ class Explain:
                 how = load_backend(name).remark(problem)
                 reasons[name] = "chosen, as asked for" if wish else "chosen, the first that can"
                 reasons[name] += "" if how is None else f"; {how}"
+            elif wish:
+                reasons[name] = f"can, but {wish!r} was asked for"
             else:
-                reasons[name] = f"can, but {wish or chosen!r} {'was asked for' if wish else 'is preferred'}"
+                why = hesitation(problem) if (name, chosen) == ("hopper", "triton") else None
+                reasons[name] = f"can, but {chosen!r} is preferred" + ("" if why is None else f": {why}")
         return Explanation(problem, chosen, reasons)

@@ -1,4 +1,5 @@
-"""Stage ``factor`` of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and `walk`.
+"""Stage ``factor`` of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and `walk`;
+with KEEP without the last factor, for the backward pass, too.
 
 One warp group a program, four of them on a multiprocessor: while one waits the others compute. Grid (slots,
 HV / members): the value heads of a program share k.
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.inverse import invert
-from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, WIDTH, C
+from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
 from flash_delta.kernels.hopper.loop import barriers, load_box, rate
 from flash_delta.kernels.hopper.names import barrier, tma_load, tma_store
 from flash_delta.kernels.hopper.segments import find_segment
@@ -32,7 +33,7 @@ def load_rates(desc, index, bar, sr, s):
 @gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
 def factor(
     k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members,
-    PACKED: gl.constexpr,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     slot, hv = gl.program_id(0), gl.program_id(1) * members
@@ -69,7 +70,7 @@ def factor(
         strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         M = scores * decay * strength
-        left, right = invert(M, rate(sr, s, 3), sM, sT, sD)
+        left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
         tma.store_wait(0)
         barrier()  # the head before has left
         sa.slice(0, 32, 1).store(left.to(ty))

@@ -57,11 +57,11 @@ def halves(odd, even_left, odd_left, right):
 
 
 @gluon.jit
-def invert(M, b, sM, sT, sD):
+def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     """A diag(b), as columns 0 to 31 and 32 to 63 [64, 32] in registers; M [64, 64] as ROWS, whose diagonal is ignored.
 
-    b: [1, 64] in shared memory. Scratch: sM, sT [64, 32], sD [2, 2, 16, 16], float16, which all threads have to have
-    left; there is a barrier to come when this returns.
+    With KEEP, A. b: [1, 64] in shared memory. Scratch: sM, sT [64, 32], sD [2, 2, 16, 16], float16, which all threads
+    have to have left; there is a barrier to come when this returns.
     """
     sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
@@ -84,7 +84,7 @@ def invert(M, b, sM, sT, sD):
     A = halves(odd, A, product(A, product(At_before, B, zero), zero), A)  # of warps 0 and 1 columns 0 to 31, then 32 on
     # 32 -> 64: rows 32 on, columns up to 31.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
-    scaled = A * b.slice(0, 32, 1).load(NARROW_ROWS)
+    scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)
     sT.store(scaled.to(gl.float16))
     fence_async_shared()
     barrier()
@@ -92,7 +92,7 @@ def invert(M, b, sM, sT, sD):
     none = gl.zeros([64, 32], gl.float32, NARROW_ROWS)
     step = gl.convert_layout(A.to(gl.float16), operand)
     step = warpgroup_mma(step, sM.slice(32, 32, 0), none, use_acc=False, is_async=True)
-    right = A * gl.where(upper, 0.0, b.slice(32, 32, 1).load(NARROW_ROWS))
+    right = A * gl.where(upper, 0.0, 1.0 if KEEP else b.slice(32, 32, 1).load(NARROW_ROWS))
     step = warpgroup_mma_wait(0, deps=[step])
     step = gl.convert_layout(step.to(gl.float16), operand)
     below = warpgroup_mma(step, sT.slice(0, 32, 0), none, use_acc=False, is_async=True)

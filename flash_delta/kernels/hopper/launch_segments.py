@@ -10,43 +10,52 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flash_delta.kernels.hopper import layouts
 from flash_delta.kernels.hopper.again import Plan, launch
 from flash_delta.kernels.hopper.factor import factor
-from flash_delta.kernels.hopper.launch import WIDTH, ragged, states, token_stride
+from flash_delta.kernels.hopper.launch import lines, ragged, squares, states, token_stride
 from flash_delta.kernels.hopper.maps import compose, find_maps
 from flash_delta.kernels.hopper.split import split_endless
-from flash_delta.kernels.hopper.tiles import COMPOSE, FACTOR, MAPS, MEMBERS, WALK
+from flash_delta.kernels.hopper.tiles import COMPOSE, FACTOR, MAPS, MEMBERS, WALKS
 from flash_delta.kernels.hopper.walk import walk
 from flash_delta.kernels.triton import launcher
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.launcher import Call
 from flash_delta.problem import Problem
 
-HALF = WIDTH // 2  # value columns of a warp group
+WIDTH = 128  # of heads that are split: K, and V
+HALF = 64  # value columns of a warp group
 
 
 class Walk(NamedTuple):
-    """How sequences are split, and what the kernels hand each other for it."""
+    """How sequences are split, and what the kernels hand each other for it; if they are not, only A."""
 
-    length: int  # tokens of a segment
-    A: Tensor  # [slots of chunks, HV, C, C]
-    B: Tensor  # transposed, [slots of segments, HV, V, K] float32
-    Phi: Tensor  # transposed, in two parts, [slots of segments, HV, 2, K, K] bfloat16
-    starts: Tensor  # [slots of segments, HV, V, K] float32
+    length: int  # tokens of a segment; of sequences that are not split, more than any has
+    A: Tensor  # [slots of chunks, HV, C, C]; for the backward pass without diag(b), and saved
+    B: Tensor | None  # transposed, [slots of segments, HV, V, K] float32
+    Phi: Tensor | None  # transposed, in two parts, [slots of segments, HV, 2, K, K] bfloat16
+    starts: Tensor | None  # [slots of segments, HV, V, K] float32
 
 
-def new_walk(p: Problem, length: int) -> Walk:
-    chunks, segments = count_slots(p), count_slots(p, length)
-    A = torch.empty(chunks, p.HV, C, C, dtype=p.dtype, device=p.device)
+def new_walk(p: Problem, length: int, A: Tensor | None = None) -> Walk:
+    segments, A = count_slots(p, length), new_inverses(p) if A is None else A
     B, starts = (torch.empty(segments, p.HV, WIDTH, WIDTH, dtype=torch.float32, device=p.device) for _ in range(2))
     return Walk(
         length, A, B, torch.empty(segments, p.HV, 2, WIDTH, WIDTH, dtype=torch.bfloat16, device=p.device), starts
     )
 
 
+def new_whole_walk(p: Problem, A: Tensor | None = None) -> Walk:
+    return Walk((p.T // C + 1) * C, new_inverses(p) if A is None else A, None, None, None)
+
+
+def new_inverses(p: Problem) -> Tensor:
+    return torch.empty(count_slots(p), p.HV, C, C, dtype=p.dtype, device=p.device)
+
+
 def run_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk) -> None:
     """What `launch.run_loop` does."""
     run_factor(c, rates, w)
-    run_maps(c, rates, w)
-    run_compose(c, w)
+    if w.starts is not None:
+        run_maps(c, rates, w)
+        run_compose(c, w)
     run_segments(c, o, final, rates, w)
 
 
@@ -62,10 +71,10 @@ def run_factor(c: Call, rates: Tensor, w: Walk) -> None:
     group = p.HV // p.H
     members = gcd(group, MEMBERS)
     arguments = (
-        ragged(x.k, WIDTH), lines(rates), squares(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
+        ragged(x.k, p.K), lines(rates), squares(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
         p.HV, group, members,
     )  # fmt: skip
-    plan = Plan((count_slots(p), p.HV // members), arguments, {"PACKED": p.packed})
+    plan = Plan((count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad})
     launch(c, factor, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **FACTOR})
 
 
@@ -77,7 +86,10 @@ def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
         x.cu_seqlens, w.length, p.N, p.T, token_stride(x.k), token_stride(x.v), (x.k.stride(2), x.v.stride(2)),
         p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = {"INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed, **MAPS}
+    constants = {
+        "INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed, "KEEP": p.needs_grad,
+        **MAPS,
+    }  # fmt: skip
     plan = Plan((count_slots(p, w.length), p.HV, 2), arguments, constants)
     launch(c, find_maps, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
 
@@ -99,26 +111,21 @@ def run_compose(c: Call, w: Walk) -> None:
 
 def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
-    tokens = (x.q, x.k, x.v)
+    tokens, groups = (x.q, x.k, x.v), 2 if p.K == WIDTH else 1
+    starts = final if x.initial_state is None else x.initial_state
+    starts = states(p, starts) if w.starts is None else rows(w.starts)
     arguments = (
-        ragged(x.q, WIDTH), ragged(x.k, WIDTH), ragged(x.v, HALF), lines(rates), squares(w.A), ragged(o, HALF),
-        rows(w.starts),
+        ragged(x.q, p.K), ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), ragged(o, HALF), starts,
         states(p, final), x.cu_seqlens, w.length, p.N, p.T, *(token_stride(t) for t in tokens),
         tuple(t.stride(2) for t in tokens), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = {"V_FIRST": p.state_v_first, "PACKED": p.packed, **WALK}
-    plan = Plan((count_slots(p, w.length), p.HV), arguments, constants)
+    constants = {
+        "WIDTH": p.K, "GROUPS": groups, "INITIAL": w.starts is not None or x.initial_state is not None,
+        "START_V_FIRST": w.starts is not None or p.state_v_first, "V_FIRST": p.state_v_first, "PACKED": p.packed,
+        "KEEP": p.needs_grad, **WALKS[p.K],
+    }  # fmt: skip
+    plan = Plan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
     launch(c, walk, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
-
-
-def lines(rates: Tensor) -> TensorDescriptor:
-    """Describes rates, four vectors a row."""
-    return TensorDescriptor.from_tensor(rates, [1, 4 * C], layouts.LINES.value)
-
-
-def squares(t: Tensor) -> TensorDescriptor:
-    """Describes the matrices of chunks."""
-    return TensorDescriptor(t, [t.numel() // C, C], [C, 1], [C, C], layouts.TILE.value)
 
 
 def rows(t: Tensor) -> TensorDescriptor:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.kernels.hopper.launch import new_rates, run_loop, run_rates
-from flash_delta.kernels.hopper.launch_segments import new_walk, run_walk
-from flash_delta.kernels.hopper.tiles import NARROW, WIDE, Tile
+from flash_delta.kernels.hopper.launch_segments import new_walk, new_whole_walk, run_walk
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, Tile
 from flash_delta.kernels.triton.launcher import Call, make_call
 from flash_delta.kernels.triton.launches import Case, describe, problem_of
+from flash_delta.kernels.triton.workspace import Solved, Workspace
 from flash_delta.problem import Inputs, Problem
 
 
@@ -23,41 +24,63 @@ def batched() -> tuple[Problem, Inputs]:
     return describe(x)._replace(state_v_first=True), x
 
 
+def alike() -> tuple[Problem, Inputs]:
+    """As many key heads as value heads, with norms: a program of `rates` has one head."""
+    p, x = problem_of(Case())
+    return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
+
+
+def training(width: int) -> tuple[Problem, Inputs]:
+    p, x = problem_of(Case(width, raw=True))
+    return p._replace(needs_grad=True), x
+
+
 CASES = {
     "packed": partial(problem_of, Case()),
     "packed-raw": partial(problem_of, Case(raw=True)),
     "packed-float16": partial(problem_of, Case(dtype=torch.float16)),
     "batched": batched,
+    "training": partial(training, 128),
+    "packed-64": partial(problem_of, Case(64)),
+    "training-64": partial(training, 64),
+    "packed-256": partial(problem_of, Case(256)),
+    "training-256": partial(training, 256),
 }
+RATES = CASES | {"packed-alike": alike}
+FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 
 
 def call_rates(case: str) -> None:
-    c, o, _, rates = described(case)
-    run_rates(c, o, rates)
+    c, o, _, rates, solved = described(case)
+    run_rates(c, o, rates, solved)
 
 
 def call_loop(case: str, t: Tile) -> None:
-    c, *outputs = described(case)
-    run_loop(c, *outputs, t)
+    c, *outputs, solved = described(case)
+    run_loop(c, *outputs, solved and solved.A, t)
 
 
 def call_walk(case: str) -> None:
-    c, *outputs = described(case)
-    run_walk(c, *outputs, new_walk(c.p, 128))
+    c, *outputs, _ = described(case)
+    run_walk(c, *outputs, new_walk(c.p, 128) if c.p.K == 128 else new_whole_walk(c.p))
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor]:
-    """The call, o, the final states and rates."""
-    p, x = CASES[case]()
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None]:
+    """The call, o, the final states, rates, and what the backward pass needs."""
+    p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p)
+    solved = Workspace(p, Solved).views()[0] if p.needs_grad else None
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved
 
 
 def launches(target: str) -> Iterator[Launch]:
     if target != "sm_90a":
         return
-    for case in CASES:
+    for case in RATES:
         yield Launch(case, partial(call_rates, case))
-        for form, t in (("wide", WIDE), ("narrow", NARROW)):
+    for case, made in CASES.items():
+        width = made()[0].K
+        for form, t in FORMS[width].items():
             yield Launch(f"{case}-{form}", partial(call_loop, case, t))
-        yield Launch(f"{case}-segments", partial(call_walk, case))
+        if width > 64:
+            yield Launch(f"{case}-segments" if width == 128 else f"{case}-whole", partial(call_walk, case))

@@ -12,6 +12,8 @@ Barriers: ``full``, ``vfull`` (q, k and rates, v have landed), ``xfull``, ``pful
 with A), ``done`` (the state has left the chunk, and all its slots are free; a ring shorter than NS asks for an earlier
 chunk's phase). What rates are, `rates` says.
 
+For the backward pass (KEEP) A goes to memory, too, as `solve` writes it: (I + diag(b) L)^{-1}. So b goes to R.
+
 Every accumulator on its way is named where another one is waited for, or ptxas waits for all; and no role may want more
 registers than it has, or ptxas lets every wgmma of the kernel wait for itself (C7512, see ``flash-delta compile``).
 """
@@ -37,8 +39,6 @@ from flash_delta.kernels.hopper.layouts import (
     RAGGED,
     ROWS,
     TILE,
-    WIDE_ROWS,
-    WIDTH,
     C,
 )
 from flash_delta.kernels.hopper.names import barrier, reinterpret, tma_load, tma_store
@@ -57,6 +57,15 @@ def bounds(item, cu_seqlens, T, HV: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def first_slot(n, start, T, PACKED: gl.constexpr):
+    """Of a sequence's chunks, as in triton/chunk.py."""
+    slot = n * ((T + C - 1) // C)
+    if PACKED:
+        slot = start // C + n
+    return slot
+
+
+@gluon.jit
 def rate(sr, s, row: gl.constexpr):
     """[1, 64], as `rates` numbers them."""
     return sr.index(2 * s + row // 4).slice(row % 4 * C, C, 1)
@@ -71,7 +80,7 @@ def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr)
 @gluon.jit
 def load_role(
     descs, tiles, bars, cu_seqlens, items, T, q_batch, k_batch, heads, group,
-    HV: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
+    HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, r_desc = descs
     sq, sk, sr = tiles
@@ -79,9 +88,9 @@ def load_role(
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
-        h, batch, slot = hv // group, n, n * ((T + C - 1) // C)
+        h, batch, slot = hv // group, n, first_slot(n, start, T, PACKED)
         if PACKED:
-            batch, slot = n * 0, start // C + n  # as in triton/chunk.py
+            batch = n * 0
         for token in range(0, length, C):
             s = t % NS
             bar = full.index(s)
@@ -119,10 +128,19 @@ def load_values_role(
 
 
 @gluon.jit
+def keep(desc, A, n, hv, start, c, T, HV: gl.constexpr, PACKED: gl.constexpr):
+    """A of a sequence's chunk c for the backward pass; of the programs that walk the same state one writes it."""
+    slot = first_slot(n, start, T, PACKED)
+    barrier()
+    if gl.program_id(1) == 0:
+        tma_store(desc, [((slot + c) * HV + hv) * C, 0], A)
+
+
+@gluon.jit
 def factor_role(
-    tiles, scratch, bars, cu_seqlens, items, T, which: gl.constexpr,
-    HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr,
-    PACKED: gl.constexpr,
+    a_desc, tiles, scratch, bars, cu_seqlens, items, T, which: gl.constexpr,
+    HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
+    NX: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sr, sa, sp = tiles
     sM, sD = scratch
@@ -133,7 +151,7 @@ def factor_role(
     zero = gl.zeros([C, C], gl.float32, ROWS)
     first = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, _, _, length = bounds(item, cu_seqlens, T, HV, PACKED)
+        n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
         chunks = (length + C - 1) // C
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
@@ -153,13 +171,17 @@ def factor_role(
                 reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
                 reads = warpgroup_mma_wait(0, deps=[reads])
                 sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
+            if KEEP:
+                tma.store_wait(NX // FACTORS - 1)  # the A that lay there has left
             sT = reinterpret(sa.index(x), gl.float16, [C, C // 2], HALF)
-            left, right = invert(M, rate(sr, s, 3), sM, sT, sD)
+            left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
             barrier()  # the last product has read what lies there
             sa.index(x).slice(0, 32, 1).store(left.to(ty))
             sa.index(x).slice(32, 32, 1).store(right.to(ty))
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
+            if KEEP:
+                keep(a_desc, sa.index(x), n, hv, start, c, T, HV, PACKED)
             # The next chunk's scores are on their way meanwhile; without a next one, those of whatever lies there.
             later = t + FACTORS
             mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
@@ -168,6 +190,8 @@ def factor_role(
             scores = warpgroup_mma_wait(1, deps=[scores])
         scores = warpgroup_mma_wait(0, deps=[scores])
         first += chunks
+    if KEEP:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -190,11 +214,12 @@ def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
 @gluon.jit
 def state_role(
     o_desc, tiles, so, sbar, bars, initial, final, cu_seqlens, items, T, w, v: gl.constexpr,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr, NS: gl.constexpr,
-    NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr, PACKED: gl.constexpr,
+    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
+    KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sv, sr, sa, sp = tiles
     full, vfull, xfull, pfull, done = bars
+    WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
@@ -204,7 +229,7 @@ def state_role(
         n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if INITIAL:
-            S = load_state(initial, item * WIDTH, w + v, so, sbar, V_FIRST, NO)
+            S = load_state(initial, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, NO, WIDE_ROWS)
         row = start + length
         if not PACKED:
             row += n * T
@@ -217,7 +242,10 @@ def state_role(
             mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)
             E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
-            R = (R + E * rate(sr, s, 4).load(ROWS)).to(ty)
+            R = R + E * rate(sr, s, 4).load(ROWS)
+            if KEEP:
+                R *= rate(sr, s, 3).load(ROWS)
+            R = R.to(ty)
             mbarrier.wait(xfull.index(x), (t // NX) & 1)
             U = warpgroup_mma(
                 gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
@@ -248,7 +276,7 @@ def state_role(
             box = reinterpret(out, ty, [1, 1, C, 64], BOX)
             tma_store(o_desc, [RAGGED, row, RAGGED - length + token, hv * WIDTH + w + v], box)
             t += 1
-        store_state(final, S, item * WIDTH, w + v, so, V_FIRST, NO)
+        store_state(final, S, item * WIDTH, w + v, so, WIDTH, V_FIRST, NO)
 
 
 @gluon.jit
@@ -261,13 +289,13 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["items", "T", "q_batch", "k_batch", "v_batch", "group"])
 def forward_loop(
-    q_desc, k_desc, v_desc, o_desc, r_desc, initial, final, cu_seqlens, items, T, q_batch,
+    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, initial, final, cu_seqlens, items, T, q_batch,
     k_batch, v_batch, heads, group,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr,
-    NO: gl.constexpr, REGISTERS: gl.constexpr,
+    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    KEEP: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr,
+    NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: states, by value head and then by sequence. Grid (programs, 128 / BV), BV = 64 GROUPS."""
+    """``items``: states, by value head and then by sequence. K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
     w = gl.program_id(1) * BV
@@ -300,27 +328,27 @@ def forward_loop(
     # The first role gets the registers that the others leave.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS, GROUPS == 1,
-                           NS, NX, PACKED)),
+            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS,
+                           GROUPS == 1, KEEP, NS, NX, PACKED)),
             (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, w, 0,
-                          HV, INITIAL, V_FIRST, GROUPS == 2, NS, NX, NV, NO, PACKED)),
+                          HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, NS, NX, NV, NO, PACKED)),
             (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, cu_seqlens, items, T, w,
-                          64, HV, INITIAL, V_FIRST, GROUPS == 2, NS, NX, NV, NO, PACKED)),
+                          64, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, NS, NX, NV, NO, PACKED)),
             (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, items, T, q_batch, k_batch,
-                         heads, group, HV, NS, PACKED)),
+                         heads, group, HV, WIDTH, NS, PACKED)),
             (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, items, T, v_batch, heads, w, HV, BV, NS, NV,
                                 PACKED)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, w, 0,
-                          HV, INITIAL, V_FIRST, GROUPS == 2, NS, NX, NV, NO, PACKED)),
-            (factor_role, (factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS, GROUPS == 1,
-                           NS, NX, PACKED)),
-            (factor_role, (factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, items, T, 1, HV, FACTORS, GROUPS == 1,
-                           NS, NX, PACKED)),
+                          HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, NS, NX, NV, NO, PACKED)),
+            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS,
+                           GROUPS == 1, KEEP, NS, NX, PACKED)),
+            (factor_role, (a_desc, factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, items, T, 1, HV, FACTORS,
+                           GROUPS == 1, KEEP, NS, NX, PACKED)),
             (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, items, T, q_batch, k_batch,
-                         heads, group, HV, NS, PACKED)),
+                         heads, group, HV, WIDTH, NS, PACKED)),
             (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, items, T, v_batch, heads, w, HV, BV, NS, NV,
                                 PACKED)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

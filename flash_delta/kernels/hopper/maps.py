@@ -92,7 +92,7 @@ def load_role(
 @gluon.jit
 def map_role(
     tiles, so, sbar, flags, bars, initial, B_desc, Phi_desc, cu_seqlens, length, N, T, v, HV,
-    NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     sk, sv, sr, sa = tiles
     full, done = bars
@@ -107,7 +107,7 @@ def map_role(
     S = gl.where((i + v + (1 - keys) * WIDTH) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
     if INITIAL:  # noqa: SIM102 (a constant, then a number)
         if (number == 0) & (keys == 0):
-            S = load_state(initial, (n * HV + gl.program_id(1)) * WIDTH, v, so, sbar, V_FIRST, 1)
+            S = load_state(initial, (n * HV + gl.program_id(1)) * WIDTH, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -120,6 +120,8 @@ def map_role(
             R = E * rate(sr, s, 4).load(ROWS)
             if keys == 0:
                 R += sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
+            if KEEP:
+                R *= rate(sr, s, 3).load(ROWS)
             R = gl.convert_layout(R.to(ty), operand)
             U = warpgroup_mma(R, sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
@@ -140,7 +142,7 @@ def map_role(
         leave(flags, v // 64, full, done, begin, chunks, NS)
     if chunks > 0:
         if keys == 0:
-            store_state(B_desc, S, index * WIDTH, v, so, True, 1)
+            store_state(B_desc, S, index * WIDTH, v, so, WIDTH, True, 1)
         else:
             store_parts(Phi_desc, S, index * 2 * WIDTH + v, so)
 
@@ -179,7 +181,8 @@ def store_parts(desc, S, row, so):
 def find_maps(
     k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, cu_seqlens, length, N, T, k_batch, v_batch, heads,
     group, HV,
-    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
+    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments, HV, 2)."""
     gdc_launch_dependents()
@@ -202,9 +205,9 @@ def find_maps(
     left, right = (sk, sv, sr, sa), (sk, sv2, sr, sa)
     gl.warp_specialize([
         (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
-                    HV, NS, INITIAL, V_FIRST, PACKED)),
+                    HV, NS, INITIAL, V_FIRST, PACKED, KEEP)),
         (map_role, (right, so2, sbar2, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T,
-                    first + 64, HV, NS, INITIAL, V_FIRST, PACKED)),
+                    first + 64, HV, NS, INITIAL, V_FIRST, PACKED, KEEP)),
         (load_role, ((k_desc, v_desc, r_desc, a_desc), (sk, sv, sv2, sr, sa), flags, (full, done), cu_seqlens, length,
                      N, T, k_batch, v_batch, heads, group, HV, NS, PACKED)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -7,6 +7,7 @@
 with the reciprocal lengths r of q and k (1 without a norm). G is summed in float64, of decays cut off at e^-128, which
 is 0 in float32: so |G| stays below 2^14 and its differences resolve 2^-10 after 64 such tokens. Rows behind the end of
 a sequence get b = 0 and no decay. What lies behind the last sequence of a packed row is written here, as zeros.
+For the backward pass also what `solve` writes but A: vectors, and with a norm ``norms``, of p as of k.
 Grid (slots, HV / HEADS): HEADS value heads of a program, with a norm those of one key head.
 """
 
@@ -23,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch"])
 def rates(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, N, T, scale, beta_top, q_strides, k_strides,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, vectors, norms, N, T, scale, beta_top, q_strides, k_strides,
     g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
@@ -53,7 +54,8 @@ def rates(
                 x += tl.load(dt_bias + hv, mask=known, other=0.0).to(tl.float32)
             x = -tl.exp(tl.load(A_log + hv, mask=known, other=0.0).to(tl.float32)) * softplus(x)
             x = tl.where(live, x, 0.0)
-        G = (tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0) * LOG2_E).to(tl.float32)
+        sums = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
+        G = (sums * LOG2_E).to(tl.float32)
     b = tl.where(live, 1.0, 0.0)
     if HAS_BETA:
         at = row.to(tl.int64) * beta_batch + (token + i).to(tl.int64) * beta_strides[0] + hv * beta_strides[1]
@@ -70,6 +72,20 @@ def rates(
         r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
         l_q += tl.log2(r_q)
         l_k = tl.log2(r_k)
+        if norms is not None:
+            at = norms + (slot.to(tl.int64) * H + h) * (3 * C) + i
+            tl.store(at, r_q)
+            tl.store(at + C, r_k)
+            tl.store(at + 2 * C, r_k)
+    if vectors is not None:
+        at = vectors + (slot.to(tl.int64) * HV + hv) * (4 * C) + i
+        if GATE:
+            high = sums.to(tl.float32)
+            tl.store(at, high, mask=known)
+            tl.store(at + C, (sums - high.to(tl.float64)).to(tl.float32), mask=known)
+        tl.store(at + 2 * C, b, mask=known)
+        if RAW_GATE:
+            tl.store(at + 3 * C, x, mask=known)
     to = out + (slot.to(tl.int64) * HV + hv) * (8 * C) + i
     tl.store(to, G + l_q, mask=known)
     tl.store(to + C, G - l_k, mask=known)

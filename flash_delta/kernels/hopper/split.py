@@ -17,6 +17,7 @@ LAUNCHES = 8.0  # of three more kernels
 WORTH = 0.9  # the share of a whole walk's time that segments may take to be chosen
 MOST, FEWEST = 64, 8  # segments of a sequence; chunks of a segment
 ENDLESS = 2**14  # chunks
+WIDTH = 128  # of heads that are split
 
 
 def split_length(p: Problem, processors: int) -> int | None:
@@ -30,7 +31,7 @@ def split_length(p: Problem, processors: int) -> int | None:
 
 def split_endless(p: Problem, processors: int) -> int | None:
     """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
-    length = _split(processors, p.HV, ENDLESS)
+    length = _split(processors, p.HV, ENDLESS) if p.K == WIDTH else None
     return None if length is None else C * length
 
 

@@ -19,7 +19,11 @@ class Tile(NamedTuple):
 
 
 WIDE, NARROW = Tile(2, 1, 4, 2, 2, 1, 200), Tile(1, 2, 4, 3, 2, 2, 136)
-RATES, RATES_OF_ROWS = triton.Tile(1, 3), triton.Tile(4, 3)  # `rates` of gates alone, and with norms of rows
+SLIM = Tile(1, 2, 4, 4, 4, 1, 144)  # of heads of 64: a whole state in one warp group
+RATES, RATES_OF_ROWS = (
+    triton.Tile(1, 3),
+    triton.Tile(4, 3),
+)  # `rates` of gates alone, and with rows: norms, or wide ones of zeros
 
 
 def tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[Tile, ...]:
@@ -27,6 +31,8 @@ def tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[Tile, ...]:
 
     ``every``: all that other numbers of states choose.
     """
+    if p.K == 64:
+        return (SLIM,)
     if every:
         return WIDE, NARROW
     programs = 2 * p.N * p.HV
@@ -38,4 +44,4 @@ FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
 MEMBERS = 2  # value heads at most that it walks for one k
 MAPS = {"NS": 4, "REGISTERS": 216}
 COMPOSE = triton.Tile(8, 3, 16)
-WALK = {"NS": 3, "REGISTERS": 192}
+WALKS = {128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}  # by the width of heads

@@ -1,11 +1,13 @@
-"""A walk in segments, side by side, from the states that `compose` has written (maps.py), with A at hand (factor.py).
+"""A walk in segments, side by side, from the states that `compose` has written (maps.py), A at hand (factor.py).
+With KEEP b is not in A, and goes to R.
 
     load     q, k, rates, A and v of a chunk into a ring of NS slots: one warp
     score    P into a ring of two slots
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
-Grid (slots, HV): two warp groups with 64 columns of the transposed state each, as in `loop`.
+Two warp groups with 64 columns of the transposed state each, as in `loop`: grid (slots, HV). Heads of 256 have one, and
+a program for every 64 columns: grid (slots, HV, V / 64); and what they walk are whole sequences, from where they start.
 """
 
 from triton.experimental import gluon
@@ -20,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.factor import load_rates
-from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, WIDE_ROWS, WIDTH, C
+from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.loop import barriers, load_box, rate
 from flash_delta.kernels.hopper.names import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.segments import find_chunks
@@ -32,7 +34,7 @@ SCORES = gl.constexpr(2)  # slots of the ring of P
 @gluon.jit
 def load_role(
     descs, tiles, bars, cu_seqlens, length, N, T, q_batch, k_batch, v_batch, heads, group, HV,
-    NS: gl.constexpr, PACKED: gl.constexpr,
+    WIDTH: gl.constexpr, GROUPS: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, r_desc, a_desc = descs
     sq, sk, sv, sv2, sr, sa = tiles
@@ -44,11 +46,15 @@ def load_role(
         s = c % NS
         bar, at = full.index(s), token + c * C
         mbarrier.wait(done.index(s), ((c // NS) & 1) ^ 1)
-        mbarrier.expect(bar, 3 * C * WIDTH * 2 + 8 * C * 4 + C * C * 2)
+        mbarrier.expect(bar, 2 * C * (2 * WIDTH + 64 * GROUPS) + 8 * C * 4 + C * C * 2)
         load_box(k_desc, row * k_batch + start, size, at, h * heads[1], bar, sk.index(s), WIDTH)
         load_box(q_desc, row * q_batch + start, size, at, h * heads[0], bar, sq.index(s), WIDTH)
-        load_box(v_desc, row * v_batch + start, size, at, hv * heads[2], bar, sv.index(s), 64)
-        load_box(v_desc, row * v_batch + start, size, at, hv * heads[2] + 64, bar, sv2.index(s), 64)
+        if GROUPS == 2:
+            load_box(v_desc, row * v_batch + start, size, at, hv * heads[2], bar, sv.index(s), 64)
+            load_box(v_desc, row * v_batch + start, size, at, hv * heads[2] + 64, bar, sv2.index(s), 64)
+        else:
+            v = hv * heads[2] + gl.program_id(2) * 64
+            load_box(v_desc, row * v_batch + start, size, at, v, bar, sv.index(s), 64)
         if c == 0:
             gdc_wait()  # the kernels before have ended: what they wrote is there
         index = (slot + c) * HV + hv
@@ -80,11 +86,14 @@ def score_role(tiles, bars, cu_seqlens, length, N, T, NS: gl.constexpr, PACKED: 
 
 @gluon.jit
 def state_role(
-    o_desc, tiles, so, sbar, bars, starts, final, cu_seqlens, length, N, T, v, HV,
-    NS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    o_desc, tiles, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, v, HV,
+    WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr,
+    PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sv, sr, sa, sp = tiles
     full, pfull, done = bars
+    STAGED: gl.constexpr = WIDTH > 128  # S has no registers beside it for itself as an operand
+    WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
@@ -94,25 +103,46 @@ def state_role(
     row = row * T + start + size
     gdc_wait()
     if (chunks > 0) | last:
-        S = load_state(starts, (slot * HV + hv) * WIDTH, v, so, sbar, True, 1)
+        S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
+        if INITIAL:
+            S = load_state(starts, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
         for t in range(chunks):
             s, x = t % NS, t % SCORES
-            sb = gl.convert_layout(S.to(ty), operand)
+            if STAGED:
+                sb.store(S.to(ty))
+                fence_async_shared()
+                barrier()
+                before = sb
+            else:
+                before = gl.convert_layout(S.to(ty), operand)
             mbarrier.wait(full.index(s), (t // NS) & 1)
-            E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            E, O = warpgroup_mma_wait(0, deps=[E, O])
+            E = warpgroup_mma(before, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if STAGED:
+                E = warpgroup_mma_wait(0, deps=[E])
+            else:
+                O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                E, O = warpgroup_mma_wait(0, deps=[E, O])
             R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
-            R = (R + E * rate(sr, s, 4).load(ROWS)).to(ty)
-            U = warpgroup_mma(
-                gl.convert_layout(R, operand), sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True
-            )
-            O *= rate(sr, s, 5).load(ROWS)
+            R = R + E * rate(sr, s, 4).load(ROWS)
+            if KEEP:
+                R *= rate(sr, s, 3).load(ROWS)
+            R = gl.convert_layout(R.to(ty), operand)
+            U = warpgroup_mma(R, sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if STAGED:
+                O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            else:
+                O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
-            U = warpgroup_mma_wait(0, deps=[U])
+            if STAGED:
+                U, O = warpgroup_mma_wait(1, deps=[U, O])
+            else:
+                U = warpgroup_mma_wait(0, deps=[U])
             written = (U * rate(sr, s, 6).load(ROWS)).to(ty)
             read = U.to(ty)
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
+            if STAGED:
+                O, S = warpgroup_mma_wait(1, deps=[O, S])
+                O *= rate(sr, s, 5).load(ROWS)
             mbarrier.wait(pfull.index(x), (t // SCORES) & 1)
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
@@ -126,39 +156,55 @@ def state_role(
             box = reinterpret(out, ty, [1, 1, C, 64], BOX)
             tma_store(o_desc, [RAGGED, row, RAGGED - size + token + t * C, hv * WIDTH + v], box)
         if last:
-            store_state(final, S, (n * HV + hv) * WIDTH, v, so, V_FIRST, 1)
+            store_state(final, S, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"])
 def walk(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, starts, final, cu_seqlens, length, N, T, q_batch, k_batch,
-    v_batch, heads, group, HV, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
+    v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     ty: gl.constexpr = k_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-    sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [1, C, C], TILE)
-    so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
-    sbar, sbar2 = barriers(1, 1), barriers(1, 1)
-    full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, 2)
+    sbar = barriers(1, 1)
+    full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
+    sv2, so2, sbar2, sb = sv, so, sbar, so
+    if WIDTH > 128:
+        sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
+    if GROUPS == 2:
+        sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+        so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+        sbar2 = barriers(1, 1)
     fence_async_shared()
     barrier()
-    first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
     left, right = (sq, sk, sv, sr, sa, sp), (sq, sk, sv2, sr, sa, sp)
     bars = (full, pfull, done)
-    gl.warp_specialize([
-        (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
-        (state_role, (o_desc, left, so, sbar, bars, starts, final, cu_seqlens, length, N, T, first, HV, NS, V_FIRST,
-                      PACKED)),
-        (state_role, (o_desc, right, so2, sbar2, bars, starts, final, cu_seqlens, length, N, T, first + 64, HV, NS,
-                      V_FIRST, PACKED)),
-        (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
-                     length, N, T, q_batch, k_batch, v_batch, heads, group, HV, NS, PACKED)),
-    ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    if GROUPS == 2:
+        first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
+        gl.warp_specialize([
+            (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
+            (state_role, (o_desc, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, first, HV, WIDTH,
+                          NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP)),
+            (state_role, (o_desc, right, so2, sb, sbar2, bars, starts, final, cu_seqlens, length, N, T, first + 64, HV,
+                          WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP)),
+            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
+                         length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
+            (state_role, (o_desc, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T,
+                          gl.program_id(2) * 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP)),
+            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
+                         length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
