@@ -1,6 +1,7 @@
-"""One long row through a Gated DeltaNet layer, split over GPUs, forward and backward:
+"""One long row through a Gated DeltaNet layer, or one of KDA, split over GPUs, forward and backward:
 
     torchrun --nproc-per-node 4 examples/context_parallel.py --tokens 131072
+    torchrun --nproc-per-node 4 examples/context_parallel.py --tokens 131072 --mixer kda
 
 Prints how long a step takes for the layer and for its op alone, beside one GPU with the whole row, and how far results
 are from that GPU's. Efficiency is the time on one over the number of ranks times the time on all. Without a GPU it
@@ -17,23 +18,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_delta import chunk_gated_delta_rule
-from flash_delta.layers import GatedDeltaNet
+from flash_delta import chunk_gated_delta_rule, chunk_kda
+from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
 from flash_delta.parallel import ContextParallel
 from flash_delta.testing import relative_error
 
+MIXERS = {"gdn": (GatedDeltaNet, chunk_gated_delta_rule), "kda": (KimiDeltaAttention, chunk_kda)}
 OP_OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+Mixer = GatedDeltaNet | KimiDeltaAttention
 
 
-def layer_step(layer: GatedDeltaNet, x: Tensor, context: ContextParallel | None) -> tuple[Tensor, ...]:
+def layer_step(layer: Mixer, x: Tensor, context: ContextParallel | None) -> tuple[Tensor, ...]:
     """The output, and the gradients of its squared sum: the weights' are this rank's part."""
     y = layer(x, cp_context=context)
     return y, *torch.autograd.grad(y.float().square().sum(), list(layer.parameters()))
 
 
-def op_step(layer: GatedDeltaNet, tensors: dict[str, Tensor], context: ContextParallel | None) -> tuple[Tensor, ...]:
+def op_step(
+    op: Callable, layer: Mixer, tensors: dict[str, Tensor], context: ContextParallel | None
+) -> tuple[Tensor, ...]:
     parameters = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
-    o, _ = chunk_gated_delta_rule(**tensors, **parameters, **OP_OPTIONS, cp_context=context)
+    o, _ = op(**tensors, **parameters, **OP_OPTIONS, cp_context=context)
     return o, *torch.autograd.grad(o, [*tensors.values(), *parameters.values()], o.detach())
 
 
@@ -55,7 +60,7 @@ def wait() -> None:
     dist.barrier()
 
 
-def make_tensors(layer: GatedDeltaNet, x: Tensor) -> dict[str, Tensor]:
+def make_tensors(layer: Mixer, x: Tensor) -> dict[str, Tensor]:
     """What the layer would give its op."""
     with torch.no_grad():
         tensors, _ = layer.tokens(x)
@@ -96,6 +101,7 @@ def main() -> None:
         ("repeats", 5),
     ):
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--mixer", choices=MIXERS, default="gdn")
     a = parser.parse_args()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
@@ -106,13 +112,14 @@ def main() -> None:
 
     torch.manual_seed(0)  # every rank the same layer and row; a loader would read a rank's own tokens only
     sizes = {"head_dim": a.head_dim, "num_heads": a.heads, "num_v_heads": 2 * a.heads, "expand_v": 1}
-    layer = GatedDeltaNet(a.hidden_size, **sizes).to(device, torch.bfloat16 if gpu else torch.float32)
+    mixer, op = MIXERS[a.mixer]
+    layer = mixer(a.hidden_size, **sizes).to(device, torch.bfloat16 if gpu else torch.float32)
     row = torch.randn(1, a.tokens, a.hidden_size).to(device, layer.q_proj.weight.dtype)
     context = ContextParallel(mesh["cp"], cu_seqlens=[0, a.tokens])
     report("layer", lambda x, c: layer_step(layer, x, c), row, context.shard(row), context, a.repeats)
     whole = make_tensors(layer, row)
     part = {name: context.shard(t).detach().requires_grad_() for name, t in whole.items()}
-    report("op", lambda x, c: op_step(layer, x, c), whole, part, context, a.repeats)
+    report("op", lambda x, c: op_step(op, layer, x, c), whole, part, context, a.repeats)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,7 @@
 """Layers and models under torch.compile: one graph, eager's numbers, no compilation for another length."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_layers import LAYERS, D, random
@@ -84,7 +86,8 @@ def test_models(kind, mixers, backend):
 @pytest.mark.filterwarnings("ignore")  # torch's own: its compiler's deprecations and advice
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_models_on_a_gpu(checkpointed):
-    """Inductor around the kernels, in deterministic mode: the same bits from the same batch, near to eager's."""
+    """Inductor around the kernels, under autocast: the same bits from the same batch, as near to float32 as eager."""
+    torch.manual_seed(0)
     sizes = {"hidden_size": 256, "num_heads": 2, "num_v_heads": 4, "head_dim": 64, "vocab_size": 256}
     model = FlashDeltaForCausalLM(FlashDeltaConfig(**sizes, num_hidden_layers=3, mixers=["gdn", "kda", "gdn"]))
     model = model.cuda().train()
@@ -93,11 +96,12 @@ def test_models_on_a_gpu(checkpointed):
     f, counter = compiled(model, "inductor")
     for T in (500, 1024, 777):
         ids = torch.randint(256, (2, T), device="cuda")
+        parameters = list(model.parameters())
+        call = partial(with_gradients, parameters=parameters, labels=ids, use_cache=False)
+        truth = call(model, input_ids=ids)
         with torch.autocast("cuda", torch.bfloat16):
-            want, *runs = (
-                with_gradients(g, list(model.parameters()), ids, labels=ids, use_cache=False) for g in (model, f, f)
-            )
-        for a, b, c in zip(want, *runs, strict=True):
-            assert torch.equal(b, c)
-            assert (a - b).norm() <= 2e-2 * a.norm() + 1e-6
+            eager, first, second = (call(g, input_ids=ids) for g in (model, f, f))
+        for want, near, a, b in zip(truth, eager, first, second, strict=True):
+            assert torch.equal(a, b)
+            assert (a - want).norm() <= 2 * (near - want).norm() + 1e-3 * want.norm()
     assert counter.frame_count <= 2

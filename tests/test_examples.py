@@ -80,11 +80,15 @@ def test_what_cannot_be_served(example, kind, sizes, message):
         example.Engine(build(kind), *sizes)
 
 
-def test_a_row_over_two_ranks():
+@pytest.mark.parametrize("mixer", ["gdn", "kda"])
+def test_a_row_over_two_ranks(mixer):
     sizes = ("--tokens", "301", "--hidden-size", "32", "--heads", "1", "--head-dim", "16", "--repeats", "1")
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     out = subprocess.run(
-        [*launch, EXAMPLES / "context_parallel.py", *sizes], check=True, capture_output=True, text=True
+        [*launch, EXAMPLES / "context_parallel.py", "--mixer", mixer, *sizes],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert re.search(r"^layer: one rank .* ms, 2 ranks .* ms, efficiency", out, re.MULTILINE), out
     errors = re.findall(r"^(?:layer|op): rank [01], output (\S+) off, gradients up to (\S+)$", out, re.MULTILINE)
