@@ -307,3 +307,14 @@ def launch(kernel, grid, *arguments, **constants):
     for ids in product_of(*map(range, grid)):
         HERE.ids = (*ids, *grid)
         kernel(*arguments, **constants)
+
+
+def take_every_call(monkeypatch, forward):
+    """``forward`` in the place of the Hopper backend's, and that backend as the choice of every call."""
+    from flash_delta.kernels.hopper import backend
+    from flash_delta.ops import _backend, _execute
+
+    taken = SimpleNamespace(forward=forward, backward=backend.backward, unsupported=lambda p: None)
+    for place in (_backend, _execute):
+        monkeypatch.setattr(place, "load_backend", lambda name: taken)
+    monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)

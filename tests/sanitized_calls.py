@@ -1,4 +1,4 @@
-"""Small serving calls on a GPU, for compute-sanitizer: `python sanitized_calls.py decode | prefill | out-of-bounds`.
+"""Small calls on a GPU, for compute-sanitizer: `python sanitized_calls.py decode | prefill | layers | out-of-bounds`.
 
 Every pool is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that what lies beside it is nobody's. What
 is not for the GPU to compute is made and compared on the CPU: under the sanitizer each kernel takes long.
@@ -13,6 +13,10 @@ from serving_truth import KINDS, make_call, slots
 from test_serving import BAD, BAD_64, TREES, hostile
 
 import flash_delta
+from flash_delta.modules import causal_conv1d
+from flash_delta.modules.norm import gated_rms_norm
+from flash_delta.testing import MEMBERS, Case, make_inputs
+from flash_delta.testing.accuracy import infer, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for Triton's interpreter
 CALLED = [
@@ -77,6 +81,23 @@ def prefill(kind, sizes):
         assert not o[:, bounds[4] :].any()
 
 
+def layers(kind, sizes):
+    """Inference and training of the same sizes, and what is around the rule, packed up to the end of memory."""
+    member = MEMBERS["kda" if kind.startswith("kda") else "gdn"]
+    heads = {name: size for name, size in sizes.items() if name in ("H", "HV", "K", "V")}
+    case = Case(kind, "", B=1, T=160, lengths=(100, 60), **heads)
+    dtype = sizes.get("dtype", torch.float32)
+    x = make_inputs(case, member, dtype, DEVICE)
+    before, trained, after = infer(member, x, "triton"), run(member, x, "triton"), infer(member, x, "triton")
+    assert all(torch.equal(before[name], y) for name, y in after.items())
+    assert not any(t.isnan().any() for t in trained.values())
+    rows, weight = (
+        torch.randn(*shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in ((1, 160, 64), (64, 4))
+    )
+    y, _ = causal_conv1d(rows, weight, None, "silu", cu_seqlens=x["cu_seqlens"], backend="triton")
+    gated_rms_norm(y, rows, weight[:, 0], 1e-5, "silu", "triton").sum().backward()
+
+
 @triton.jit
 def write_behind(x, size):
     tl.store(x + size + tl.arange(0, 1024), 1.0)
@@ -88,7 +109,7 @@ def main(calls):
         torch.cuda.synchronize()
         return
     for kind, sizes in CALLED:
-        {"decode": decode, "prefill": prefill}[calls](kind, sizes)
+        {"decode": decode, "prefill": prefill, "layers": layers}[calls](kind, sizes)
     print(f"{calls}: all calls returned")
 
 

@@ -283,11 +283,13 @@ def test_against_the_recurrence(monkeypatch, name, dtype, form):
         assert torch.equal(got, same)
 
 
-PAST = {  # dA_log, a sum over tokens in which much cancels, by a tenth to a half; of one token dg, by a fiftieth
-    (256, "negative-eigenvalues", torch.bfloat16),
-    (256, "zero-keys", torch.bfloat16),
-    (256, "in-kernel-packed", torch.float16),
-    (128, "one-token", torch.bfloat16),
+# Where the Triton backend alone, in its interpreter, is past what is allowed: sums over tokens in which much cancels by
+# a tenth to six tenths, the few numbers of one token by a fiftieth. They may be off by twice of it.
+PAST = {
+    (256, "negative-eigenvalues", torch.bfloat16): ("dA_log",),
+    (256, "zero-keys", torch.bfloat16): ("dA_log",),
+    (256, "in-kernel-packed", torch.float16): ("dA_log", "ddt_bias"),
+    (128, "one-token", torch.bfloat16): ("dg",),
 }
 
 
@@ -296,8 +298,6 @@ PAST = {  # dA_log, a sum over tokens in which much cancels, by a tenth to a hal
 @pytest.mark.parametrize("name", [*FORMS, *OPTIONS, "in-kernel-strong", "zero-beta", "zero-keys"])
 def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
     """Forward here, backward by the Triton backend's kernels."""
-    if (form[0], name, dtype) in PAST:
-        pytest.skip("the Triton backend alone, in its interpreter, is past what is allowed")
     take(monkeypatch, form)
     member, case = MEMBERS["gdn"], of_width(form[0], BY_NAME[name])
     want = truth(member, make_inputs(case, member, dtype))
@@ -306,6 +306,7 @@ def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
     got, same = (run(member, make_inputs(case, member, dtype, "cuda"), "hopper") for _ in range(2))
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), dtype)
+        limit *= 2 if tensor in PAST.get((form[0], name, dtype), ()) else 1
         assert relative_error(got[tensor].cpu(), value) <= limit, tensor
         assert torch.equal(got[tensor], same[tensor]), tensor
 

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +9,15 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
-from flash_delta.kernels.hopper import backend, launch, launch_segments
+from flash_delta.kernels.hopper import launch, launch_segments
 from flash_delta.kernels.hopper.split import split_endless, split_length
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.workspace import Solved, Workspace
-from flash_delta.ops import _backend, _execute
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 from flash_delta.testing.cases import Case
-from tests.gluon_emulator import emulated
+from tests.gluon_emulator import emulated, take_every_call
 from tests.gluon_emulator import launch as emulate
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -80,10 +78,7 @@ def on_cpu(monkeypatch):
             launch_segments.run_walk(c, o, final, rates, w)
             return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())
 
-        module = SimpleNamespace(forward=forward, backward=backend.backward, unsupported=lambda p: None)
-        for place in (_backend, _execute):
-            monkeypatch.setattr(place, "load_backend", lambda name: module)
-        monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)
+        take_every_call(monkeypatch, forward)
 
     return chosen
 

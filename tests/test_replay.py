@@ -12,7 +12,7 @@ from triton import knobs
 from flash_delta.kernels.triton import launcher
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
-from flash_delta.ops import _backend, _modules
+from flash_delta.ops import _backend, _modules, _remembered
 from flash_delta.problem import Norm, Normalized, addresses, signature
 
 KIND = ("test",)
@@ -119,7 +119,7 @@ def test_a_call_around_the_rule_is_looked_at_once(monkeypatch):
     described = []
     check = _modules.check_convolution
     monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
-    monkeypatch.setattr(_modules, "_remembered", {})
+    monkeypatch.setattr(_modules, "_remembered", _remembered.Remembered())
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
     x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
     want = causal_conv1d(x, w)[0]
@@ -132,6 +132,6 @@ def test_a_call_around_the_rule_is_looked_at_once(monkeypatch):
     monkeypatch.setenv(_backend.ENVIRONMENT, "torch")
     causal_conv1d(x, w)
     assert len(described) == 5
-    monkeypatch.setattr(_modules, "REMEMBERED", len(_modules._remembered))
+    monkeypatch.setattr(_remembered, "MOST", len(_modules._remembered))
     causal_conv1d(x, w, backend="torch", output_final_state=True)
     assert len(_modules._remembered) == 1

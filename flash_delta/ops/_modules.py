@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
 from flash_delta.ops._modules_checks import check_convolution, check_norm, check_token
+from flash_delta.ops._remembered import Remembered
 from flash_delta.problem import (
     MOST_TAPS,
     WIDEST_ROW,
@@ -27,8 +28,6 @@ from flash_delta.problem import (
     signature,
 )
 
-REMEMBERED = 1024  # calls; each takes some kilobytes
-
 
 class Known(NamedTuple):
     """What is found of a call, and holds for those that differ in their tensors' values only."""
@@ -38,7 +37,7 @@ class Known(NamedTuple):
     function: bool  # it goes through an autograd Function
 
 
-_remembered: dict[tuple, Known] = {}
+_remembered: Remembered[tuple, Known] = Remembered()
 
 
 def convolve(
@@ -88,8 +87,6 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: s
         return _describe(describe, x, wish, needs_grad, options)
     if known is None:
         known = _describe(describe, x, wish, needs_grad, options)
-        if len(_remembered) == REMEMBERED:
-            _remembered.clear()
         _remembered[key] = known
     return known
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flash_delta.ops._remembered import Remembered
 from flash_delta.problem import Inputs, Problem, needs_gradient, signature
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,8 +40,7 @@ class Options(NamedTuple):
     activation: str | None = None
 
 
-REMEMBERED = 1024  # calls; each takes some kilobytes
-_remembered: dict[tuple, Problem] = {}
+_remembered: Remembered[tuple, Problem] = Remembered()
 
 
 def make_problem(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
@@ -58,8 +58,6 @@ def make_problem(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[
         return _describe(x, options, cu_seqlens_cpu)
     if problem is None:
         problem = _describe(x, options, None)._replace(memo={})
-        if len(_remembered) == REMEMBERED:
-            _remembered.clear()
         _remembered[key] = problem
     if cu_seqlens_cpu is None:
         return problem

@@ -9,12 +9,12 @@ from torch import Tensor
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import serve
 from flash_delta.ops._problem import Options, read_lengths
+from flash_delta.ops._remembered import Remembered
 from flash_delta.ops.serving._slots import describe
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, Problem, Slots, addresses, signature
 
-REMEMBERED = 1024  # calls; each takes some kilobytes
-_remembered: dict[tuple, tuple[Problem, ModuleType]] = {}
+_remembered: Remembered[tuple, tuple[Problem, ModuleType]] = Remembered()
 
 # The tensors of the operator, and the fields of Options that the serving ops set.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", *Slots._fields, *Around._fields)
@@ -60,8 +60,6 @@ def run(
     if known is None:
         problem = describe(x, s, around, Options(**options))
         known = problem, load_backend(choose_backend(problem, wish))
-        if len(_remembered) == REMEMBERED:
-            _remembered.clear()
         _remembered[key] = known
     problem, module = known
     if "again" in problem.memo:  # kernels alone, launched as before

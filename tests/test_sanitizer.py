@@ -1,4 +1,5 @@
-"""Serving touches no memory but its own, as compute-sanitizer sees it: with good indices and with hostile ones."""
+"""Kernels touch no memory but their own, as compute-sanitizer sees it: serving with good indices and with hostile ones,
+and what layers call."""
 
 import os
 import shutil
@@ -32,7 +33,7 @@ def sanitized(tool, calls):
     return out.returncode, out.stdout
 
 
-@pytest.mark.parametrize("calls", ["decode", "prefill"])
+@pytest.mark.parametrize("calls", ["decode", "prefill", "layers"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_nothing_is_found(tool, calls):
     status, said = sanitized(tool, calls)
