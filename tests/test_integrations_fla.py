@@ -254,6 +254,8 @@ def test_convolution_updates_its_cache(packed):
         ("cp_context", lambda c, x: c(x, cp_context=object())),
         ("seq_idx", lambda c, x: c(x, seq_idx=torch.zeros(1))),
         ("mask", lambda c, x: c(x[:1], mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))),
+        ("mask", lambda c, x: c(x, mask=torch.ones(2, 4))),
+        ("cu_seqlens", lambda c, x: c(x[:1], cu_seqlens=[0, 5])),
         ("weight", lambda c, x: causal_conv1d(x)),
         ("weight", lambda c, x: causal_conv1d_update(x[:, 0], torch.zeros(2, 6, 4))),
         ("backend", lambda c, x: modules.ShortConvolution(6, 4, backend="tilelang")),

@@ -136,6 +136,15 @@ def test_autocast_runs_in_half(layer):
     torch.testing.assert_close(y.float(), layer(random(2, 20, D).float()), rtol=0.1, atol=0.02)
 
 
+def test_shapes_can_be_asked_for_without_values(delta_layer):
+    """Tools that plan a model, by stages or by memory, run it on meta tensors."""
+    layer, x = delta_layer.to("meta"), torch.empty(2, 20, D, device="meta", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.is_meta
+    assert y.shape == x.grad.shape == x.shape
+
+
 def test_select_keeps_the_chosen_sequences(layer):
     state = fresh_state(layer)
     layer(random(3, 4, D), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]), state)
@@ -166,6 +175,7 @@ def test_padding_is_packed_without_reading_a_value():
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, r"attention_mask: expected shape \[B, T\] = \[2, 9\]"),
         ({"attention_mask": torch.ones(2, 8)}, r"attention_mask: .* got \[2, 8\]"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: expected B = 1 .* got B = 2"),
+        ({"cu_seqlens": [0, 9]}, r"cu_seqlens: expected a tensor \[N \+ 1\], got a list"),
         ({"cu_seqlens": torch.tensor([0, 9]), "attention_mask": torch.ones(2, 9)}, "attention_mask: expected None"),
     ],
 )

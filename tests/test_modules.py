@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution, causal_conv1d, causal_conv1d_update
+from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution, causal_conv1d, causal_conv1d_update, rms_norm
 
 D = 3
 # Empty sequences lead, follow each other and end; one is shorter than a convolution's window; three rows are left over.
@@ -130,23 +130,46 @@ def test_short_convolution_is_a_depthwise_conv1d(bias):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": random(9, D)}, r"x: expected a floating tensor \[B, T, D\]"),
-        ({"x": random(2, 9, D).long()}, r"x: expected a floating tensor .* got torch.int64"),
-        ({"weight": random(D, 1, 4)}, r"weight: expected shape \[D, W\] with D = 3, got \[3, 1, 4\]"),
-        ({"bias": random(D + 1)}, r"bias: expected shape \[D\] = \[3\], got \[4\]"),
+        ({"x": random(9, D)}, r"x: expected a tensor \[B, T, D\], got shape \[9, 3\]"),
+        ({"x": random(2, 9, D).long()}, "x: expected a dtype among .*, got torch.int64"),
+        ({"x": [1.0]}, r"x: expected a tensor \[B, T, D\], got list"),
+        ({"weight": random(D, 1, 4)}, r"weight: expected a tensor \[3, W\], got shape \[3, 1, 4\]"),
+        ({"weight": random(D, 0)}, r"weight: expected at least one tap \(axis 1\), got 0"),
+        ({"weight": random(D, 4).to("meta")}, "weight: expected a tensor on cpu like x, got one on meta"),
+        ({"bias": random(D + 1)}, r"bias: expected a tensor \[3\], got shape \[4\]"),
         ({"activation": "relu"}, "activation: expected 'silu' or None, got 'relu'"),
-        ({"initial_state": random(2, D, 3)}, r"initial_state: expected .* \[2, 3, 4\], got \[2, 3, 3\]"),
-        ({"cu_seqlens": boundaries([9])}, "x: expected B = 1 with cu_seqlens .* got B = 2"),
-        ({"cu_seqlens": random(2)}, "cu_seqlens: expected int32 or int64 .* got torch.float64"),
+        ({"initial_state": random(2, D, 3)}, r"initial_state: expected a tensor \[2, 3, 4\], got shape \[2, 3, 3\]"),
+        ({"cu_seqlens": boundaries([9])}, "x: expected batch size 1 with cu_seqlens: .*, got batch size 2"),
+        ({"cu_seqlens": random(2)}, "cu_seqlens: expected dtype torch.int32 or torch.int64, got torch.float64"),
+        ({"cu_seqlens": [0, 9]}, r"cu_seqlens: expected a tensor \[N \+ 1\], got list"),
+        ({"cu_seqlens": boundaries([9]).to("meta")}, "cu_seqlens: expected a tensor on cpu like x, got one on meta"),
     ],
 )
 def test_convolution_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^causal_conv1d: {message}$"):
         causal_conv1d(**{"x": random(2, 9, D), "weight": random(D, 4), **change})
 
 
+def test_convolution_refuses_bounds_that_are_none_however_often_it_was_called():
+    x, weight = random(1, 9, D), random(D, 4)
+    causal_conv1d(x, weight, cu_seqlens=torch.tensor([0, 4, 9]))
+    for bounds, message in (
+        ([0, 4, 10], "expected bounds up to T = 9, got 10"),
+        ([0, 6, 4], r"expected bounds that do not decrease, got \[0, 6, 4\]"),
+        ([1, 4, 9], "expected 0 as the first bound, got 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^causal_conv1d: cu_seqlens: {message}$"):
+            causal_conv1d(x, weight, cu_seqlens=torch.tensor(bounds))
+
+
+@pytest.mark.parametrize(("argument", "value"), [("kernel_size", 0), ("activation", "gelu")])
+def test_a_convolution_that_could_never_run_is_not_made(argument, value):
+    with pytest.raises(ValueError, match=f"^ShortConvolution: {argument}: expected .*, got {value!r}$"):
+        ShortConvolution(**{"hidden_size": D, "kernel_size": 4, argument: value})
+
+
 def test_update_refuses_a_state_of_another_width():
-    with pytest.raises(ValueError, match=r"state: expected .* \[2, 3, 4\], got \[2, 3, 3\]"):
+    with pytest.raises(ValueError, match=r"update: state: expected a tensor \[2, 3, 4\], got shape \[2, 3, 3\]"):
         causal_conv1d_update(random(2, D), random(2, D, 3), random(D, 4))
 
 
@@ -169,7 +192,21 @@ def test_norms_compute_halves_in_fp32():
 
 
 def test_gated_norm_refuses():
-    with pytest.raises(ValueError, match=r"activation: expected one of .* got 'relu'"):
+    with pytest.raises(ValueError, match=r"GatedRMSNorm: activation: expected one of .* got 'relu'"):
         GatedRMSNorm(8, activation="relu")
-    with pytest.raises(ValueError, match=r"gate: expected x's shape \[5, 8\], got \[5, 4\]"):
+    with pytest.raises(ValueError, match=r"gated_rms_norm: gate: expected a tensor \[5, 8\], got shape \[5, 4\]"):
         GatedRMSNorm(8)(random(5, 8), random(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (random(5, 7), random(8), r"x: expected a tensor \[..., 8\], as wide as weight, got shape \[5, 7\]"),
+        (random(5, 8).int(), random(8), "x: expected a dtype among .*, got torch.int32"),
+        (random(5, 8), [1.0] * 8, r"weight: expected a tensor \[D\], got list"),
+        (random(5, 8), random(8).to("meta"), "weight: expected a tensor on cpu like x, got one on meta"),
+    ],
+)
+def test_norm_refuses(x, weight, message):
+    with pytest.raises(ValueError, match=f"^rms_norm: {message}$"):
+        rms_norm(x, weight, 1e-5)

@@ -112,6 +112,33 @@ def test_strided_inputs_and_gradients_are_not_misread(member):
     assert all(torch.equal(want[n], got[n]) for n in want)
 
 
+@pytest.mark.parametrize("disable_recompute", [False, True])
+@MEMBER
+def test_a_retained_graph_is_walked_twice(member, disable_recompute):
+    """Two losses on one call: the second backward pass finds what the first one found, to the bit."""
+    inputs = make_inputs(BY_NAME["in-kernel"], member, torch.float32)
+    if "disable_recompute" in member.options:
+        inputs["disable_recompute"] = disable_recompute
+    o, final_state = member.op(**inputs)
+    wanted = [t for t in inputs.values() if torch.is_tensor(t) and t.requires_grad]
+    loss = o.square().sum() + final_state.sum()
+    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, wanted)))
+
+
+@pytest.mark.parametrize("case", ["in-kernel", "in-kernel-packed", "state-v-first"])
+@MEMBER
+def test_results_may_be_written_to(member, case):
+    """Training with resets does so to the states that it hands on."""
+    inputs = make_inputs(BY_NAME[case], member, torch.float32)
+    wanted = [t for t in inputs.values() if torch.is_tensor(t) and t.requires_grad]
+    gradients = []
+    for double in (lambda x: x * 2, lambda x: x.mul_(2)):
+        o, final_state = map(double, member.op(**inputs))
+        gradients.append(torch.autograd.grad(o.square().sum() + final_state.square().sum(), wanted))
+    assert all(map(torch.equal, *gradients))
+
+
 @GATED
 def test_state_layouts_are_transposes_of_each_other(name):
     x = make_inputs(BY_NAME["ragged"], MEMBERS[name], torch.float32)

@@ -47,6 +47,9 @@ class DeltaMixer(nn.Module):
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        for name, size in (("num_heads", num_heads), ("num_v_heads", num_v_heads), ("head_dim", head_dim)):
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
         if num_v_heads % num_heads != 0:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
         if not float(head_dim * expand_v).is_integer():

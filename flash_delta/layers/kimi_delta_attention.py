@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flash_delta.layers._delta_mixer import DeltaMixer, initial_dt_bias
 from flash_delta.modules import GatedRMSNorm
 from flash_delta.ops import chunk_kda, fused_recurrent_kda
+from flash_delta.ops._problem import LOWEST_BOUND
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -37,7 +38,7 @@ class KimiDeltaAttention(DeltaMixer):
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
         safe_gate: promises the op that log decays lie in [lower_bound, 0); A_log then starts at 0. Default False.
-        lower_bound: bound of the per-token log decay, < 0; None means none (the softplus gate).
+        lower_bound: the least log decay per token, in [-5, 0); None means none (the softplus gate).
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
         layer_idx: the layer's place in its model, for the caller's use.
@@ -80,8 +81,8 @@ class KimiDeltaAttention(DeltaMixer):
             layer_idx=layer_idx,
             backend=backend,
         )
-        if lower_bound is not None and lower_bound >= 0:
-            raise ValueError(f"lower_bound: expected a negative log decay or None, got {lower_bound}")
+        if lower_bound is not None and not LOWEST_BOUND <= lower_bound < 0:
+            raise ValueError(f"lower_bound: expected a number in [{LOWEST_BOUND:g}, 0) or None, got {lower_bound}")
         if safe_gate and lower_bound is None:
             raise ValueError("safe_gate: expected a lower_bound with it, got lower_bound=None")
         self.safe_gate, self.lower_bound = safe_gate, lower_bound

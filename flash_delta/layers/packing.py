@@ -72,6 +72,8 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
     if cu_seqlens is not None:
         if attention_mask is not None:
             raise ValueError("attention_mask: expected None together with cu_seqlens, which already says what counts")
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"cu_seqlens: expected a tensor [N + 1], got a {type(cu_seqlens).__name__}")
         if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             got = f"B = {B} and {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
             raise ValueError(f"cu_seqlens: expected B = 1 and int32 or int64 boundaries [N + 1], got {got}")

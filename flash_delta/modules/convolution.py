@@ -26,17 +26,22 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Convolve every sequence with its channel's W taps; see the equation above.
+    """Convolve every sequence with its channel's W taps:
+
+        y[t, d] = act(bias[d] + sum_{w=0}^{W-1} weight[d, w] x[t - (W-1) + w, d])
+
+    where inputs before t = 0 come from ``initial_state``, or are zeros.
 
     Args:
-        x: inputs [B, T, D], any floating dtype; half precision is accumulated in fp32.
-        weight: taps [D, W], the last one meets the current token.
+        x: inputs [B, T, D], float16, bfloat16, float32 or float64; half precision is accumulated in fp32.
+        weight: taps [D, W], the last one meets the current token; any of these dtypes, as bias and states.
         bias: [D], or None for none.
         activation: "silu" or None.
         initial_state: last W inputs of each sequence [N, D, W], oldest first; None means zeros. N = B unless packed.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
-            (B = 1). Sequences may be empty. Rows behind cu_seqlens[-1] are ignored, NaN included.
+            (B = 1): from 0, not decreasing, at most T; on a GPU that is not checked. Sequences may be empty. Rows
+            behind cu_seqlens[-1] are ignored, NaN included.
         backend: "triton", "torch", or as an op's ("hopper", which has no convolution of its own: Triton's); it is
             obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
 
@@ -45,7 +50,7 @@ def causal_conv1d(
         An empty sequence returns its initial state. Both are differentiable in x, weight, bias and initial_state.
 
     Raises:
-        ValueError: if a shape, a dtype or the activation is not as above, or the backend cannot run this.
+        ValueError: naming the argument, what was expected and what came; or if the backend cannot run this.
     """
     return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
 
@@ -74,7 +79,7 @@ def causal_conv1d_update(
         y [N, D] in x's dtype.
 
     Raises:
-        ValueError: if a shape, a dtype or the activation is not as above.
+        ValueError: naming the argument, what was expected and what came.
     """
     return convolve_token(Convolved(x, weight, bias, state), activation, backend)
 
@@ -87,10 +92,13 @@ class ShortConvolution(nn.Module):
 
     Args:
         hidden_size: channels D.
-        kernel_size: taps W.
+        kernel_size: taps W, at least 1.
         bias: whether to add a bias per channel. Default False.
         activation: "silu" or None. Default "silu".
         backend: as `causal_conv1d`'s. Default None.
+
+    Raises:
+        ValueError: if kernel_size or the activation is not as above.
     """
 
     def __init__(
@@ -102,6 +110,10 @@ class ShortConvolution(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        if kernel_size < 1:
+            raise ValueError(f"ShortConvolution: kernel_size: expected at least 1, got {kernel_size}")
+        if activation not in (None, "silu"):
+            raise ValueError(f"ShortConvolution: activation: expected 'silu' or None, got {activation!r}")
         self.backend = backend
         self.hidden_size = hidden_size
         self.kernel_size = kernel_size

@@ -14,11 +14,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) 
     """y = x / sqrt(mean(x^2) + eps) * weight; x [..., D], weight [D] -> y, in x's dtype.
 
     Args:
+        x: float16, bfloat16, float32 or float64.
+        weight: [D], any of these dtypes.
+        eps: added to the mean square.
         backend: "triton", "torch", or as an op's ("hopper", which has no norm of its own: Triton's); it is obeyed or
             refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
 
     Raises:
-        ValueError: if the weight is not one row of x, or the backend cannot run this.
+        ValueError: naming the argument, what was expected and what came; or if the backend cannot run this.
+
+    Source: Zhang, Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     return normalize(Normalized(x, weight), "rms_norm", None, eps, backend)
 
@@ -28,10 +33,15 @@ def gated_rms_norm(
 ) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight * act(gate); x, gate [..., D], weight [D] -> y, in x's dtype.
 
+    Args:
+        gate: of x's shape, any float dtype.
+        activation: "silu" ("swish" is the same) or "sigmoid".
+        x, weight, eps, backend: as :func:`rms_norm`'s.
+
     Raises:
-        ValueError: as :func:`rms_norm`, and if the gate's shape or the activation is not that of :class:`GatedRMSNorm`.
+        ValueError: as :func:`rms_norm`.
     """
-    _check_activation(activation)
+    _check_activation("gated_rms_norm", activation)
     return normalize(Normalized(x, weight, gate), "gated_rms_norm", ACTIVATIONS[activation], eps, backend)
 
 
@@ -74,7 +84,7 @@ class GatedRMSNorm(RMSNorm):
         self, hidden_size: int, eps: float = 1e-5, activation: str = "silu", backend: str | None = None
     ) -> None:
         super().__init__(hidden_size, eps, backend)
-        _check_activation(activation)
+        _check_activation(type(self).__name__, activation)
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -85,6 +95,6 @@ class GatedRMSNorm(RMSNorm):
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
-def _check_activation(activation: str) -> None:
+def _check_activation(name: str, activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(f"{name}: activation: expected one of {sorted(ACTIVATIONS)}, got {activation!r}")

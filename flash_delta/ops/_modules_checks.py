@@ -1,52 +1,74 @@
-"""What a convolution or a norm refuses: ValueErrors that say what was expected and what came."""
+"""What a convolution or a norm refuses: ValueErrors that name the argument, what was expected and what came."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Convolved, Normalized
+from flash_delta.ops._problem import DTYPES, check_shape, read_lengths, refuse
+from flash_delta.problem import Convolved, Inputs, Normalized
 
 
-def check_convolution(x: Convolved, activation: str | None) -> None:
-    _check_channels(x, activation)
-    N = x.x.shape[0] if x.cu_seqlens is None else _count_sequences(x.x, x.cu_seqlens)
-    if x.initial_state is not None and x.initial_state.shape != (N, *x.weight.shape):
-        expected = f"shape [N, D, W] = {[N, *x.weight.shape]}"
-        raise ValueError(f"initial_state: expected {expected}, got {list(x.initial_state.shape)}")
+def check_convolution(op: str, c: Convolved, activation: str | None) -> None:
+    B, _, D = check_shape(op, "x", c.x, "B", "T", "D")
+    N = B if c.cu_seqlens is None else _count_sequences(op, c)
+    _check_taps(op, c, D, activation)
+    if c.initial_state is not None:
+        check_shape(op, "initial_state", c.initial_state, N, *c.weight.shape)
+    _check_tensors(op, c[:4], ("x", "weight", "bias", "initial_state"))
 
 
-def check_token(x: Convolved, activation: str | None) -> None:
+def check_token(op: str, c: Convolved, activation: str | None) -> None:
     """Of x [N, D]."""
-    _check_channels(x._replace(x=x.x.unsqueeze(1)), activation)
-    N, state = len(x.x), x.initial_state
-    if state.shape != (N, *x.weight.shape):
-        raise ValueError(f"state: expected shape [N, D, W] = {[N, *x.weight.shape]}, got {list(state.shape)}")
+    N, D = check_shape(op, "x", c.x, "N", "D")
+    _check_taps(op, c, D, activation)
+    check_shape(op, "state", c.initial_state, N, *c.weight.shape)
+    _check_tensors(op, c[:4], ("x", "weight", "bias", "state"))
 
 
-def check_norm(x: Normalized) -> None:
-    if x.gate is not None and x.gate.shape != x.x.shape:
-        raise ValueError(f"gate: expected x's shape {list(x.x.shape)}, got {list(x.gate.shape)}")
-    if x.weight.shape != x.x.shape[-1:]:
-        shape = list(x.weight.shape)
-        raise ValueError(f"x: expected weight's shape {shape} in its last axis, got {list(x.x.shape)}")
+def check_bounds(op: str, c: Convolved) -> None:
+    """The values of cu_seqlens, where the host has them: those on a GPU would have to be waited for."""
+    if c.cu_seqlens.device.type == "cpu":
+        read_lengths(op, Inputs(c.x, c.x, c.x, cu_seqlens=c.cu_seqlens), None)
 
 
-def _check_channels(c: Convolved, activation: str | None) -> None:
-    x, weight, bias = c.x, c.weight, c.bias
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x: expected a floating tensor [B, T, D], got {x.dtype} {list(x.shape)}")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
-        raise ValueError(f"weight: expected shape [D, W] with D = {x.shape[2]}, got {list(weight.shape)}")
-    if bias is not None and bias.shape != x.shape[2:]:
-        raise ValueError(f"bias: expected shape [D] = {list(x.shape[2:])}, got {list(bias.shape)}")
+def check_norm(op: str, x: Normalized) -> None:
+    (D,) = check_shape(op, "weight", x.weight, "D")
+    if not isinstance(x.x, Tensor) or x.x.shape[-1:] != (D,):
+        got = f"shape {list(x.x.shape)}" if isinstance(x.x, Tensor) else type(x.x).__name__
+        refuse(op, "x", f"a tensor [..., {D}], as wide as weight", got)
+    if x.gate is not None:
+        check_shape(op, "gate", x.gate, *x.x.shape)
+    _check_tensors(op, x, x._fields)
+
+
+def _check_taps(op: str, c: Convolved, D: int, activation: str | None) -> None:
+    _, W = check_shape(op, "weight", c.weight, D, "W")
+    if W < 1:
+        refuse(op, "weight", "at least one tap (axis 1)", W)
+    if c.bias is not None:
+        check_shape(op, "bias", c.bias, D)
     if activation not in (None, "silu"):
-        raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
+        refuse(op, "activation", "'silu' or None", repr(activation))
 
 
-def _count_sequences(x: Tensor, cu_seqlens: Tensor) -> int:
-    """The number of packed sequences N, read from cu_seqlens' shape: its values stay on the device."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        raise ValueError(f"cu_seqlens: expected int32 or int64 of shape [N + 1], got {got}")
-    if x.shape[0] != 1:
-        raise ValueError(f"x: expected B = 1 with cu_seqlens (sequences packed in one row), got B = {x.shape[0]}")
-    return cu_seqlens.shape[0] - 1
+def _check_tensors(op: str, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    for name, t in zip(names, tensors, strict=True):
+        if t is not None and t.dtype not in DTYPES:
+            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
+        if t is not None and t.device != tensors[0].device:
+            refuse(op, name, f"a tensor on {tensors[0].device} like {names[0]}", f"one on {t.device}")
+
+
+def _count_sequences(op: str, c: Convolved) -> int:
+    """The number of packed sequences N, read from cu_seqlens' shape."""
+    (count,) = check_shape(op, "cu_seqlens", c.cu_seqlens, "N + 1")
+    if c.cu_seqlens.dtype not in (torch.int32, torch.int64):
+        refuse(op, "cu_seqlens", "dtype torch.int32 or torch.int64", c.cu_seqlens.dtype)
+    if c.cu_seqlens.device != c.x.device:
+        refuse(op, "cu_seqlens", f"a tensor on {c.x.device} like x", f"one on {c.cu_seqlens.device}")
+    if count == 0:
+        refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
+    if len(c.x) != 1:
+        refuse(op, "x", "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {len(c.x)}")
+    return count - 1

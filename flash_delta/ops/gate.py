@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_delta.ops._problem import check_shape, refuse
+from flash_delta.ops._problem import DTYPES, check_shape, refuse
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 __all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]
@@ -20,12 +20,19 @@ def fused_gdn_gate(
         dt_bias: ``[HV]`` or None. Its gradient and that of A_log are summed in float32 before any cast.
         output_dtype: dtype of the result. Default float32.
 
+    Returns:
+        log decay in nats ``[..., HV]``, at most 0, for the ops' ``g``.
+
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
-    _check_sizes("fused_gdn_gate", g.shape[-1], g.shape[-1], A_log, dt_bias)
+    op = "fused_gdn_gate"
+    HV = check_shape(op, "g", g, *_leading(g, 1), "HV")[-1]
+    if A_log is None:
+        refuse(op, "A_log", f"a tensor of {HV} elements", "None")
+    _check_tensors(op, g, HV, HV, A_log, dt_bias)
     return naive_gdn_gate(g, A_log, dt_bias, output_dtype)
 
 
@@ -47,23 +54,38 @@ def fused_kda_gate(
         lower_bound: the least log decay per token, negative. Default None: unbounded.
         output_dtype: dtype of the result. Default float32.
 
+    Returns:
+        log decay in nats ``[..., HV, K]``, at most 0, for the ops' ``g``.
+
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
-    HV, K = check_shape("fused_kda_gate", "g", g, *["..."] * (g.dim() - 2), "HV", "K")[-2:]
-    _check_sizes("fused_kda_gate", HV, HV * K, A_log, dt_bias)
+    op = "fused_kda_gate"
+    HV, K = check_shape(op, "g", g, *_leading(g, 2), "HV", "K")[-2:]
+    _check_tensors(op, g, HV, HV * K, A_log, dt_bias)
     if lower_bound is not None:
         if not lower_bound < 0:
-            refuse("fused_kda_gate", "lower_bound", "a negative number", lower_bound)
+            refuse(op, "lower_bound", "a negative number", lower_bound)
         return naive_kda_lowerbound_gate(g, A_log, dt_bias, lower_bound, output_dtype)
     if A_log is None:
-        refuse("fused_kda_gate", "A_log", f"a tensor of {HV} elements without lower_bound", "None")
+        refuse(op, "A_log", f"a tensor of {HV} elements without lower_bound", "None")
     return naive_kda_gate(g, A_log, dt_bias, output_dtype)
 
 
-def _check_sizes(op: str, heads: int, biases: int, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
-    for name, t, count in (("A_log", A_log, heads), ("dt_bias", dt_bias, biases)):
-        if t is not None and t.numel() != count:
-            refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
+def _leading(g: Tensor, named: int) -> list[str]:
+    return ["..."] * (g.dim() - named if isinstance(g, Tensor) else 1)
+
+
+def _check_tensors(op: str, g: Tensor, heads: int, biases: int, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    for name, t, count in (("g", g, g.numel()), ("A_log", A_log, heads), ("dt_bias", dt_bias, biases)):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor) or t.numel() != count:
+            got = f"shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+            refuse(op, name, f"a tensor of {count} elements", got)
+        if t.dtype not in DTYPES:
+            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
+        if t.device != g.device:
+            refuse(op, name, f"a tensor on {g.device} like g", f"one on {t.device}")

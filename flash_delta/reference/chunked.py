@@ -24,7 +24,8 @@ SEGMENT_TILES = 32
 def forward(problem: Problem, x: Inputs) -> Outputs:
     layout = make_layout(problem)
     reader = TokenReader(problem, layout, x)
-    S = read_states(problem, layout.order, x.initial_state).unflatten(1, (problem.H, -1))
+    final_state = read_states(problem, layout.order, x.initial_state)  # no view, so that callers may write to it
+    S = final_state.unflatten(1, (problem.H, -1))
     o = layout.new_tokens(x.v)
     saved, states = [], []
     for segment in layout.segments(max(1, SEGMENT_TILES // problem.HV)):
@@ -47,7 +48,7 @@ def forward(problem: Problem, x: Inputs) -> Outputs:
         if problem.keep_states:
             states.append(S0.to(problem.dtype))
     states = layout.unpack_chunks(states, problem.B) if problem.keep_states else None
-    return Outputs(o, write_states(problem, layout.order, S.flatten(1, 2)), tuple(saved), states)
+    return Outputs(o, write_states(problem, layout.order, final_state), tuple(saved), states)
 
 
 def backward(problem: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None) -> Inputs:
@@ -70,7 +71,8 @@ def backward(problem: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor,
             R = tokens.v if factors.Eg is None else tokens.v - factors.Eg @ S0
         else:
             factors = factor(tokens)
-            S0, R = chunk_states(tokens, factors, segment, saved.pop())
+            S = saved.pop().clone()  # it is advanced, and a retained graph is walked again
+            S0, R = chunk_states(tokens, factors, segment, S)
         dS1, dU = scan_backward(tokens, factors, segment, dO, dS)
         writer.write(segment, tokens, gradients(tokens, factors, S0, R, dO, dS1, dU))
     return writer.finish(write_states(problem, layout.order, dS.flatten(1, 2)))

@@ -37,7 +37,8 @@ def step(problem: Problem, x: Inputs) -> Outputs:
         order = torch.tensor(by_length, dtype=torch.long)
         starts = torch.tensor([0, *accumulate(lengths)])[order].to(problem.device, non_blocking=True)
         order = order.to(problem.device, non_blocking=True)
-    states = read_states(problem, order, x.initial_state).view(problem.N * HV, problem.K, problem.V)
+    final_state = read_states(problem, order, x.initial_state)  # no view, so that callers may write to it
+    states = final_state.view(problem.N * HV, problem.K, problem.V)
     new = torch.zeros if problem.packed else torch.empty  # a packed row may be longer than its sequences
     o = new(x.v.shape, dtype=problem.dtype, device=problem.device)
     for t in range(max(lengths, default=0)):
@@ -50,7 +51,7 @@ def step(problem: Problem, x: Inputs) -> Outputs:
             o.select(1, t).copy_(out.view(problem.N, HV, -1))
         else:
             o[0].index_copy_(0, rows, out.view(n, HV, -1).to(o.dtype))
-    return Outputs(o, write_states(problem, order, states.view(problem.N, HV, problem.K, problem.V)))
+    return Outputs(o, write_states(problem, order, final_state))
 
 
 def activated(problem: Problem, x: Inputs, t: int, rows: Tensor | None = None) -> Token:

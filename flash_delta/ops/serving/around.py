@@ -19,11 +19,16 @@ class Convolution(NamedTuple):
 
     in float32. Channels d are those of q, then k, then v: D = 2 H K + HV V. A window goes with its state: it is read
     from, and written to, the slots of the same indices.
+
+    Args:
+        pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides.
+        weight: ``[D, W]``, W from 1 to 4, the last tap meets the current token; any float dtype, without gaps.
+        bias: ``[D]``, any float dtype, without gaps. Default None: none.
     """
 
-    pool: Tensor  # [slots, D, L], L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides
-    weight: Tensor  # [D, W], W from 1 to 4, the last tap meets the current token; any float dtype, without gaps
-    bias: Tensor | None = None  # [D], any float dtype, without gaps
+    pool: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 class OutputNorm(NamedTuple):
@@ -33,12 +38,18 @@ class OutputNorm(NamedTuple):
         y = \frac{o}{\sqrt{\mathrm{mean}(o^2) + \mathrm{eps}}} \cdot w \cdot \mathrm{act}(\mathrm{gate})
 
     in float32, of o before it is rounded.
+
+    Args:
+        gate: ``[B, T, HV, V]``, any float dtype and strides.
+        weight: ``[V]``, any float dtype, without gaps.
+        eps: added to the mean square. Default 1e-5.
+        activation: "silu" ("swish" is the same) or "sigmoid". Default "silu".
     """
 
-    gate: Tensor  # [B, T, HV, V], any float dtype and strides
-    weight: Tensor  # [V], any float dtype, without gaps
+    gate: Tensor
+    weight: Tensor
     eps: float = 1e-5
-    activation: str = "silu"  # or "swish", the same, or "sigmoid"
+    activation: str = "silu"
 
 
 NOTHING = Around()

@@ -11,16 +11,23 @@ from flash_delta.ops.serving.around import Convolution, OutputNorm
 
 
 class Slice(NamedTuple):
-    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection, in numbers of it."""
+    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection, in numbers of it.
 
-    token: int  # from one token to the next
-    start: int = 0  # of the first one
-    head: int | None = None  # from one head to the next; None: heads lie side by side
+    Args:
+        token: from one token to the next.
+        start: of the first one. Default 0.
+        head: from one head to the next. Default None: heads lie side by side.
+    """
+
+    token: int
+    start: int = 0
+    head: int | None = None
 
 
 class DecodeCalls(NamedTuple):
-    """Which indices a form of decoding calls has, and what it does around the rule. Whether states are written by row
-    or by token is all the same."""
+    """Which indices a form of decoding calls has, and what it does around the rule: the arguments of
+    :func:`flash_delta.decode_gated_delta_rule` that it gives, by their names. Whether states are written by row or by
+    token is all the same."""
 
     write_indices: bool = True
     num_accepted_tokens: bool = False
@@ -30,7 +37,8 @@ class DecodeCalls(NamedTuple):
 
 
 class PrefillCalls(NamedTuple):
-    """Which indices a form of prefill calls has, and how it runs."""
+    """Which indices a form of prefill calls has, and how it runs: the arguments of
+    :func:`flash_delta.prefill_gated_delta_rule` that it gives, by their names."""
 
     write_indices: bool = True
     has_initial_state: bool = False
