@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MOST_TAPS, WIDEST_ROW = 8, 8192  # of kernels: of a convolution, and of a norm, whose rows registers hold
+ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that chooses a backend where a call does not
 SHORT = 16  # tokens of a sequence up to which whole chunks are a waste; prefill runs those token by token
 
 
@@ -57,6 +58,7 @@ class Problem(NamedTuple):
     activation: Literal["silu", "sigmoid"] | None = None  # of that norm's gate
     pool: torch.dtype | None = None  # serving: states lie in the slots of a pool, in this dtype
     checkpoint_every: int = 0  # prefill: tokens from one state that is written down to the next; 0: none is
+    plain_pool: bool = True  # it has slots, without gaps inside, that begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: no more sequences have over SHORT tokens; None: any number may
     batch_invariant: bool = False  # prefill: no bit of a sequence's results depends on the others
     memo: dict | None = None  # shared by calls that differ in their tensors' values only: what backends found out there
@@ -159,12 +161,12 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
-def signature(tensors: Sequence[Tensor | None], starts: list[int] | None = None) -> list[tuple | None]:
+def signature(tensors: Sequence[Tensor | None]) -> list[tuple | None]:
     """All that can change how a call without gradients runs, but for the values. Of what has no gaps, strides follow
-    from the shape. ``starts``: their addresses, if they are known."""
+    from the shape."""
     return [
-        t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, start % 16)
-        for t, start in zip(tensors, starts or addresses(tensors), strict=True)
+        t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+        for t in tensors
     ]
 
 

@@ -1,11 +1,15 @@
 """Launches on NVIDIA's driver itself against Triton's launcher, byte by byte, on a driver that notes what it gets."""
 
 import ctypes
+import gc
 import shutil
 import subprocess
+import sys
 import threading
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
+from struct import unpack
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +22,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
+from flash_delta.kernels import known
 from flash_delta.kernels.hopper import again, layouts
 from flash_delta.kernels.triton import cuda
 from flash_delta.kernels.triton.cuda import Pointer
@@ -60,6 +65,8 @@ def fake(tmp_path_factory):
         m.setattr(driver, "_active", active)
         active.utils = nvidia.CudaUtils()
         m.setattr(cuda, "load", lambda compiled: compiled.function)
+        m.setattr(known, "_loaded", None)  # and in the end as before
+        m.setattr(known, "key", known.look)
         yield loaded
     for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda.library):
         cached.cache_clear()
@@ -110,36 +117,120 @@ def test_the_driver_gets_what_tritons_launcher_hands_over(fake, overlaps):
     replay = cuda.Replay([step_of(compiled, q, bounds)])
     for stream, first in ((77, q), (77, q), (77, other), (78, other), (78, q)):
         driver.active.get_current_stream = lambda index, stream=stream: stream
-        replay.launch(DEVICE, [first.data_ptr(), bounds.data_ptr()])
+        replay.launch(DEVICE, (first,), (bounds,))
         got = taken(fake)
         assert got == launched_by_triton(fake, compiled, stream, first, bounds)
         assert len(got) == 28 + 8 + 4 + 8 * overlaps + sum(BYTES)
     assert len(replay.frames) == 1
 
 
+def at(start):
+    """A tensor of a type of its own, which is asked where it lies."""
+    return SimpleNamespace(data_ptr=lambda: start)
+
+
+def words(got, number):
+    """What each of ``number`` equal launches hands over, without its configuration, in numbers of 8 bytes."""
+    size = len(got) // number
+    return [unpack(f"{(size - 40) // 8}Q", got[n * size + 40 : (n + 1) * size]) for n in range(number)]
+
+
 def test_scratch_memory_lies_behind_the_tensors(fake, monkeypatch):
     """Of several launches the greatest; each gets its address."""
-    memory = torch.empty(96, dtype=torch.uint8)
-    asked = []
+    memory, asked = torch.empty(96, dtype=torch.uint8), []
     monkeypatch.setattr(cuda.torch, "empty", lambda size, **options: asked.append((size, options)) or memory)
-    signature = {"x": "*i8", "n": "i32"}
+    signature = {"x": "*i8", "n": "i64"}
     steps = [
-        cuda.make_step(kernel(scratch, False, signature, (8, 4, 8, 8)), (grid, 1, 1), (Pointer(0, 16), 5))
+        cuda.make_step(kernel(scratch, False, signature, (8, 8, 8, 8)), (grid, 1, 1), (Pointer(0, 16), 5))
         for scratch, grid in ((16, 2), (16, 6), (0, 1))
     ]
-    cuda.Replay(steps).launch(DEVICE, [4096])
-    assert asked == [(96, {"dtype": torch.uint8, "device": DEVICE})]
-    size = 28 + 8 + 4 + 8 + 4 + 8 + 8
-    got = taken(fake)
-    launches = [got[start : start + size] for start in range(0, len(got), size)]
-    where = [int.from_bytes(one[52:60], "little") for one in launches]
-    assert [int.from_bytes(one[40:48], "little") for one in launches] == [4112] * 3
-    assert where == [memory.data_ptr()] * 2 + [0]
+    replay, start = cuda.Replay(steps), memory.data_ptr()
+    for own in (False, True):
+        replay.launch(DEVICE, (at(4096),), own=own)
+        assert words(taken(fake), 3) == [(4112, 5, start, 0), (4112, 5, start, 0), (4112, 5, 0, 0)]
+    assert asked == [(96, {"dtype": torch.uint8, "device": DEVICE})] * 2
+
+
+def test_what_only_kernels_use_is_one_allocation(fake, monkeypatch):
+    """But for a call that is not from memory, which has brought it. Scratch memory is at the end."""
+    memory, asked = torch.empty(1024, dtype=torch.uint8), []
+    monkeypatch.setattr(cuda.torch, "empty", lambda size, **options: asked.append(size) or memory)
+    compiled = kernel(64, False, {"x": "*i8", "y": "*i8", "z": "*i8"}, (8,) * 5)
+    step = cuda.make_step(compiled, (1, 1, 1), (Pointer(0, 0), Pointer(1, 0), Pointer(2, 32)))
+    replay, start = cuda.Replay([step], (512, (0, 256))), memory.data_ptr()
+    replay.launch(DEVICE, (at(4096), at(8192)), (at(16),), own=True)
+    assert words(taken(fake), 1) == [(4096, 8192, 48, start, 0)]
+    for first in (4096, 12288):
+        replay.launch(DEVICE, (at(first),))
+        assert words(taken(fake), 1) == [(first, start, start + 256 + 32, start + 512, 0)]
+    assert asked == [64, 576, 576]
+
+
+class Strange(torch.Tensor):
+    pass
+
+
+def test_kernels_get_tensors_where_they_lie(fake):
+    """Whatever they are: views, without numbers, missing, parameters, of a class of their own, in inference mode."""
+    x = torch.randn(4, 6, 8)
+    with torch.inference_mode():
+        inferred = torch.zeros(3)
+    tensors = (
+        x, x[1:], x[..., 3:], x.mT, x[:, ::2], x[2, 3, 5], x[:0], x[4:], torch.empty(0), None, torch.zeros(5).bool(),
+        torch.nn.Parameter(x[1]), x[1].expand(9, 6, 8), x[3].as_subclass(Strange), inferred, x.clone().requires_grad_(),
+        x,
+    )  # fmt: skip
+    signature = {f"x{n}": "*i8" for n in range(len(tensors))}
+    pointers = tuple(Pointer(n, 0) for n in range(len(tensors)))
+    step = cuda.make_step(kernel(0, False, signature, (8,) * (len(tensors) + 2)), (1, 1, 1), pointers)
+    replay = cuda.Replay([step])
+    for given in (tensors, tensors[::-1]):
+        replay.launch(DEVICE, given)
+        assert words(taken(fake), 1) == [(*(0 if t is None else t.data_ptr() for t in given), 0, 0)]
+
+
+def test_no_call_is_launched_with_other_tensors_than_it_has(fake):
+    """What is wrong is said, and the memory it would have been written to is left alone."""
+    step = cuda.make_step(kernel(0, False, {"x": "*i8"}, (8,) * 3), (1, 1, 1), (Pointer(0, 0),))
+    replay = cuda.Replay([step])
+    replay.frames.append(cuda.Frame([step], (), [4096]))
+    for groups, error in (((), "got 0"), (((at(1), at(2)),), "got more"), (([at(1)],), "expected tuples")):
+        with pytest.raises((TypeError, ValueError), match=error):
+            replay.launch(DEVICE, *groups)
+        replay.frames.append(cuda.Frame([step], (), [4096]))
+    with pytest.raises(AttributeError, match="data_ptr"):
+        replay.launch(DEVICE, (7,))
+    assert replay.frames == []
+    assert taken(fake) == b""
+
+
+def test_launches_keep_nothing(fake):
+    step = cuda.make_step(kernel(0, False, {"x": "*i8"}, (8,) * 3), (1, 1, 1), (Pointer(0, 0),))
+    replay, x, other = cuda.Replay([step]), torch.empty(3), at(2**40)
+
+    def calls(number):
+        for _ in range(number):
+            replay.launch(DEVICE, (x,))
+            replay.launch(DEVICE, (other,))
+            with suppress(AttributeError):
+                replay.launch(DEVICE, (7,))
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before, blocks = (sys.getrefcount(x), sys.getrefcount(other)), calls(100)
+    assert calls(2000) - blocks < 1000
+    assert (sys.getrefcount(x), sys.getrefcount(other)) == before
+    taken(fake)
 
 
 def test_a_call_without_launches(fake):
-    cuda.Replay([]).launch(DEVICE, [4096])
+    cuda.Replay([]).launch(DEVICE, (at(4096),))
+    cuda.Replay([]).launch(DEVICE)
     assert taken(fake) == b""
+
+
+def test_memory_is_as_c_takes_it():
+    assert ctypes.sizeof(cuda.Layout) == known.load().FRAME_BYTES
 
 
 def test_errors_name_the_kernel(fake):
@@ -148,31 +239,77 @@ def test_errors_name_the_kernel(fake):
     failing = ctypes.c_int.in_dll(fake, "failing")
     failing.value = 700
     with pytest.raises(RuntimeError, match="CUDA could not launch kernel: error 700, all is fake"):
-        replay.launch(DEVICE, [q.data_ptr(), bounds.data_ptr()])
+        replay.launch(DEVICE, (q, bounds))
     failing.value = cuda.INVALID_CONTEXT  # of a thread that has not used CUDA yet
-    replay.launch(torch.device("cuda", 1), [q.data_ptr(), bounds.data_ptr()])
+    replay.launch(torch.device("cuda", 1), (q, bounds))
     assert ctypes.c_void_p.in_dll(fake, "context").value == 17
     assert len(taken(fake)) == 28 + 8 + 4 + 8 + sum(BYTES)
 
 
+def test_a_call_goes_on_where_it_was_refused(fake, monkeypatch):
+    """No launch is made twice."""
+    launched = []
+
+    def launch(config, function, parameters, extra):
+        launched.append(function)
+        return cuda.INVALID_CONTEXT if len(launched) == 2 else 0
+
+    stands_in(monkeypatch, launch)
+    step = cuda.make_step(kernel(0, False, {"x": "*i8"}, (8,) * 3), (1, 1, 1), (Pointer(0, 0),))
+    cuda.Replay([step._replace(function=number) for number in (1, 2, 3)]).launch(DEVICE, (at(4096),))
+    assert launched == [1, 2, 2, 3]
+
+
+def test_a_descriptor_that_is_refused(fake, monkeypatch):
+    q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
+    stands_in(monkeypatch, lambda *_: 0, lambda *_: 1)
+    replay = cuda.Replay([step_of(kernel(), q, bounds)])
+    replay.launch(DEVICE, (q, bounds))
+    with pytest.raises(RuntimeError, match="CUDA could not describe a tensor: error 1, all is fake"):
+        replay.launch(DEVICE, (q.clone(), bounds))
+
+
+def stands_in(monkeypatch, launch, replace=lambda *_: 0):
+    """For the driver's functions."""
+    number, pointer = ctypes.c_int, ctypes.c_void_p
+    functions = SimpleNamespace(
+        cuLaunchKernelEx=ctypes.CFUNCTYPE(number, *[pointer] * 4)(launch),
+        cuTensorMapReplaceAddress=ctypes.CFUNCTYPE(number, pointer, pointer)(replace),
+    )
+    loaded.append(functions)
+    others = cuda.library()
+    functions.cuGetErrorString = others.cuGetErrorString
+    functions.cuDevicePrimaryCtxRetain, functions.cuCtxSetCurrent = (
+        others.cuDevicePrimaryCtxRetain,
+        others.cuCtxSetCurrent,
+    )
+    monkeypatch.setattr(cuda, "library", lambda: functions)
+
+
 def test_threads_do_not_share_what_they_write(fake, monkeypatch):
-    """Both have written their addresses before one launches."""
+    """Both have written their addresses before one launches, for which neither keeps Python's lock; streams are each
+    thread's own."""
     q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
     replay, meet, seen = cuda.Replay([step_of(kernel(), q, bounds)]), threading.Barrier(2), []
 
     def launch(config, function, parameters, extra):
         meet.wait(10)
-        seen.append(ctypes.c_uint64.from_address(parameters[5]).value)
+        address = ctypes.c_void_p.from_address(parameters + 5 * 8).value
+        seen.append((ctypes.c_uint64.from_address(address).value, cuda.Config.from_address(config).stream))
         return 0
 
-    library = SimpleNamespace(cuTensorMapReplaceAddress=lambda *_: 0, cuLaunchKernelEx=launch)
-    monkeypatch.setattr(cuda, "library", lambda: library)
-    calls = [
-        threading.Thread(target=replay.launch, args=(DEVICE, [start, bounds.data_ptr()])) for start in (4096, 8192)
-    ]
-    for call in calls:
-        call.start()
-    for call in calls:
-        call.join()
+    stands_in(monkeypatch, launch)
+    streams = threading.local()
+    monkeypatch.setattr(driver.active, "get_current_stream", lambda index: streams.own)
+
+    def call(start):
+        streams.own = start // 16
+        replay.launch(DEVICE, (at(start), bounds))
+
+    calls = [threading.Thread(target=call, args=(start,)) for start in (4096, 8192)]
+    for thread in calls:
+        thread.start()
+    for thread in calls:
+        thread.join()
     assert len(replay.frames) == 2
-    assert sorted(seen) == [4096, 8192]
+    assert sorted(seen) == [(4096, 256), (8192, 512)]

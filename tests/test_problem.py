@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flash_delta
+from flash_delta.modules import causal_conv1d
 from flash_delta.ops import _backend
 from flash_delta.ops._backend import ENVIRONMENT
 from flash_delta.ops._problem import Options, make_problem
@@ -69,6 +70,12 @@ BAD = [  # member, case, changed arguments, what the message must contain
     ("gdn", "packed", {"cu_seqlens": torch.tensor([0, 206])}, "cu_seqlens: expected bounds up to T = 205, got 206"),
     ("gdn", "packed", {"cu_seqlens_cpu": [0, 5]}, "cu_seqlens_cpu: expected 10 bounds, got 2"),
     ("gdn", "all-empty", {"cu_seqlens_cpu": [0, 0, 0, 1]}, "cu_seqlens_cpu: expected the values of cu_seqlens, [0, 0, 0, 0]"),
+    ("gdn", "packed", {"cu_seqlens": [0, 205]}, "cu_seqlens: expected a tensor or None, got list"),
+    ("gdn", "ragged", RAW | {"A_log": 0.0}, "A_log: expected a tensor or None, got float"),
+    ("gdn", "ragged", {"scale": "a"}, "scale: expected a number or None, got 'a'"),
+    ("kda", "ragged", RAW | {"lower_bound": "a"}, "lower_bound: expected a number in [-5, 0), got 'a'"),
+    ("gdn", "ragged", {"q": z(2, 150, 2, 0), "k": z(2, 150, 2, 0)}, "q: expected at least one channel (axis 3), got shape"),
+    ("gdn-recurrent", "ragged", {"beta": None, "use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: expected a "),
     ("gdn", "ragged", {"backend": "cuda"}, "backend: expected one of triton, hopper, torch, got 'cuda'"),
 ]  # fmt: skip
 
@@ -101,6 +108,15 @@ def test_gates_refuse_wrong_sizes():
         flash_delta.fused_kda_gate(g)
     with pytest.raises(ValueError, match=re.escape("fused_kda_gate: lower_bound: expected a negative number")):
         flash_delta.fused_kda_gate(g, lower_bound=1.0)
+    for call, message in (
+        (lambda: flash_delta.fused_gdn_gate(g.numpy(), z(8)), "g: expected a tensor [..., HV], got ndarray"),
+        (lambda: flash_delta.fused_gdn_gate(g.int(), z(8)), "g: expected a dtype among"),
+        (lambda: flash_delta.fused_gdn_gate(g, 0.0), "A_log: expected a tensor of 8 elements, got float"),
+        (lambda: flash_delta.fused_gdn_gate(g, None), "A_log: expected a tensor of 8 elements, got None"),
+        (lambda: flash_delta.fused_gdn_gate(g, z(8).to("meta")), "A_log: expected a tensor on cpu like g, got one on"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"fused_gdn_gate: {message}")):
+            call()
 
 
 def test_gate_formulas():
@@ -123,7 +139,7 @@ def test_backend_wish_is_obeyed_or_refused(monkeypatch):
     x = arguments("kda")
     assert torch.equal(flash_delta.chunk_kda(**x, backend="torch")[0], flash_delta.chunk_kda(**x)[0])
     monkeypatch.setenv(ENVIRONMENT, "nonsense")
-    with pytest.raises(ValueError, match="backend: expected one of triton, hopper, torch, got 'nonsense'"):
+    with pytest.raises(ValueError, match="FLASH_DELTA_BACKEND: expected one of triton, hopper, torch, got 'nonsense'"):
         flash_delta.chunk_kda(**x)
     flash_delta.chunk_kda(**x, backend="torch")  # the argument goes before the environment
 
@@ -139,6 +155,18 @@ def test_explain():
     assert "as asked for" in str(flash_delta.explain(flash_delta.chunk_kda, **x, backend="torch"))
     with pytest.raises(ValueError, match="chunk_kda: beta: expected"):
         flash_delta.explain(flash_delta.chunk_kda, **(x | {"beta": None}))
+    for op in (flash_delta.fused_kda_gate, causal_conv1d, "chunk_kda"):
+        with pytest.raises(ValueError, match="explain: op: expected one of the delta rule ops of flash_delta, got"):
+            flash_delta.explain(op, **x)
+
+
+def test_a_backend_that_is_not_installed_is_explained(monkeypatch):
+    """On "meta", where nothing is said without asking the backend."""
+    x = {n: t.to("meta") if torch.is_tensor(t) else t for n, t in arguments("kda").items()}
+    monkeypatch.setitem(_backend.BACKENDS, "triton", "flash_delta.kernels.nowhere")
+    explanation = flash_delta.explain(flash_delta.chunk_kda, **x, backend="triton")
+    assert explanation.backend is None
+    assert explanation.reasons["triton"] == "cannot: flash_delta.kernels.nowhere is not installed"
 
 
 def test_choice_among_backends(monkeypatch):
@@ -188,7 +216,8 @@ class OnGPU(torch.Tensor):
 
 
 def described(x, cu_seqlens_cpu=None, **options):
-    return make_problem(x, Options("chunk_gated_delta_rule", "scalar", "decayed", **options), cu_seqlens_cpu)
+    options = Options("chunk_gated_delta_rule", "scalar", "decayed", **options)._asdict()
+    return make_problem(x, options, cu_seqlens_cpu)
 
 
 def inputs_on_gpu(T=6, **changes):

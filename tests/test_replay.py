@@ -1,5 +1,8 @@
 """A call like an earlier one is not looked at again: what is launched from memory, what makes a call another one."""
 
+import threading
+from contextlib import nullcontext
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from flash_delta.kernels.triton import launcher
+from flash_delta.kernels.triton.cuda import Pointer
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
 from flash_delta.ops import _backend, _modules, _remembered
@@ -21,8 +25,8 @@ KIND = ("test",)
 class Launched(list):
     """Stands for a call's launches."""
 
-    def launch(self, device, starts):
-        self.append(starts)
+    def launch(self, device, *groups, own=False):
+        self.append(addresses(chain(*groups)))
 
 
 @pytest.fixture
@@ -37,28 +41,46 @@ def call(monkeypatch):
 def test_the_next_call_gets_its_own_addresses(call):
     launcher.remember(call, KIND, call.x)
     other, y = Normalized(torch.randn(4, 8), call.x.weight, torch.randn(4, 8)), torch.empty(4, 8)
-    assert launcher.replayed(call.p, KIND, addresses((*other, y)))
+    assert launcher.replayed(call.p, KIND, other, (y,))
     assert call.shape.replay == [[t.data_ptr() for t in (*other, y)]]
-    assert not launcher.replayed(call.p, ("another",), addresses((*other, y)))
-    assert not launcher.replayed(call.p._replace(memo=None), KIND, addresses((*other, y)))
+    assert not launcher.replayed(call.p, ("another",), other, (y,))
+    assert not launcher.replayed(call.p._replace(memo=None), KIND, other, (y,))
 
 
-def test_what_only_kernels_use_is_one_allocation(call, monkeypatch):
-    call.shape.spare = 1024, (0, 256, 768)
-    launcher.remember(call, KIND, call.x)
-    memory = torch.empty(1024, dtype=torch.uint8)
-    monkeypatch.setattr(launcher.torch, "empty", lambda size, **options: memory[:size])
-    assert launcher.replayed(call.p, KIND, addresses((call.x.x, None)))
-    assert call.shape.replay == [[call.x.x.data_ptr(), 0, *(memory.data_ptr() + n for n in (0, 256, 768))]]
+def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(launcher.known, "load", lambda: loaded.append(threading.current_thread()))
+    monkeypatch.setattr(launcher, "_ready", set())
+    monkeypatch.setattr(launcher.triton, "AsyncCompileMode", lambda threads: nullcontext())
+    for _ in range(2):
+        launcher.run(call, lambda c: None)
+    assert len(loaded) == 1
+    assert loaded[0] is not threading.current_thread()
+    assert len(call.shape.replay) == 2
+
+
+def test_what_only_kernels_use_is_one_allocation(monkeypatch):
+    """But for a call that is not from memory, which has brought it. Here on AMD's driver."""
+    launched, memory, asked = [], torch.empty(1024, dtype=torch.uint8), []
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
+    monkeypatch.setattr(launcher.torch, "empty", lambda size, **options: asked.append(size) or memory)
+    pointers = tuple(Pointer(tensor, 16) for tensor in range(5))
+    step = launcher.Step(lambda *args: launched.append(args[9:]), (1, 1, 1), 1, 2, pointers, (3,))
+    replay, x, y = launcher.Replay([step], (1024, (0, 256, 768))), torch.randn(4), torch.randn(4)
+    replay.launch(x.device, (x, None))
+    replay.launch(x.device, (x, None), (y, y), (y,), own=True)
+    assert asked == [1024]
+    assert launched[0] == (x.data_ptr() + 16, 16, *(memory.data_ptr() + n + 16 for n in (0, 256, 768)), 3)
+    assert launched[1] == (x.data_ptr() + 16, 16, *[y.data_ptr() + 16] * 3, 3)
 
 
 def test_copies_are_made_again(call):
     """Kernels that got a copy of an input must not get the input."""
     given = call.x._replace(weight=call.x.weight.clone())
     launcher.remember(call, KIND, given)
-    assert not launcher.replayed(call.p, KIND, addresses(given))
+    assert not launcher.replayed(call.p, KIND, given)
     launcher.remember(call, KIND, call.x._replace(x=call.x.x.view(2, 2, 8)))
-    assert launcher.replayed(call.p, KIND, addresses(given)), "the same memory in another shape is no copy"
+    assert launcher.replayed(call.p, KIND, given), "the same memory in another shape is no copy"
 
 
 def test_profilers_see_launches(call, monkeypatch):
@@ -66,11 +88,11 @@ def test_profilers_see_launches(call, monkeypatch):
     launcher.remember(call, KIND, call.x)
     with monkeypatch.context() as m:
         m.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-        assert not launcher.replayed(call.p, KIND, addresses(call.x))
+        assert not launcher.replayed(call.p, KIND, call.x)
     with knobs.compilation.scope():
         knobs.compilation.instrumentation_mode = "consan"
-        assert not launcher.replayed(call.p, KIND, addresses(call.x))
-    assert launcher.replayed(call.p, KIND, addresses(call.x))
+        assert not launcher.replayed(call.p, KIND, call.x)
+    assert launcher.replayed(call.p, KIND, call.x)
 
 
 def test_other_devices_are_made_current(call, monkeypatch):
@@ -79,7 +101,7 @@ def test_other_devices_are_made_current(call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
     at = SimpleNamespace(device=torch.device("cuda", 0), memo={("replay", KIND): call.shape})
-    assert launcher.replayed(at, KIND, [])
+    assert launcher.replayed(at, KIND)
     assert entered == [at.device]
 
 
@@ -90,15 +112,18 @@ def test_signatures_tell_calls_apart():
 
 
 BAD = [
-    (lambda x, w: causal_conv1d(x, w[:4]), r"weight: expected shape \[D, W\] with D = 8"),
-    (lambda x, w: causal_conv1d(x[0], w), r"x: expected a floating tensor \[B, T, D\]"),
-    (lambda x, w: causal_conv1d(x, w, x[0, 0, :4]), r"bias: expected shape \[D\]"),
+    (lambda x, w: causal_conv1d(x, w[:4]), r"weight: expected a tensor \[8, W\]"),
+    (lambda x, w: causal_conv1d(x[0], w), r"x: expected a tensor \[B, T, D\]"),
+    (lambda x, w: causal_conv1d(x, w, x[0, 0, :4]), r"bias: expected a tensor \[8\]"),
     (lambda x, w: causal_conv1d(x, w, None, "relu"), "activation: expected 'silu' or None"),
-    (lambda x, w: causal_conv1d(x, w, initial_state=w), "initial_state: expected shape"),
-    (lambda x, w: causal_conv1d(x, w, cu_seqlens=torch.zeros(2)), "cu_seqlens: expected int32 or int64"),
-    (lambda x, w: causal_conv1d_update(x[0], w, w), "state: expected shape"),
-    (lambda x, w: rms_norm(x, w, 1e-5), r"x: expected weight's shape \[8, 4\]"),
-    (lambda x, w: gated_rms_norm(x, x[:, :1], w[:, 0], 1e-5, "silu"), r"gate: expected x's shape \[1, 5, 8\]"),
+    (lambda x, w: causal_conv1d(x, w, initial_state=w), r"initial_state: expected a tensor \[1, 8, 4\]"),
+    (
+        lambda x, w: causal_conv1d(x, w, cu_seqlens=torch.zeros(2)),
+        "cu_seqlens: expected dtype torch.int32 or torch.int64",
+    ),
+    (lambda x, w: causal_conv1d_update(x[0], w, w), r"state: expected a tensor \[5, 8, 4\]"),
+    (lambda x, w: rms_norm(x, w, 1e-5), r"weight: expected a tensor \[D\]"),
+    (lambda x, w: gated_rms_norm(x, x[:, :1], w[:, 0], 1e-5, "silu"), r"gate: expected a tensor \[1, 5, 8\]"),
     (lambda x, w: gated_rms_norm(x, x, w[:, 0], 1e-5, "relu"), "activation: expected one of"),
 ]
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from tiny_layers import DELTA_LAYERS, D, random
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
-from flash_delta.ops import _function, _library
+from flash_delta.ops import _backend, _function, _library
 from flash_delta.problem import Inputs
 from flash_delta.reference import backend
 from flash_delta.testing import CASES, MEMBERS, make_inputs, run
@@ -125,6 +126,15 @@ def test_a_layer_has_no_graph_break():
         gradients.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
     for want, got in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gdn-grouped", "kda"])
+def test_a_layer_may_be_compiled_before_it_ever_ran(name, monkeypatch):
+    """Backends are loaded when they are asked for, and a tracer follows no import."""
+    for modules in (_backend.BACKENDS, _backend.MODULES):
+        monkeypatch.delitem(sys.modules, modules["torch"], raising=False)
+    layer, x = DELTA_LAYERS[name]().double(), random(2, 9, D)
+    assert torch.equal(compiled(layer)[0](x), layer(x))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

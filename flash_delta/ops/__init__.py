@@ -1,5 +1,7 @@
 """The public ops: PyTorch in, PyTorch out."""
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from flash_delta.ops._backend import Explain, Explanation
@@ -46,17 +48,25 @@ __all__ = [
 ]
 
 
-def explain(op, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+def explain(op: Callable, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
     """Tell which backend the call ``op(*args, **kwargs)`` would take and why not the others, without running it.
 
     ``print(explain(chunk_kda, q, k, v, g, beta))``. Tensors may be on the meta device; the arguments are checked as in
     a real call.
 
     Args:
-        op: one of the delta rule ops of this module.
+        op: one of the delta rule ops of this module: ``chunk_*``, ``fused_recurrent_*``, ``decode_*`` or ``prefill_*``.
         backend: as given to the op. Default None.
+        args, kwargs: the op's other arguments.
+
+    Returns:
+        an :class:`Explanation`: ``backend``, a name, or None where the call would be refused; ``reasons`` by backend;
+        and the ``problem``, which describes the call. Printed, it is a line for each.
 
     Raises:
-        ValueError: if the arguments are not valid.
+        ValueError: as the op, for arguments that no backend takes; and if ``op`` is none of these.
     """
+    name = getattr(op, "__name__", repr(op))
+    if globals().get(name) is not op or "backend" not in signature(op).parameters:
+        raise ValueError(f"explain: op: expected one of the delta rule ops of flash_delta, got {name}")
     return op(*args, backend=Explain(backend), **kwargs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from flash_delta.kernels.hopper.choice import hesitation
-from flash_delta.problem import Convolution, Norm, Problem
+from flash_delta.problem import ENVIRONMENT, Convolution, Norm, Problem
 
 Call = Problem | Convolution | Norm
 Load = Callable[[str], ModuleType]
@@ -25,7 +25,6 @@ MODULES = {  # of the convolution and the norms around the rule; "hopper" has no
     "hopper": "flash_delta.kernels.triton.modules",
     "torch": "flash_delta.reference.modules",
 }
-ENVIRONMENT = "FLASH_DELTA_BACKEND"
 
 
 def load_backend(name: str) -> ModuleType:
@@ -40,9 +39,13 @@ def load_modules(name: str) -> ModuleType:
     return _load(name, MODULES)
 
 
+def check_name(name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
+
+
 def _load(name: str, backends: dict[str, str]) -> ModuleType:
-    if name not in backends:
-        raise ValueError(f"backend: expected one of {', '.join(backends)}, got {name!r}")
+    check_name(name)
     return sys.modules.get(backends[name]) or importlib.import_module(backends[name])
 
 
@@ -67,18 +70,24 @@ def preferred(problem: Call) -> list[str]:
 
 def wished(wish: str | None) -> str | None:
     """The caller's wish, else the environment's, else None."""
-    return wish or os.environ.get(ENVIRONMENT) or None
+    if wish:
+        return wish
+    name = os.environ.get(ENVIRONMENT) or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{ENVIRONMENT}: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
 
 
 def choose_backend(problem: Call, wish: str | None, load: Load | None = None) -> str:
-    """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around."""
-    wish, memo = wished(wish), getattr(problem, "memo", None)
-    if memo is None:
-        return _choose(problem, wish, load)
+    """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around. Calls
+    with a memo in common have the environment's wish in common (known.look)."""
+    if problem.memo is None:
+        return _choose(problem, wished(wish), load)
     key = ("backend", wish)
-    if key not in memo:
-        memo[key] = _choose(problem, wish, load)
-    return memo[key]
+    chosen = problem.memo.get(key)
+    if chosen is None:
+        chosen = problem.memo[key] = _choose(problem, wished(wish), load)
+    return chosen
 
 
 def _choose(problem: Call, wish: str | None, load: Load | None) -> str:
@@ -119,8 +128,8 @@ class Explain:
 
     def of(self, problem: Problem) -> Explanation:
         wish = wished(self.wish)
-        if wish is not None:
-            load_backend(wish)
+        if wish is not None:  # what is not installed is a refusal, which a name that does not exist is not
+            check_name(wish)
         refusals = {name: refusal(name, problem) for name in preferred(problem)}
         able = [name for name, why in refusals.items() if why is None and name == (wish or name)]
         chosen = able[0] if able else None

@@ -4,14 +4,14 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, check_shape, make_problem, refuse, refuse_unless_none
+from flash_delta.ops._problem import check_shape, make_problem, refuse, refuse_unless_none
 from flash_delta.problem import Inputs
 
 
@@ -30,10 +30,10 @@ class Context(Protocol):
 
 
 def run_split(
-    context: Context, x: Inputs, options: Options, *, output_final_state: bool, backend: str | Explain | None
+    context: Context, x: Inputs, options: dict[str, Any], *, output_final_state: bool, backend: str | Explain | None
 ) -> tuple[Tensor, Tensor | None] | Explanation:
     """``(o, final_state)`` of this rank's part of a row; the split composes runs of the op on this rank alone."""
-    op = options.op
+    op = options["op"]
     if not isinstance(context, Context):
         refuse(op, "cp_context", "a flash_delta.parallel.ContextParallel", type(context).__name__)
     refuse_unless_none(op, "cu_seqlens", x.cu_seqlens, "cp_context has the bounds")
@@ -42,13 +42,13 @@ def run_split(
     problem = make_problem(x, options, context.bounds)
     if isinstance(backend, Explain):
         return backend.of(problem)
-    if options.state_v_first and x.initial_state is not None:
+    if options["state_v_first"] and x.initial_state is not None:
         x = x._replace(initial_state=x.initial_state.mT.contiguous())
-    plain = options._replace(state_v_first=False)
+    plain = options | {"state_v_first": False}
 
     def run_here(x: Inputs, bounds: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         return run(make_problem(x, plain, bounds), x, output_final_state=True, backend=backend)
 
     o, final_state = context.delta_rule(run_here, x)
-    final_state = final_state.mT.contiguous() if options.state_v_first else final_state
+    final_state = final_state.mT.contiguous() if options["state_v_first"] else final_state
     return o, final_state if output_final_state else None

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flash_delta.kernels import known
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
-from flash_delta.ops._modules_checks import check_convolution, check_norm, check_token
+from flash_delta.ops._modules_checks import check_bounds, check_convolution, check_norm, check_token
 from flash_delta.ops._remembered import Remembered
 from flash_delta.problem import (
     MOST_TAPS,
@@ -25,8 +26,8 @@ from flash_delta.problem import (
     Norm,
     Normalized,
     needs_gradient,
-    signature,
 )
+from flash_delta.reference import modules as in_torch
 
 
 class Known(NamedTuple):
@@ -34,7 +35,8 @@ class Known(NamedTuple):
 
     p: Convolution | Norm
     module: ModuleType
-    function: bool  # it goes through an autograd Function
+    needs_grad: bool
+    function: bool = False  # it goes through an autograd Function: kernels have no other derivative
 
 
 _remembered: Remembered[tuple, Known] = Remembered()
@@ -44,17 +46,20 @@ def convolve(
     x: Convolved, activation: str | None, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and the final state ``[N, D, W]`` or None."""
-    known = _look_at(_describe_convolution, x, backend, "causal_conv1d", activation, output_final_state)
-    if known.module is library:
-        y, *final = library.convolve(*x, *library.options(known.p), wished(backend))
+    op = "causal_conv1d"
+    found = _look_at(_describe_convolution, x, backend, op, activation, output_final_state)
+    if x.cu_seqlens is not None and not torch.compiler.is_compiling():  # these are values, which no one remembers
+        check_bounds(op, x)
+    if found.module is library:
+        y, *final = library.convolve(*x, *library.options(found.p), wished(backend))
         return y, final[0] if output_final_state else None
-    return Convolve.apply(known.p, known.module, *x) if known.function else known.module.convolve(known.p, x)
+    return Convolve.apply(found.p, found.module, *x) if found.function else found.module.convolve(found.p, x)
 
 
 def convolve_token(x: Convolved, activation: str | None, backend: str | None) -> Tensor:
     """Of a token ``x [N, D]`` its y; the state moves on in place, and no gradient reaches it."""
-    p, module, _ = _look_at(_describe_token, x, backend, "causal_conv1d_update", activation)
-    if needs_gradient(x):
+    p, module, needs_grad, _ = _look_at(_describe_token, x, backend, "causal_conv1d_update", activation)
+    if needs_grad:
         state = x.initial_state.detach()
         row = x._replace(x=x.x.unsqueeze(1), initial_state=state.clone())
         y, final = convolve(row, activation, True, backend)
@@ -67,10 +72,10 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
 
 def normalize(x: Normalized, op: str, activation: str | None, eps: float, backend: str | None) -> Tensor:
     """In x's shape and dtype."""
-    known = _look_at(_describe_norm, x, backend, op, activation, eps)
-    if known.module is library:
-        return library.normalize(*x, *library.options(known.p), wished(backend))[0]
-    return Normalize.apply(known.p, known.module, *x) if known.function else known.module.normalize(known.p, x)
+    found = _look_at(_describe_norm, x, backend, op, activation, eps)
+    if found.module is library:
+        return library.normalize(*x, *library.options(found.p), wished(backend))[0]
+    return Normalize.apply(found.p, found.module, *x) if found.function else found.module.normalize(found.p, x)
 
 
 def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: str | None, *options: Any) -> Known:
@@ -78,39 +83,36 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: s
     module may be `library`, the operators."""
     if torch.compiler.is_compiling():
         p = describe(x, *options)
-        return Known(p, library if _is_traced(p, backend) else load_modules("torch"), False)
-    wish, needs_grad = wished(backend), needs_gradient(x)
+        return Known(p, library if _is_traced(p, backend) else in_torch, needs_gradient(x))  # which no tracer imports
     try:
-        key = (options, wish, needs_grad, *signature(x))
-        known = _remembered.get(key)
-    except (AttributeError, TypeError):  # an argument that is no tensor or no number
-        return _describe(describe, x, wish, needs_grad, options)
-    if known is None:
-        known = _describe(describe, x, wish, needs_grad, options)
-        _remembered[key] = known
-    return known
+        key = (backend, options, known.key(torch.is_grad_enabled(), x))
+        found = _remembered.get(key)
+    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
+        return _describe(describe, x, backend, options)
+    if found is None:
+        found = _describe(describe, x, backend, options)
+        _remembered[key] = found
+    return found
 
 
-def _describe(
-    describe: Callable[..., Any], x: Convolved | Normalized, wish: str | None, needs_grad: bool, options: tuple
-) -> Known:
+def _describe(describe: Callable[..., Any], x: Convolved | Normalized, backend: str | None, options: tuple) -> Known:
     p = describe(x, *options)._replace(memo={})
-    name = choose_backend(p, wish, load_modules)
-    return Known(p, load_modules(name), needs_grad and name != "torch")
+    name, needs_grad = choose_backend(p, backend, load_modules), needs_gradient(x)
+    return Known(p, load_modules(name), needs_grad, needs_grad and name != "torch")
 
 
 def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> Convolution:
-    check_convolution(x, activation)
+    check_convolution(op, x, activation)
     return library.describe_convolution(x, op, activation, final)
 
 
 def _describe_token(x: Convolved, op: str, activation: str | None) -> Convolution:
-    check_token(x, activation)
+    check_token(op, x, activation)
     return library.describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, True)
 
 
 def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> Norm:
-    check_norm(x)
+    check_norm(op, x)
     return library.describe_norm(x, op, activation, eps)
 
 

@@ -7,11 +7,13 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flash_delta.kernels import known
 from flash_delta.ops._remembered import Remembered
-from flash_delta.problem import Inputs, Problem, needs_gradient, signature
+from flash_delta.problem import Inputs, Problem, needs_gradient
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CHUNK_SIZES = (16, 32, 64)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
 
 
@@ -43,25 +45,26 @@ class Options(NamedTuple):
 _remembered: Remembered[tuple, Problem] = Remembered()
 
 
-def make_problem(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
+def make_problem(x: Inputs, options: dict[str, Any], cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
     """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came.
 
     On a GPU, where checks would take as long as launches, what was found of a call is remembered for those that differ
-    in their tensors' values only.
+    in their tensors' values only. ``options``: fields of `Options`, which takes 1 us to make; always the same ones in
+    the same order for an op.
     """
-    if torch.compiler.is_compiling() or not getattr(x.q, "is_cuda", False) or isinstance(options.scale, Tensor):
-        return _describe(x, options, cu_seqlens_cpu)
+    if torch.compiler.is_compiling() or not getattr(x.q, "is_cuda", False) or isinstance(options["scale"], Tensor):
+        return _describe(x, Options(**options), cu_seqlens_cpu)
     try:
-        key = (needs_gradient(x), options, *signature(x))
+        key = (*options.values(), known.key(torch.is_grad_enabled(), x))
         problem = _remembered.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
-        return _describe(x, options, cu_seqlens_cpu)
+        return _describe(x, Options(**options), cu_seqlens_cpu)
     if problem is None:
-        problem = _describe(x, options, None)._replace(memo={})
+        problem = _describe(x, Options(**options), None)._replace(memo={})
         _remembered[key] = problem
     if cu_seqlens_cpu is None:
         return problem
-    return problem._replace(lengths=read_lengths(options.op, x, cu_seqlens_cpu))  # these are values
+    return problem._replace(lengths=read_lengths(problem.op, x, cu_seqlens_cpu))  # these are values
 
 
 def _describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
@@ -72,6 +75,10 @@ def _describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int
     _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
     if H == 0 or HV < H or HV % H:
         refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H}", HV)
+    if K == 0:
+        refuse(op, "q", "at least one channel (axis 3)", "shape " + str(list(x.q.shape)))
+    if scale is not None and not isinstance(scale, (*NUMBERS, Tensor)):
+        refuse(op, "scale", "a number or None", repr(scale))
     if x.p is not None:
         check_shape(op, "p", x.p, B, T, H, K)
     if x.beta is not None or not (options.optional_beta or erase is None):
@@ -82,6 +89,8 @@ def _describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int
     if options.chunk_size not in CHUNK_SIZES:
         refuse(op, "chunk_size", f"one of {', '.join(map(str, CHUNK_SIZES))}", options.chunk_size)
     _check_gate(op, x, raw_gate, options.lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
+    if options.raw_beta and x.beta is None:
+        refuse(op, "use_beta_sigmoid_in_kernel", "a beta beside it", "None")
     if options.neg_eigval and not options.raw_beta:
         refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
     _check_packing(op, x, B)
@@ -153,6 +162,8 @@ def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
     for name, t in zip(x._fields, x, strict=True):
         if t is None:
             continue
+        if not isinstance(t, Tensor):
+            refuse(op, name, "a tensor or None", type(t).__name__)
         if t.dtype not in DTYPES and name != "cu_seqlens":
             refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
         if t.dtype is not dtype and name in ("k", "v", "p"):
@@ -162,8 +173,8 @@ def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
 
 
 def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, heads: int, biases: int) -> None:
-    if lower_bound is not None and not LOWEST_BOUND <= lower_bound < 0:
-        refuse(op, "lower_bound", f"a number in [{LOWEST_BOUND:g}, 0)", lower_bound)
+    if lower_bound is not None and not (isinstance(lower_bound, NUMBERS) and LOWEST_BOUND <= lower_bound < 0):
+        refuse(op, "lower_bound", f"a number in [{LOWEST_BOUND:g}, 0)", repr(lower_bound))
     if raw and x.A_log is None and lower_bound is None:
         refuse(op, "A_log", f"a tensor of {heads} elements with use_gate_in_kernel=True", "None")
     for name, t, count in (("A_log", x.A_log, heads), ("dt_bias", x.dt_bias, biases)):

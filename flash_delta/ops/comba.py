@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, make_problem, state_layout
+from flash_delta.ops._problem import make_problem, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -62,19 +62,19 @@ def chunk_comba(
     op = "chunk_comba"
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, p, initial_state, *gate, cu_seqlens)
-    options = Options(
-        op=op,
-        gate="scalar",
-        erase="undecayed",
-        optional_beta=True,
-        scale=scale,
-        chunk_size=chunk_size,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        disable_recompute=disable_recompute,
-    )
+    options = {
+        "op": op,
+        "gate": "scalar",
+        "erase": "undecayed",
+        "optional_beta": True,
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "disable_recompute": disable_recompute,
+    }
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

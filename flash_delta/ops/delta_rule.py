@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, make_problem, refuse_head_first, state_layout
+from flash_delta.ops._problem import make_problem, refuse_head_first, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -54,17 +54,17 @@ def chunk_delta_rule(
     op = "chunk_delta_rule"
     refuse_head_first(op, head_first)
     inputs = Inputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    options = Options(
-        op=op,
-        gate="none",
-        erase="decayed",
-        scale=scale,
-        chunk_size=chunk_size,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        disable_recompute=disable_recompute,
-    )
+    options = {
+        "op": op,
+        "gate": "none",
+        "erase": "decayed",
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "disable_recompute": disable_recompute,
+    }
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

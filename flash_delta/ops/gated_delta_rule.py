@@ -7,7 +7,6 @@ from torch import Tensor
 from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import run
 from flash_delta.ops._problem import (
-    Options,
     check_shape,
     make_problem,
     refuse_head_first,
@@ -91,19 +90,19 @@ def chunk_gated_delta_rule(
     refuse_head_first(op, head_first)
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    options = Options(
-        op=op,
-        gate="scalar",
-        erase="decayed",
-        scale=scale,
-        chunk_size=chunk_size,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        disable_recompute=disable_recompute,
-    )
+    options = {
+        "op": op,
+        "gate": "scalar",
+        "erase": "decayed",
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "disable_recompute": disable_recompute,
+    }
     if cp_context is not None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "cp_context has the bounds")
         return run_split(cp_context, inputs, options, output_final_state=output_final_state, backend=backend)
@@ -137,17 +136,23 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated delta rule token by token, for decoding; its backward is that of the chunked op.
 
-    The equation, and every argument that is not named here, is that of :func:`chunk_gated_delta_rule`. T calls with one
-    token each, handing the state on, give bitwise what one call with T tokens gives.
+    .. math::
+        S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    T calls with one token each, handing the state on, give bitwise what one call with T tokens gives. Every argument
+    that is not named here is that of :func:`chunk_gated_delta_rule`.
 
     Args:
+        q, k: queries and keys ``[B, T, H, K]``.
+        v: values ``[B, T, HV, V]``.
         g: log decay ``[B, T, HV]``, or None: no decay.
         gk: log decay per key channel ``[B, T, HV, K]``, added to g; None: none. Not with ``use_gate_in_kernel``.
         gv: must be None; a decay per value channel is not part of this family.
         beta: write strength ``[B, T, HV]``; None: 1.
 
     Returns:
-        ``(o [B, T, HV, V] in q's dtype, final_state or None)``.
+        ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -167,18 +172,18 @@ def fused_recurrent_gated_delta_rule(
             gk = gk + g.unsqueeze(-1)
         g, kind = gk, "channel"
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    options = Options(
-        op=op,
-        gate=kind,
-        erase="decayed",
-        optional_beta=True,
-        scale=scale,
-        recurrent=True,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-    )
+    options = {
+        "op": op,
+        "gate": kind,
+        "erase": "decayed",
+        "optional_beta": True,
+        "scale": scale,
+        "recurrent": True,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+    }
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, make_problem, refuse, refuse_unless_none, state_layout
+from flash_delta.ops._problem import make_problem, refuse, refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -95,21 +95,21 @@ def chunk_kda(
         refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    options = Options(
-        op=op,
-        gate="channel",
-        erase="decayed",
-        scale=scale,
-        chunk_size=chunk_size,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        keep_states=return_intermediate_states,
-        disable_recompute=disable_recompute,
-    )
+    options = {
+        "op": op,
+        "gate": "channel",
+        "erase": "decayed",
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "lower_bound": lower_bound,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "keep_states": return_intermediate_states,
+        "disable_recompute": disable_recompute,
+    }
     if cp_context is not None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "cp_context has the bounds")
         refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")
@@ -147,11 +147,20 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention token by token, for decoding; its backward is that of the chunked op.
 
-    The equation and every argument are those of :func:`chunk_kda`. T calls with one token each, handing the state on,
-    give bitwise what one call with T tokens gives.
+    .. math::
+        S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
+        o_t = \text{scale} \cdot S_t^\top q_t
+
+    T calls with one token each, handing the state on, give bitwise what one call with T tokens gives.
+
+    Args:
+        q, k: queries and keys ``[B, T, H, K]``, as every argument those of :func:`chunk_kda`.
+        v: values ``[B, T, HV, V]``.
+        g: log decay in nats ``[B, T, HV, K]``, or the raw activation.
+        beta: write strength ``[B, T, HV]``, or its logit.
 
     Returns:
-        ``(o [B, T, HV, V] in q's dtype, final_state or None)``.
+        ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -161,18 +170,18 @@ def fused_recurrent_kda(
     op = "fused_recurrent_kda"
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
-    options = Options(
-        op=op,
-        gate="channel",
-        erase="decayed",
-        scale=scale,
-        recurrent=True,
-        l2norm=use_qk_l2norm_in_kernel,
-        raw_gate=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        raw_beta=use_beta_sigmoid_in_kernel,
-        neg_eigval=allow_neg_eigval,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-    )
+    options = {
+        "op": op,
+        "gate": "channel",
+        "erase": "decayed",
+        "scale": scale,
+        "recurrent": True,
+        "l2norm": use_qk_l2norm_in_kernel,
+        "raw_gate": use_gate_in_kernel,
+        "lower_bound": lower_bound,
+        "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+    }
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import Options, check_shape, make_problem, refuse_head_first, state_layout
+from flash_delta.ops._problem import check_shape, make_problem, refuse_head_first, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -60,14 +60,14 @@ def chunk_simple_gla(
         check_shape(op, "g_gamma", g_gamma, HV)
         g = g_gamma.expand(B, T, HV) if g is None else g + g_gamma
     inputs = Inputs(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    options = Options(
-        op=op,
-        gate="none" if g is None else "scalar",
-        erase=None,
-        scale=scale,
-        chunk_size=chunk_size,
-        state_v_first=state_layout(op, state_v_first, transpose_state_layout),
-        disable_recompute=disable_recompute,
-    )
+    options = {
+        "op": op,
+        "gate": "none" if g is None else "scalar",
+        "erase": None,
+        "scale": scale,
+        "chunk_size": chunk_size,
+        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "disable_recompute": disable_recompute,
+    }
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)

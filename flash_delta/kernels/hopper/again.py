@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -36,19 +37,23 @@ def _step(compiled: Any, plan: Plan, tensors: tuple[Tensor | None, ...]) -> Step
     values: list[Any] = []
     for value in (*plan.arguments, *plan.constants.values()):
         if isinstance(value, TensorDescriptor):
-            values.append(_map(value, _number(value.base, tensors), next(described)))
+            values.append(_map(value, _where(value.base, tensors), next(described)))
         else:
-            values.append(Pointer(_number(value, tensors), 0) if isinstance(value, Tensor) else value)
+            values.append(_where(value, tensors) if isinstance(value, Tensor) else value)
     return make_step(compiled, (*plan.grid, 1)[:3], values)
 
 
-def _number(tensor: Tensor, tensors: tuple[Tensor | None, ...]) -> int:
+def _where(tensor: Tensor, tensors: tuple[Tensor | None, ...]) -> Pointer:
+    """One of the call's tensors, or where it lies in a workspace, which is bytes."""
     for number, t in enumerate(tensors):
         if t is tensor:
-            return number
+            return Pointer(number, 0)
+    for number, t in enumerate(tensors):
+        if t is not None and t.dtype == torch.uint8 and 0 <= (offset := tensor.data_ptr() - t.data_ptr()) < t.nbytes:
+            return Pointer(number, offset)
     raise ValueError(f"expected one of the call's tensors, got one of shape {list(tensor.shape)}")
 
 
-def _map(d: TensorDescriptor, tensor: int, meta: dict[str, Any]) -> Map:
+def _map(d: TensorDescriptor, at: Pointer, meta: dict[str, Any]) -> Map:
     element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return Map(tensor, meta["swizzle"], element, tuple(meta["block_size"]), tuple(d.shape), tuple(d.strides))
+    return Map(at, meta["swizzle"], element, tuple(meta["block_size"]), tuple(d.shape), tuple(d.strides))

@@ -1,4 +1,5 @@
-"""Launches on NVIDIA's driver itself: all that it takes lies ready in memory, where a call only writes addresses.
+"""Launches on NVIDIA's driver itself: all that it takes lies ready in memory, where a call only writes addresses (in C,
+known.c).
 
 Triton's launcher converts every argument of every launch (7 us of host time for the 76 of `decode`), makes descriptors
 for the copy engine anew each time, and up to 3.6 is a C source of its own for every kernel, compiled at its first use.
@@ -8,18 +9,23 @@ What a kernel gets is the same: its parameters in their order, without constants
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from struct import Struct, pack
+from itertools import chain
+from struct import pack
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
+
+from flash_delta.kernels import known
+from flash_delta.problem import addresses
 
 FORMATS = {  # of `struct`, by Triton's names of types
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d",
 }  # fmt: skip
-SCRATCH = -1  # where a call's addresses have that of its scratch memory, if it needs any
+SCRATCH = -1  # the tensor, behind all others, that is a call's scratch memory
 OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that has not used CUDA yet has none
 MAP_BYTES = 128  # of a descriptor
@@ -35,7 +41,7 @@ class Pointer(NamedTuple):
 class Map(NamedTuple):
     """A descriptor for the copy engine, but for the address."""
 
-    tensor: int
+    at: Pointer
     swizzle: int
     element: tuple[int, int]  # its bytes, the driver's number of its type
     box: tuple[int, ...]
@@ -64,6 +70,27 @@ class Config(ctypes.Structure):  # CUlaunchConfig
     _fields_ = (
         ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+class Inner(ctypes.Structure):  # this and what follows: as in known.c
+    _fields_ = (("tensor", ctypes.c_int64), ("offset", ctypes.c_uint64))
+
+
+class Moved(ctypes.Structure):
+    _fields_ = (("tensor", ctypes.c_int64), ("address", ctypes.c_uint64), ("place", ctypes.c_void_p))
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (("config", ctypes.c_void_p), ("function", ctypes.c_void_p), ("parameters", ctypes.c_void_p))
+
+
+class Layout(ctypes.Structure):  # Frame
+    _fields_ = (
+        ("launch", ctypes.c_void_p), ("replace", ctypes.c_void_p), ("words", ctypes.c_void_p),
+        ("places", ctypes.c_void_p), ("inner", ctypes.c_void_p), ("moved", ctypes.c_void_p),
+        ("launches", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tensors", "spare", "inners", "moves", "count", "done")),
     )  # fmt: skip
 
 
@@ -113,84 +140,87 @@ def load(compiled: Any) -> int:
 
 
 class Replay:
-    """A call's launches, again and again."""
+    """A call's launches, again and again. ``spare``: how much memory, behind the tensors, only its kernels use, and
+    where in it their tensors lie. Scratch memory is one more: one launch's is free when the next one is launched,
+    whoever follows (chunk.follow)."""
 
-    def __init__(self, steps: list[Step]):
+    def __init__(self, steps: list[Step], spare: tuple[int, tuple[int, ...]] = (0, ())):
         self.steps, self.scratch = steps, max((step.scratch for step in steps), default=0)
+        size, places = spare
+        self.size, self.places = size + self.scratch, (*places, size) if self.scratch else places
         self.frames: list[Frame] = []  # that no thread is using: while one launches, others may run
+        self.start = known.load().launch
 
-    def launch(self, device: torch.device, starts: list[int]) -> None:
-        """``starts``: the addresses of all tensors of the call."""
-        if self.scratch:  # of all launches: one's is free when it is launched, whoever follows (chunk.follow)
-            memory = torch.empty(self.scratch, dtype=torch.uint8, device=device)
-            starts.append(memory.data_ptr())
+    def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
+        """``groups``: all tensors of the call; those that are spare among them only if they are its ``own``."""
+        memory = None
+        if own and self.scratch:
+            groups += ((torch.empty(self.scratch, dtype=torch.uint8, device=device),),)
+        elif self.places and not own:
+            memory = torch.empty(self.size, dtype=torch.uint8, device=device)
         try:
             frame = self.frames.pop()
         except IndexError:
-            frame = Frame(self.steps, starts)
-        frame.launch(device, starts)
+            frame = Frame(self.steps, self.places, starts_of(groups, memory, self.places))
+        stream = driver.active.get_current_stream(device.index)
+        status = self.start(frame.address, stream, memory, *groups)
+        if status == INVALID_CONTEXT:
+            make_current(device)
+            status = self.start(frame.address, stream, memory, *groups)
+        if status:
+            done = frame.layout.done
+            _check(status, "describe a tensor" if done < 0 else f"launch {self.steps[done].name}")
         self.frames.append(frame)
+
+
+def starts_of(groups: Iterable[tuple], memory: Tensor | None, places: tuple[int, ...]) -> list[int]:
+    """All tensors' addresses."""
+    start = 0 if memory is None else memory.data_ptr()
+    return [*addresses(chain(*groups)), *(start + place for place in places if memory is not None)]
 
 
 class Frame:
     """Memory from which the driver reads launches. It does so while they are made, so that it can be written again."""
 
-    def __init__(self, steps: list[Step], starts: list[int]):
+    def __init__(self, steps: list[Step], places: tuple[int, ...], starts: list[int]):
         every = dict.fromkeys(parameter for step in steps for parameter in step.parameters)
         pointers = [Pointer(tensor, 0) for tensor in range(len(starts))]
-        self.inner = tuple(p for p in every if isinstance(p, Pointer) and p.offset)
-        self.maps = {m: _describe(m, starts[m.tensor]) for m in every if isinstance(m, Map)}
+        maps = {m: _describe(m, starts[m.at.tensor] + m.at.offset) for m in every if isinstance(m, Map)}
+        inner = [p for p in {**every, **dict.fromkeys(m.at for m in maps)} if isinstance(p, Pointer) and p.offset]
+        number = {p: i for i, p in enumerate((*pointers, *inner))}  # among the words
         numbers = [n for n in every if isinstance(n, bytes)]
-        self.addresses = (ctypes.c_uint64 * (len(starts) + len(self.inner)))()
-        self.numbers = (ctypes.c_uint64 * len(numbers)).from_buffer_copy(b"".join(numbers))
-        places = {m: _place(described) for m, described in self.maps.items()}
-        for values, memory in (((*pointers, *self.inner), self.addresses), (numbers, self.numbers)):
-            places |= {value: ctypes.addressof(memory) + 8 * i for i, value in enumerate(values)}
-        places[Pointer(SCRATCH, 0)] = places[pointers[SCRATCH]]
-        self.moved = [(m.tensor, places[m]) for m in self.maps]
-        self.configs = [_configure(step) for step in steps]
-        self.launches = [
-            (
-                ctypes.byref(config),
-                ctypes.c_void_p(step.function),
-                _array(places[p] for p in step.parameters),
-                step.name,
-            )
-            for config, step in zip(self.configs, steps, strict=True)
+        words = (ctypes.c_uint64 * (len(starts) + len(inner)))()
+        constants = (ctypes.c_uint64 * len(numbers)).from_buffer_copy(b"".join(numbers))
+        at = {m: _place(described) for m, described in maps.items()}
+        for values, memory in (((*pointers, *inner), words), (numbers, constants)):
+            at |= {value: ctypes.addressof(memory) + 8 * i for i, value in enumerate(values)}
+        if starts:
+            at[Pointer(SCRATCH, 0)] = at[pointers[SCRATCH]]
+        arrays = [(ctypes.c_void_p * len(step.parameters))(*(at[p] for p in step.parameters)) for step in steps]
+        configs = [_configure(step) for step in steps]
+        launches = [
+            Launch(ctypes.addressof(config), step.function, ctypes.addressof(array))
+            for config, step, array in zip(configs, steps, arrays, strict=True)
         ]
-        self.write = Struct(f"{len(self.addresses)}Q").pack_into
-        self.starts: list[int | None] = [None] * len(starts)
-        self.stream: int | None = None
-
-    def launch(self, device: torch.device, starts: list[int]) -> None:
-        stream, cuda = driver.active.get_current_stream(device.index), library()
-        if stream != self.stream:
-            for config in self.configs:
-                config.stream = stream
-            self.stream = stream
-        if starts != self.starts:
-            self.write(self.addresses, 0, *starts, *[starts[tensor] + offset for tensor, offset in self.inner])
-            for tensor, place in self.moved:
-                if starts[tensor] != self.starts[tensor]:
-                    _check(cuda.cuTensorMapReplaceAddress(place, starts[tensor]), "describe a tensor")
-            self.starts = starts
-        for config, function, parameters, name in self.launches:
-            status = cuda.cuLaunchKernelEx(config, function, parameters, None)
-            if status == INVALID_CONTEXT:
-                make_current(device)
-                status = cuda.cuLaunchKernelEx(config, function, parameters, None)
-            if status:
-                _check(status, f"launch {name}")
+        tables = (
+            words,
+            (ctypes.c_uint64 * len(places))(*places),
+            (Inner * len(inner))(*(Inner(*p) for p in inner)),
+            (Moved * len(maps))(*(Moved(number[m.at], starts[m.at.tensor] + m.at.offset, at[m]) for m in maps)),
+            (Launch * len(launches))(*launches),
+        )
+        driven = (
+            ctypes.cast(f, ctypes.c_void_p) for f in (library().cuLaunchKernelEx, library().cuTensorMapReplaceAddress)
+        )
+        counts = len(starts) - len(places), len(places), len(inner), len(maps), len(steps), 0
+        self.layout = Layout(*driven, *map(ctypes.addressof, tables), *counts)
+        self.address = ctypes.addressof(self.layout)
+        self.held = maps, constants, arrays, configs, tables  # the layout has addresses only
 
 
 def _configure(step: Step) -> Config:
     overlaps = int(step.overlaps)
     return Config(step.grid, (step.threads, 1, 1), step.shared, None, ctypes.pointer(OVERLAPPING), overlaps)
-
-
-def _array(places: Iterable[int]) -> Any:
-    places = list(places)
-    return (ctypes.c_void_p * len(places))(*places)
 
 
 def _describe(m: Map, address: int) -> Any:
@@ -207,10 +237,7 @@ def _place(described: Any) -> int:
 
 @lru_cache(None)
 def library() -> ctypes.CDLL:
-    """Python's lock is free while it works: a launch waits where a queue is full."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuTensorMapReplaceAddress.argtypes = ctypes.c_void_p, ctypes.c_void_p
-    return cuda
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def make_current(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
+from flash_delta.kernels import known
 from flash_delta.kernels.triton import cuda
 from flash_delta.kernels.triton.forbidding import Flags, Key, Layout, ModuleFlags, Refused, difference
 from flash_delta.kernels.triton.tiles import Chip, Tile, chip_of
@@ -29,6 +30,7 @@ from flash_delta.kernels.triton.workspace import Workspace
 from flash_delta.problem import Around, Convolution, Convolved, Inputs, Norm, Normalized, Problem, Slots, addresses
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
+SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
 POOLS = ("state_pool", "conv_pool")
 
@@ -59,8 +61,12 @@ class Replay(NamedTuple):
     """As `cuda.Replay`."""
 
     steps: list[Step]
+    spare: tuple[int, tuple[int, ...]]
 
-    def launch(self, device: torch.device, starts: list[int]) -> None:
+    def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
+        size, places = self.spare
+        memory = None if own or not places else torch.empty(size, dtype=torch.uint8, device=device)
+        starts = cuda.starts_of(groups, memory, places)
         stream = driver.active.get_current_stream(device.index)
         for run, grid, function, metadata, sources, rest in self.steps:
             addresses = [starts[tensor] + offset for tensor, offset in sources]
@@ -74,8 +80,6 @@ class Shape:
     key: int  # of what compiled code depends on
     chip: Chip
     replay: cuda.Replay | Replay | None = None  # what they launch, once it is known
-    # Of memory that only their kernels use: its bytes, and where in it the tensors lie that stand behind all others
-    spare: tuple[int, tuple[int, ...]] = (0, ())
 
 
 class Call(NamedTuple):
@@ -153,9 +157,7 @@ def _profiled() -> bool:
 @lru_cache(maxsize=1024)
 def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, *tensors: tuple | None) -> Shape:
     """``sizes`` change what is launched, not what is compiled for it."""
-    names = (
-        (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind in (DECODE, STEP, PREFILL) else Inputs._fields
-    )
+    names = (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind[0] in SERVING else Inputs._fields
     counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
     layouts = (
         None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
@@ -214,9 +216,11 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tu
             ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
             triton.AsyncCompileMode(threads),
         ):
+            loading = threads.submit(known.load)  # takes as long as a small kernel
             kernels(c._replace(direct=False, compiling=found))
         for key, kernel in found.items():
             _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
+        loading.result()
         _ready.add(c.shape.key)
     if c.shape.replay is None:
         # As objects of their own: here one tensor may come as q and as k, in the next call two.
@@ -224,10 +228,8 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tu
         steps: list[Any] = []
         kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own, *spare), steps=steps))
         *places, size = accumulate((0 if t is None else -(-t.nbytes // 256) * 256 for t in spare), initial=0)
-        c.shape.spare = size, tuple(places)
-        c.shape.replay = (cuda.Replay if _on_nvidia(c) else Replay)(steps)
-    # Addresses as numbers: of a tensor's, Triton asks the driver each time where it lies, which takes 1 us.
-    c.shape.replay.launch(c.p.device, addresses((*c.x, *c.more, *own, *spare)))
+        c.shape.replay = (cuda.Replay if _on_nvidia(c) else Replay)(steps, (size, tuple(places)))
+    c.shape.replay.launch(c.p.device, c.x, c.more, own, spare, own=True)
 
 
 def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
@@ -238,23 +240,18 @@ def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
     return same
 
 
-def replayed(p: Problem | Convolution | Norm, kind: tuple, starts: list[int]) -> bool:
-    """Launches what `run` launched for an earlier call of this problem; False if none was remembered. ``starts``: the
-    addresses of inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as
-    what else stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""
+def replayed(p: Problem | Convolution | Norm, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
+    """Launches what `run` launched for an earlier call of this problem; False if none was remembered. ``groups``:
+    inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as what else
+    stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""
     shape = None if p.memo is None else p.memo.get(("replay", kind))
     if shape is None or shape.replay is None or _profiled():
         return False
-    size, places = shape.spare
-    if places:
-        memory = torch.empty(size, dtype=torch.uint8, device=p.device)
-        start = memory.data_ptr()
-        starts += [start + place for place in places]
     if _several_devices() and p.device.index != torch.cuda.current_device():
         with torch.cuda.device(p.device):
-            shape.replay.launch(p.device, starts)
+            shape.replay.launch(p.device, *groups)
     else:
-        shape.replay.launch(p.device, starts)
+        shape.replay.launch(p.device, *groups)
     return True
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_delta.kernels import known
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import serve
 from flash_delta.ops._problem import Options, read_lengths
 from flash_delta.ops._remembered import Remembered
 from flash_delta.ops.serving._slots import describe
 from flash_delta.ops.serving.around import NOTHING
-from flash_delta.problem import Around, Inputs, Problem, Slots, addresses, signature
+from flash_delta.problem import Around, Inputs, Problem, Slots
 
 _remembered: Remembered[tuple, tuple[Problem, ModuleType]] = Remembered()
 
@@ -47,23 +48,23 @@ def run(
     call takes longer than to launch it. ``options``: fields of `Options`, which takes 1 us to make."""
     if isinstance(backend, Explain):
         return backend.of(describe(x, s, around, Options(**options)))
-    wish, tensors = wished(backend), (*x, *s, *around)
     if torch.compiler.is_compiling():
         given, chosen = x._asdict() | s._asdict() | around._asdict(), Options(**options)
-        return operator(*(given[name] for name in TENSORS), *(getattr(chosen, name) for name in FIELDS), wish)
+        fields = (getattr(chosen, name) for name in FIELDS)
+        return operator(*(given[name] for name in TENSORS), *fields, wished(backend))
     try:
-        starts = addresses(tensors)
-        key = (*options.values(), wish, *signature(tensors, starts))
-        known = _remembered.get(key)
+        key = (backend, *options.values(), known.key(False, x, s, around))
+        found = _remembered.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
-        known = None
-    if known is None:
+        found = None
+    if found is None:
         problem = describe(x, s, around, Options(**options))
-        known = problem, load_backend(choose_backend(problem, wish))
-        _remembered[key] = known
-    problem, module = known
-    if "again" in problem.memo:  # kernels alone, launched as before
-        o = problem.memo["again"](problem, starts)
+        found = problem, load_backend(choose_backend(problem, backend))
+        _remembered[key] = found
+    problem, module = found
+    again = problem.memo.get("again")
+    if again is not None:  # kernels alone, launched as before
+        o = again(problem, x, s, around)
         if o is not None:
             return o
     if problem.lengths is not None and problem.packed:  # these are values

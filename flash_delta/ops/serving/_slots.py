@@ -20,7 +20,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         refuse(op, "scale", "a number or None", "a tensor")
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
-    p = make_problem(x, options, None)
+    p = make_problem(x, options._asdict(), None)
     if p.recurrent and not 1 <= p.T <= MOST_TOKENS:
         refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
     for name in ("q", "k", "v", "g", "beta"):
@@ -41,8 +41,8 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
     return p._replace(
         pool=s.state_pool.dtype, checkpoint_every=options.checkpoint_every or 0, max_prompts=options.max_prompts,
-        batch_invariant=options.batch_invariant, taps=taps, window=window, eps=options.eps,
-        activation=options.activation, needs_grad=False, memo={},
+        batch_invariant=options.batch_invariant, plain_pool=_is_plain(s.state_pool), taps=taps,
+        window=window, eps=options.eps, activation=options.activation, needs_grad=False, memo={},
     )  # fmt: skip
 
 
@@ -64,6 +64,12 @@ def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
         refuse(p.op, name, "slots with memory of their own", f"strides {list(pool.stride())}")
     if sum((size - 1) * stride for size, stride in axes[1:]) >= 2**31:
         refuse(p.op, name, "slots that span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
+
+
+def _is_plain(pool: Tensor) -> bool:
+    """Whether a copy engine can describe it."""
+    apart = 0 if len(pool) == 1 else pool.stride(0) * pool.element_size()
+    return len(pool) > 0 and pool[0].is_contiguous() and apart % 16 == 0 and pool.data_ptr() % 16 == 0
 
 
 def _check_rows(p: Problem, s: Slots) -> None:

@@ -13,10 +13,11 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
     """The device memory that one call allocates beside its output, in bytes: what is to be planned for at the most.
 
     Decoding needs none. Prefill asks torch's allocator for one buffer, in which its kernels hand each other what they
-    made of a chunk, and for the copy engine's descriptors; all is free again when the call returns, for the stream that
-    it ran on. The number is the sum of what is asked for. The allocator rounds each up to 512 bytes, and of memory that
-    it kept it may take up to 1 MB more for each. The output, ``[1, T, HV, V]`` in ``dtype``, comes on top, and copies
-    of A_log and dt_bias where their numbers do not lie side by side.
+    made of a chunk, and for the copy engine's descriptors or, where it cannot describe q, k or v, for copies of them;
+    all is free again when the call returns, for the stream that it ran on. The number is the sum of what is asked for.
+    The allocator rounds each up to 512 bytes, and of memory that it kept it may take up to 1 MB more for each. The
+    output, ``[1, T, HV, V]`` in ``dtype``, comes on top, and copies of A_log and dt_bias where their numbers do not lie
+    side by side.
 
     Args:
         spec: how the server calls; of several forms of prefill the one that needs most counts.
@@ -41,4 +42,4 @@ def _bytes(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.devi
     op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
     problem = op(**arguments, backend=Explain("triton")).problem._replace(device=device)
     inputs = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
-    return load_backend(choose_backend(problem, "triton")).workspace_bytes(problem, inputs)
+    return load_backend(choose_backend(problem, None)).workspace_bytes(problem, inputs)

@@ -46,7 +46,8 @@ def prefill_gated_delta_rule(
     With ``batch_invariant`` all run in chunks, in a way that does not depend on how many there are: what a sequence
     gives does not depend, by a bit, on the others, nor with a float32 pool on where a prompt is cut, at a multiple of
     64 tokens from its start. So a sequence that goes on from a float32 checkpoint gives the bits of the one that wrote
-    it. Without, that holds where more than 16 tokens are left, for calls with as many such sequences.
+    it. Without, that holds where more than 16 tokens are left, for calls with as many such sequences, unless a prompt
+    is walked in segments, which :func:`flash_delta.explain` would say.
 
     No index is trusted, and on a GPU none is read by the host, nor are lengths (a call can be captured in a CUDA graph,
     to be replayed with others). What is no slot, below 0 or from ``slots`` on, is padding: a sequence without a slot to
