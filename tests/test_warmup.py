@@ -237,9 +237,9 @@ def test_tables_of_slots_compile_nothing(process):
 def scratch(target):
     """Of scans with descriptors: what is planned for, and what the compiler asks for."""
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.triton import launch, launches
+    from flash_delta.kernels.triton import launch, launches, launches_serving
     from flash_delta.kernels.triton.tiles import Chip, scan_tiles
-    from flash_delta.kernels.triton.walkers import Walkers
+    from flash_delta.kernels.triton.walkers import Walkers, pool_scans
 
     found, sizes = [], {}
     for case in (launches.Case(), launches.Case(64), launches.Case(gate="channel"), launches.Case(erase=None)):
@@ -253,6 +253,15 @@ def scratch(target):
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
             programs = prod(launch.scan_grid(p, Walkers(t, p.N)))
             found.append((launch.scratch_bytes(p, x, chip), programs * sizes[case, t]))
+    for pool in (launches_serving.PREFILLS["prefill-gdn-128"], launches_serving.PREFILLS["prefill-kda-128"]):
+        p, x = launches.problem_of(pool.model)
+        p = p._replace(pool=pool.dtype)
+        asked = []
+        for w in pool_scans(p, chip, every=False):
+            with offline(target) as compiled:
+                launches_serving.call_prefill(pool, w.tile)
+            asked.append(prod(launch.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
+        found.append((launch.scratch_bytes(p, x, chip), max(asked)))
     assert launch.scratch_bytes(*launches.problem_of(launches.Case(gap=1)), chip) == 0
     return found
 

@@ -29,7 +29,7 @@ from flash_delta.kernels.triton.workspace import (
     Workspace,
     count_bytes,
 )
-from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots, addresses
+from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
 
 WIDTHS = range(8, 257, 8)
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
@@ -71,15 +71,15 @@ def remark(p: Problem) -> str | None:
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """What ``forward`` saves, not yet filled: what `solve` writes, and with ``disable_recompute`` all the rest."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
-    return (_saved(fixed).buffer,)
+    return (for_backward(fixed).buffer,)
 
 
 def forward(p: Problem, x: Inputs) -> Outputs:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    final = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
-    saved = (_saved(p),) if p.needs_grad else ()
+    final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
+    saved = (for_backward(p),) if p.needs_grad else ()
     buffers = tuple(w.buffer for w in saved)
-    if not replayed(p, _forward(p), addresses((*x, o, final, *buffers))):
+    if not replayed(p, _forward(p), x, (o, final, *buffers)):
         with on(p.device):
             _launch_forward(p, x, o, final, saved)
     return Outputs(o, final, buffers)
@@ -91,7 +91,7 @@ def _forward(p: Problem) -> tuple:
 
 
 def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: tuple[Workspace, ...]) -> None:
-    x = _with_flat_parameters(given)
+    x = with_flat_parameters(given)
     kept = p.needs_grad and p.disable_recompute
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
     split = plan_segments(p, chip_of(p.device))
@@ -120,9 +120,9 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     """
     again, kept = not saved, p.disable_recompute
     recompute = again or not kept
-    x = _with_flat_parameters(x)
+    x = with_flat_parameters(x)
     own = () if kept else (Factors, Channels, Residual)
-    memory = _saved(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
+    memory = for_backward(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
     d, widths = launch.new_gradients(x), (p.K,) if p.gate == "channel" else ()
     new = partial(torch.empty, count_slots(p), p.HV, *widths, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
@@ -162,22 +162,22 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
     """``o``, contiguous; the pools are written in place."""
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     with on(p.device):
-        call = make_call(p, _with_flat_parameters(x), DECODE, *s, *around, memo=p.memo)
+        call = make_call(p, with_flat_parameters(x), DECODE, *s, *around, memo=p.memo)
         run(call, partial(launch_decode.run_decode, o=o), o)
     if remember(call, DECODE, x):
         p.memo["again"] = _decode_again
     return o
 
 
-def _decode_again(p: Problem, starts: list[int]) -> Tensor | None:
-    """The same for another call of the problem; its shortest way. ``starts``: the addresses of all its tensors."""
+def _decode_again(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor | None:
+    """The same for another call of the problem; its shortest way."""
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    return o if replayed(p, DECODE, [*starts, o.data_ptr()]) else None
+    return o if replayed(p, DECODE, x, s, around, (o,)) else None
 
 
 def step(p: Problem, x: Inputs) -> Outputs:
     """Token by token: `decode` on a pool that holds every sequence's state."""
-    p, x = p._replace(pool=torch.float32), _with_flat_parameters(x)
+    p, x = p._replace(pool=torch.float32), with_flat_parameters(x)
     if x.beta is None:
         x = x._replace(beta=x.v.new_ones(p.B, p.T, p.HV))
     x = Inputs(*(t.contiguous() if t is not None and _spans(t) >= 2**31 else t for t in x))
@@ -194,9 +194,9 @@ def step(p: Problem, x: Inputs) -> Outputs:
 
 
 def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
-    """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, before the others."""
+    """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    if not replayed(p, PREFILL, addresses((*x, *s, o))):
+    if not replayed(p, PREFILL, x, s, (o,)):
         with on(p.device):
             _launch_prefill(p, x, s, o)
     return o
@@ -207,12 +207,12 @@ def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor) -> None:
 
     def kernels(c: Call) -> None:
         solved, factors, channels = c.parts(memory)
-        if not p.batch_invariant:
-            launch_decode.run_decode(c, o)
         _chunks(c, solved, factors, channels)
         launch.run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
+        if not p.batch_invariant:
+            launch_decode.run_decode(c, o)
 
-    call = make_call(p, _with_flat_parameters(x), PREFILL, *s, memo=p.memo)
+    call = make_call(p, with_flat_parameters(x), PREFILL, *s, memo=p.memo)
     run(call, kernels, o, spare=(memory.buffer,))
     remember(call, PREFILL, x)
 
@@ -245,7 +245,7 @@ def _cannot_decode(p: Problem) -> str | None:
     return None
 
 
-def _with_flat_parameters(x: Inputs) -> Inputs:
+def with_flat_parameters(x: Inputs) -> Inputs:
     """Parameters per head with their elements side by side, as they nearly always are."""
     A_log, dt_bias = x.A_log, x.dt_bias
     if A_log is not None and not A_log.is_contiguous():
@@ -260,7 +260,7 @@ def _spans(t: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
-def _saved(p: Problem, buffer: Tensor | None = None) -> Workspace:
+def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
     """What forward saves for backward, and with ``disable_recompute`` all of it."""
     groups = (Solved, Factors, Channels, Residual) if p.disable_recompute else (Solved,)
     return Workspace(p, *groups, buffer=buffer)

@@ -31,6 +31,9 @@ def follow(OVERLAP: tl.constexpr):
     that no kernel of its call still uses: that of a kernel's descriptors is free again, and may be the next one's, as
     soon as it is launched. So of two kernels with descriptors the second must not follow the first one directly, and
     the one between them must not ``lead``.
+
+    A kernel that waits for the one in front of it waits for those before that, too, if that one has waited for them. So
+    programs that find nothing to do come here as well, where all of a kernel's may be such: sequences may be SHORT.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

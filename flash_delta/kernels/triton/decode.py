@@ -16,7 +16,9 @@ compiler contracts none. Of T the compiled code knows no more than whether it is
 the same (tests/test_compiler.py).
 
 With SHORT rows are packed sequences, of which it runs those of up to SHORT tokens, with float32 states in between as
-`scan` does; the programs of the others end at once. Of one without tokens it copies the state.
+`scan` does; the programs of the others end at once. Of one without tokens it copies the state. It is the call's last
+kernel then, and may run beside the others, with which it shares nothing but what all of them read: only the one program
+behind the last row waits for them.
 
 Indices are what the device says. What is no slot is never an address: loads and stores are masked by ``live``.
 """
@@ -26,7 +28,7 @@ import triton.language as tl
 
 from flash_delta.kernels.triton import channel_gate
 from flash_delta.kernels.triton.activation import gated_norm, softplus, strength
-from flash_delta.kernels.triton.chunk import bounds
+from flash_delta.kernels.triton.chunk import bounds, follow
 from flash_delta.kernels.triton.window import convolve, load_window, push, store_window
 
 
@@ -169,7 +171,7 @@ def decode(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     HEADS: tl.constexpr, ALONE: tl.constexpr, STRIDES: tl.constexpr, CONV: tl.constexpr, ACTIVATION: tl.constexpr,
     SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
     ``q_strides[0]``; and so on (launch_decode.counted). ALONE: T is 1. STRIDES: of the pool's (head, key, value)."""
@@ -184,18 +186,18 @@ def decode(
         inside = (d < V)[:, None] & (c < K)[None, :]
     row, start = b, b * 0
     if SHORT > 0:
-        row = b * 0
-        start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
-        T = stop - start
-        first_written = T - 1
-        if T > SHORT:
+        if b == N:  # behind the last row: this kernel has not ended before the call's others
+            follow(OVERLAP)
             return
-    if T < 1 and (SHORT == 0 or write_indices is None):
-        return
-    write_strides = (write_row, write_token)
+        start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
+        row, T, first_written = b * 0, stop - start, stop - start - 1
+    # In front of what ends programs: where it is on its way together with the row's bounds.
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
+    if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or write_indices is None)):
+        return
+    write_strides = (write_row, write_token)
     if SHORT > 0 and write_indices is not None:  # noqa: SIM102 (constants, then a number)
         if T < 1:
             slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)

@@ -44,6 +44,7 @@ def factor(
     slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
+        follow(OVERLAP and SHORT > 0)
         return
     i, c = tl.arange(0, C), tl.arange(0, BK)
     ty: tl.constexpr = k.dtype.element_ty

@@ -136,6 +136,7 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
         if w.tile.tma and fits_tma(x.v, *outside(p, x)):
             # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
             count = 5 + (p.erase is not None) * (1 + channel) - (channel and columns(p, w.tile) == 128)
+            count *= 1 + (short(p) > 0)  # a program's own sequence, and the loop over what others there are
             most = max(most, 128 * count * prod(scan_grid(p, w)))  # a launch's are free when it is launched
     return most
 

@@ -104,8 +104,8 @@ def call_prefill(case: Prefilling, t: Tile | None = None) -> None:
     s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, checkpoints)
     kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
     if t is None:
-        launch_decode.run_decode(kernels.c, o)
         kernels.chunks()
+        launch_decode.run_decode(kernels.c, o)
     else:
         launch.run_scan(kernels.c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
 

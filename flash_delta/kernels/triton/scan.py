@@ -35,6 +35,7 @@ from flash_delta.kernels.triton.chunk import (
     bounds,
     find_segment,
     follow,
+    lead,
     load_block,
     load_tile,
     matrix,
@@ -273,6 +274,8 @@ def scan(
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if POOL and SHORT > 0:
+        if others != 0:
+            lead(OVERLAP)  # into `decode`, which needs nothing of this
         n, count = find_long(z, cu_seqlens, N, T, SHORT)
         if (count < least) | ((count > most) & (others == 0)):
             follow(OVERLAP)  # for the next launch, which waits for this one only

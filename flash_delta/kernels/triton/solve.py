@@ -214,6 +214,7 @@ def solve(
     slot, h = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
+        follow(OVERLAP and SHORT > 0 and CHANNEL)
         return
     if CHANNEL:
         follow(OVERLAP)  # otherwise it is the first kernel of its call

@@ -252,8 +252,9 @@ DECODE = {
     (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 64)),
     (False, 2): (Tile(1, 1, 32), Tile(2, 1, 64), Tile(4, 1, 64)),
 }
-# Of a row or two with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
-FEW = Tile(1, 1, 4)
+# Of few rows with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
+# And how many they may be for each processor, by the bytes of a number in the pool.
+FEW, FEW_PROGRAMS = Tile(1, 1, 4), {4: 32, 2: 8}
 
 # A head's whole state in one program, by the bytes of a number in the pool and whether there is a decay per channel:
 # numbers a warp, and registers a thread at most where measured.
@@ -268,7 +269,7 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
         usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
         if channel or not p.state_v_first or not 64 < p.K <= 128 or p.V <= 64:
             return (usual,)
-        few = (p.N if p.packed else p.B) * p.HV * p.V <= 8 * FEW.BV * chip.processors
+        few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_PROGRAMS[size] * FEW.BV * chip.processors
         return (FEW, usual) if every else (FEW if few else usual,)
     K, V = (max(16, next_power_of_2(width)) for width in (p.K, p.V))
     numbers, registers = WHOLE[size, channel]
