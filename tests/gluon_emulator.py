@@ -83,6 +83,9 @@ class Number(int):
     def to(self, dtype):
         return self
 
+    def __add__(self, other):
+        return Number(int(self) + other)
+
 
 class Memory:
     """A tile of shared memory."""
@@ -174,6 +177,9 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.t, self.at + offset)
 
+    def load(self):
+        return Number(self.t.as_strided((1,), (1,), self.t.storage_offset() + self.at).item())
+
 
 def bare(x):
     return x.t if isinstance(x, Value | Memory) else x
@@ -224,6 +230,10 @@ def maximum(a, b):
     return Value(torch.maximum(a.t, b.t)) if isinstance(a, Value) else Number(max(a, b))
 
 
+def choose(c, a, b):
+    return Value(torch.where(c.t, bare(a), bare(b))) if isinstance(c, Value) else (a if c else b)
+
+
 def largest(x, axis):
     """A number, of a tensor with one axis."""
     return Value(x.t.amax(axis)) if x.t.ndim > 1 else x.t.max().item()
@@ -236,11 +246,11 @@ LANGUAGE = {
     "barrier": lambda: None, "shared_memory_descriptor": Memory,
     "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
-    "where": lambda c, a, b: Value(torch.where(c.t, bare(a), bare(b))), "exp2": lambda x: Value(x.t.exp2()),
+    "where": choose, "exp2": lambda x: Value(x.t.exp2()),
     "sum": lambda x, axis: Value(x.t.sum(axis)), "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
-    "load": lambda p: Number(p.t[p.at]), "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
+    "load": lambda p: p.load(), "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
     "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
     "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
     "SwizzledSharedLayout": layout, "SliceLayout": layout, "DotOperandLayout": layout,

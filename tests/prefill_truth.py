@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import torch
-from serving_truth import KINDS, activated, make_call, slots
+from serving_truth import KINDS, activated, coarser, make_call, slots
 
 import flash_delta
 from flash_delta.reference.recurrent import recurrent
+from flash_delta.testing import allowed, assert_accurate, products_in, relative_error
 
 OPS = {kind: getattr(flash_delta, op.__name__.replace("decode", "prefill")) for kind, (op, _) in KINDS.items()}
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -69,4 +70,23 @@ def truth(kind, x):
                 states(pool)[checkpoints[n][m]] = S[0]
         if write is not None:
             states(pool)[write[n]] = S[0]
+    return o, pool
+
+
+def check(kind, x, backend):
+    """Outputs and the whole pool are as accurate as their dtypes allow; what no sequence writes keeps its bits."""
+    (o, pool), (want_o, want_pool) = run(kind, x, backend), truth(kind, x)
+    before, dtype = x["state_pool"].cpu(), coarser(o.dtype, pool.dtype)
+    kept = (want_pool == before.double()).flatten(1).all(1)
+    got, want = (o, pool.cpu()[~kept]), (want_o, want_pool[~kept])
+    if backend == "torch":
+        assert_accurate("o", got[0], want[0], dtype)
+        assert_accurate("state_pool", got[1], want[1], dtype)
+    else:
+        with products_in(o.dtype):
+            reference, rounded = run(kind, {n: y.cpu() if torch.is_tensor(y) else y for n, y in x.items()}, "torch")
+        for name, y, z, w in zip(("o", "state_pool"), got, (reference, rounded[~kept]), want, strict=True):
+            assert relative_error(y, w) <= allowed(relative_error(z, w), dtype), name
+    assert torch.equal(pool.cpu()[kept], before[kept])
+    assert torch.equal(o.cpu() == 0, want_o == 0)
     return o, pool

@@ -15,7 +15,7 @@ from triton.runtime.driver import driver
 import flash_delta
 from flash_delta.kernels.hopper import again, backend, choice, launch, layouts
 from flash_delta.kernels.hopper.launches import CASES as CASES_COMPILED
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, tiles
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
 from flash_delta.kernels.triton import cuda
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip
@@ -54,9 +54,13 @@ def on_a_card(monkeypatch):
         ({"K": 64, "V": 64}, None),
         ({"K": 256, "V": 256}, None),
         ({"needs_grad": True}, None),
-        ({"needs_grad": True, "disable_recompute": True}, "keeps no states"),
-        ({"recurrent": True}, "whole sequences"),
-        ({"pool": torch.float32}, "whole sequences"),
+        ({"needs_grad": True, "disable_recompute": True}, None),
+        ({"recurrent": True}, "chunk by chunk"),
+        ({"pool": torch.float32}, None),
+        ({"pool": torch.float16, "K": 64, "V": 64, "checkpoint_every": 64}, None),
+        ({"pool": torch.bfloat16, "K": 256, "V": 256}, "on a pool K and V have to be 64 or 128, they are 256"),
+        ({"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
+        ({"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
         ({"gate": "channel"}, "one decay per value head"),
         ({"erase": "undecayed"}, "keys erase"),
         ({"erase": None}, "keys erase"),
@@ -79,7 +83,10 @@ def test_what_else_is_said_of_a_call(on_a_card):
         "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; its backward pass is that of "
         "'triton'"
     )
-    assert backend.remark(problem(T=32768, N=1, HV=8, K=64, V=64)) is None, "only heads of 128 are split"
+    assert backend.remark(problem(T=32768, N=1, HV=8, K=256, V=256)) is None, "wide heads are not split"
+    prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
+    assert backend.remark(prompt) == "it walks sequences in segments of 2048 tokens, up to 16 of them side by side"
+    assert backend.remark(prompt._replace(batch_invariant=True)) is None
 
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "N": 2, "T": 0, "packed": False}, {"N": 0, "T": 5}])
@@ -112,7 +119,7 @@ def test_other_chips_are_not_for_it(monkeypatch):
         ({"HV": 1}, True),
         ({"HV": 1, "K": 256, "V": 256}, True),
         ({"K": 64, "V": 64}, True),
-        ({"HV": 16, "K": 64, "V": 64}, False),  # never split
+        ({"HV": 16, "K": 64, "V": 64}, False),
     ],
 )
 def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first):
@@ -127,7 +134,11 @@ def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first
     assert _backend.choose_backend(p, "hopper") == "hopper", "a wish is obeyed"
     reason = _backend.Explain().of(p).reasons["hopper"]
     assert reason == "chosen, the first that can" if first else reason.endswith("'triton' is preferred: "
-        "16 heads of 64 are too few to keep the multiprocessors busy, and it does not split those")  # fmt: skip
+        "16 heads of 64 are too few to keep the multiprocessors busy with one walk each")  # fmt: skip
+
+
+def test_prompts_on_a_pool_are_left_to_triton(on_a_card):
+    assert choice.hesitation(problem(pool=torch.float32)).startswith("its prefill is for those who ask for it")
 
 
 def test_a_choice_is_made_once_for_calls_that_are_alike(on_a_card, monkeypatch):
@@ -152,6 +163,7 @@ def test_half_a_state_per_program_as_long_as_all_run_at_once():
     assert set(tiles(problem(N=2), chip, every=True)) == {NARROW, WIDE}, "a length must not compile anything"
     for every in (False, True):
         assert tiles(problem(K=64, V=64), chip, every=every) == (SLIM,)
+        assert tiles(problem(), chip, every=every, saving=True) == (SAVING[128],)
 
 
 def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
@@ -189,9 +201,10 @@ def compiled(monkeypatch):
     """The loop as if compiled."""
     element = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
     descriptors = [element | {"block_size": [1, 1, 64, 64 + n]} for n in range(7)]
-    kinds = dict.fromkeys(range(8), "tensordesc<..>") | {5: "constexpr", 8: "*i32"}  # nothing is kept of A
-    kinds |= dict.fromkeys(range(9, 14), "i32") | {14: ("i32",) * 3, 15: "i32"}
-    kinds |= dict.fromkeys(range(16, 29), "constexpr")
+    kinds = dict.fromkeys(range(11), "tensordesc<..>") | dict.fromkeys(range(5, 9), "constexpr") | {11: "*i32"}
+    kinds |= dict.fromkeys((12, 13), "constexpr")  # neither for the backward pass nor on a pool
+    kinds |= dict.fromkeys(range(14, 26), "i32") | {26: ("i32",) * 3, 27: "i32"}
+    kinds |= dict.fromkeys(range(28, 42), "constexpr")
     metadata = {
         "num_warps": 4,
         "shared": 8,
@@ -217,7 +230,7 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     (step,) = c.steps
     assert (step.name, step.function, step.grid, step.threads, step.overlaps) == ("loop", 7, (1, 2, 1), 128, True)
     maps = [p for p in step.parameters if isinstance(p, cuda.Map)]
-    assert [m.tensor for m in maps] == [0, 0, 2, 10, 12, 6, 11], "q and k are one tensor here; o, final, rates"
+    assert [m.at.tensor for m in maps] == [0, 0, 2, 10, 12, 6, 11], "q and k are one tensor here; o, final, rates"
     assert [m.box for m in maps] == [(1, 1, 64, 64 + n) for n in range(7)]
     assert maps[1].shape == tuple(launch.ragged(c.x.k, 128).shape)
     assert maps[1].strides == tuple(launch.ragged(c.x.k, 128).strides)
@@ -247,8 +260,15 @@ def of_width(width: int, case: Case) -> Case:
 
 
 @pytest.fixture(
-    params=[(128, WIDE, None), (128, NARROW, None), (128, WIDE, 64), (64, SLIM, None), (256, None, None)],
-    ids=["wide", "narrow", "segments", "slim", "whole"],
+    params=[
+        (128, WIDE, None),
+        (128, NARROW, None),
+        (128, WIDE, 64),
+        (64, SLIM, None),
+        (64, SLIM, 64),
+        (256, None, None),
+    ],
+    ids=["wide", "narrow", "segments", "slim", "segments-64", "whole"],
 )
 def form(request):
     """K and V, the loop's tile, and tokens of a segment."""
@@ -257,7 +277,7 @@ def form(request):
 
 def take(monkeypatch, form):
     _, tile, length = form
-    monkeypatch.setattr(launch, "tiles", lambda p, chip, every: (tile,))
+    monkeypatch.setattr(launch, "tiles", lambda p, chip, every, saving=False: (SAVING[p.K] if saving else tile,))
     monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
     monkeypatch.setattr(backend, "FORWARD", ("hopper", form))  # of its own: what was launched is remembered
 
@@ -304,6 +324,24 @@ def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
     with products_in(dtype):
         reference = run(member, make_inputs(case, member, dtype), "torch")
     got, same = (run(member, make_inputs(case, member, dtype, "cuda"), "hopper") for _ in range(2))
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        limit *= 2 if tensor in PAST.get((form[0], name, dtype), ()) else 1
+        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
+        assert torch.equal(got[tensor], same[tensor]), tensor
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", ["ragged", "packed", "no-initial-state", "in-kernel-packed", "one-token"])
+def test_gradients_of_states_that_forward_has_saved(monkeypatch, name, form):
+    """With ``disable_recompute``."""
+    take(monkeypatch, form)
+    member, case, dtype = MEMBERS["gdn"], of_width(form[0], BY_NAME[name]), torch.bfloat16
+    want = truth(member, make_inputs(case, member, dtype))
+    with products_in(dtype):
+        reference = run(member, make_inputs(case, member, dtype), "torch")
+    calls = (make_inputs(case, member, dtype, "cuda") | {"disable_recompute": True} for _ in range(2))
+    got, same = (run(member, x, "hopper") for x in calls)
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), dtype)
         limit *= 2 if tensor in PAST.get((form[0], name, dtype), ()) else 1

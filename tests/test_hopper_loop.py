@@ -9,10 +9,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import launch
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.triton.backend import for_backward
+from flash_delta.kernels.triton.launch import run_factor
 from flash_delta.kernels.triton.launcher import make_call
 from flash_delta.kernels.triton.tiles import Chip
-from flash_delta.kernels.triton.workspace import Solved, Workspace
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
@@ -47,10 +48,14 @@ def on_cpu(monkeypatch):
             o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
             c = make_call(p, x, ("test",))
             c = c._replace(shape=replace(c.shape, chip=Chip("interpreter", processors)))
-            saved = Workspace(p, Solved)
-            solved = saved.views()[0] if p.needs_grad else None
+            saved = for_backward(p)
+            solved, factors, residual = (None,) * 3
+            if p.needs_grad:
+                solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
             launch.run_rates(c, o, rates, solved)
-            launch.run_loop(c, o, final, rates, solved and solved.A, tile)
+            launch.run_loop(c, o, final, rates, solved and solved.A, tile, residual=residual)
+            if residual is not None:
+                run_factor(c, solved, factors, follows=False)
             return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())
 
         take_every_call(monkeypatch, forward)
@@ -74,12 +79,17 @@ def test_against_the_recurrence(on_cpu, name, width, tile):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
 
 
-@pytest.mark.parametrize(("width", "tile"), FORMS, ids=["wide", "narrow", "slim"])
+@pytest.mark.parametrize(
+    ("width", "tile"),
+    [*FORMS, (128, SAVING[128]), (64, SAVING[64])],
+    ids=["wide", "narrow", "slim", "saving", "saving-64"],
+)
 @pytest.mark.parametrize("name", ["packed", "in-kernel-packed"])
 def test_gradients_of_what_forward_has_saved(on_cpu, name, width, tile):
-    """By the Triton backend's kernels, which read what `solve` would have written."""
+    """By the Triton backend's kernels, which read what `solve` would have written, and with a form that saves it what
+    `factor` and `scan` would."""
     member, dtype = MEMBERS["gdn"], torch.bfloat16
-    x = make_inputs(small(name, width), member, dtype)
+    x = make_inputs(small(name, width), member, dtype) | {"disable_recompute": tile in SAVING.values()}
     want = truth(member, x)
     with products_in(dtype):
         reference = run(member, x, "torch")

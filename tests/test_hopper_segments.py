@@ -11,8 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import flash_delta
 from flash_delta.kernels.hopper import launch, launch_segments
 from flash_delta.kernels.hopper.split import split_endless, split_length
+from flash_delta.kernels.triton.backend import for_backward
+from flash_delta.kernels.triton.launch import run_factor
 from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.workspace import Solved, Workspace
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
@@ -38,6 +39,8 @@ CELLS = {
     "no-initial-state": ("gdn", replace(ROW, initial_state=False), 1, torch.bfloat16),
     "correlated-keys": ("gdn", replace(ROW, keys="correlated", beta="one"), 1, torch.bfloat16),
     "raw": ("gdn", replace(PACKED, options=RAW), 1, torch.bfloat16),
+    "64": ("gdn", replace(PACKED, K=64, V=64, options=RAW), 1, torch.bfloat16),
+    "64-rows": ("delta-rule", replace(ROWS, T=330, K=64, V=64, options={"state_v_first": True}), 2, torch.float16),
     "whole": ("gdn", replace(PACKED, K=256, V=256), 0, torch.bfloat16),
     "whole-rows": ("gdn", replace(ROWS, T=130, K=256, V=256, options={"state_v_first": True}), 0, torch.float16),
     "whole-fresh": ("gdn", replace(ROW, T=64, K=256, V=256, initial_state=False, options=RAW), 0, torch.bfloat16),
@@ -70,12 +73,16 @@ def on_cpu(monkeypatch):
         def forward(p, x):
             o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
             c = make_call(p, x, ("test",))
-            saved = Workspace(p, Solved)
-            solved = saved.views()[0] if p.needs_grad else None
+            saved = for_backward(p)
+            solved, factors, residual = (None,) * 3
+            if p.needs_grad:
+                solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
             launch.run_rates(c, o, rates, solved)
             A = solved and solved.A
-            w = launch_segments.new_walk(p, 64 * chunks, A) if p.K == 128 else launch_segments.new_whole_walk(p, A)
-            launch_segments.run_walk(c, o, final, rates, w)
+            w = launch_segments.new_walk(p, 64 * chunks, A) if chunks else launch_segments.new_whole_walk(p, A)
+            launch_segments.run_walk(c, o, final, rates, w, residual)
+            if residual is not None:
+                run_factor(c, solved, factors, follows=False)
             return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())
 
         take_every_call(monkeypatch, forward)
@@ -98,23 +105,26 @@ def test_against_the_recurrence(on_cpu, cell):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
 
 
-@pytest.mark.parametrize("width", [128, 256])
-def test_gradients_of_what_forward_has_saved(on_cpu, width):
+@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gradients_of_what_forward_has_saved(on_cpu, width, saving):
     member, dtype = MEMBERS["gdn"], torch.bfloat16
     x = make_inputs(replace(PACKED, T=240, lengths=(0, 1, 130, 65), K=width, V=width), member, dtype)
+    x["disable_recompute"] = saving
     want = truth(member, x)
     with products_in(dtype):
         reference = run(member, x, "torch")
-    on_cpu(1)
+    on_cpu(0 if width == 256 else 1)
     got = run(member, x)
     for tensor, value in want.items():
         assert relative_error(got[tensor], value) <= allowed(relative_error(reference[tensor], value), dtype), tensor
 
 
+@pytest.mark.parametrize("width", [64, 128])
 @torch.no_grad()
-def test_a_map_that_has_faded_is_left(on_cpu):
+def test_a_map_that_has_faded_is_left(on_cpu, width):
     """With the same bits as if it had been walked to its end; that of the other head does not fade."""
-    x = make_inputs(replace(ROW, HV=2, T=500), MEMBERS["gdn"], torch.bfloat16)
+    x = make_inputs(replace(ROW, HV=2, T=500, K=width, V=width), MEMBERS["gdn"], torch.bfloat16)
     x["g"][..., 0] = -1.0
     outputs = []
     for part in (1, 1000):
@@ -138,15 +148,21 @@ def test_who_is_split():
     for p in (problem(T=512), problem(HV=64), problem(N=32), problem(T=0), problem(T=1)):
         assert split_length(p, H200) is None
     assert split_length(problem(), 8) is None
+    narrow, wide = (problem()._replace(K=width, V=width) for width in (64, 256))
+    assert split_length(narrow, H200) == 2048
+    assert split_length(narrow._replace(HV=32, T=8192), H200) is None
+    assert split_length(wide, H200) is None
     rows = problem(T=16384, N=2)._replace(packed=False, B=2)
     assert split_length(rows, H200) == split_length(problem(N=2), H200)
 
 
-def test_what_is_split_was_compiled():
+@pytest.mark.parametrize("width", [64, 128])
+def test_what_is_split_was_compiled(width):
     """At the first call of other sizes."""
     for HV in range(1, 80):
-        if split_endless(problem(HV=HV), H200) is None:
-            assert not any(split_length(problem(T, HV, N), H200) for T in (2048, 8192, 2**17) for N in (1, 2))
+        p = problem(HV=HV)._replace(K=width, V=width)
+        if split_endless(p, H200) is None:
+            assert not any(split_length(p._replace(T=T, N=N), H200) for T in (2048, 8192, 2**17) for N in (1, 2))
 
 
 @pytest.mark.parametrize("T", [1000, 8192, 10001, 2**17, 2**19, 2**30])

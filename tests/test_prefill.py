@@ -4,35 +4,16 @@ from itertools import product
 
 import pytest
 import torch
-from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence, truth
+from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence, truth
 from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
 
 import flash_delta
-from flash_delta.testing import allowed, assert_accurate, products_in, relative_error
+from flash_delta.testing import assert_accurate
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 POOLS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY = {"H": 1, "HV": 1, "K": 16, "V": 16}
-
-
-def check(kind, x, backend):
-    """Outputs and the whole pool are as accurate as their dtypes allow; what no sequence writes keeps its bits."""
-    (o, pool), (want_o, want_pool) = run(kind, x, backend), truth(kind, x)
-    before, dtype = x["state_pool"].cpu(), coarser(o.dtype, pool.dtype)
-    kept = (want_pool == before.double()).flatten(1).all(1)
-    got, want = (o, pool.cpu()[~kept]), (want_o, want_pool[~kept])
-    if backend == "torch":
-        assert_accurate("o", got[0], want[0], dtype)
-        assert_accurate("state_pool", got[1], want[1], dtype)
-    else:
-        with products_in(o.dtype):
-            reference, rounded = run(kind, {n: y.cpu() if torch.is_tensor(y) else y for n, y in x.items()}, "torch")
-        for name, y, z, w in zip(("o", "state_pool"), got, (reference, rounded[~kept]), want, strict=True):
-            assert relative_error(y, w) <= allowed(relative_error(z, w), dtype), name
-    assert torch.equal(pool.cpu()[kept], before[kept])
-    assert torch.equal(o.cpu() == 0, want_o == 0)
-    return o, pool
 
 
 PAIRS = [

@@ -11,11 +11,17 @@ from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence
 from serving_truth import KINDS, slots
 
 import flash_delta
+from flash_delta.kernels.hopper import backend as hopper
+from flash_delta.kernels.hopper.tiles import NARROW, WIDE, PoolLoop
 from flash_delta.kernels.triton import launch, launcher
 from flash_delta.kernels.triton.tiles import chip_of, scan_tiles
 from flash_delta.kernels.triton.walkers import Walkers, pool_scans
 from flash_delta.ops.serving import _run
 
+HOPPER = torch.cuda.get_device_capability()[0] == 9
+GDN = [kind for kind in KINDS if kind.startswith("gdn")] if HOPPER else []
+CALLS = [(kind, "triton") for kind in KINDS] + [(kind, "hopper") for kind in GDN]
+TWO = [("gdn-raw", "triton"), ("kda", "triton"), *([("gdn-raw", "hopper")] if HOPPER else [])]
 HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -33,9 +39,9 @@ def mixed(kind, lengths=(700, 1, 0, 130, 16, 64, 0, 0), **changes):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), CALLS)
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
-def test_graph(kind, pool, batch_invariant):
+def test_graph(kind, backend, pool, batch_invariant):
     """Captured once, replayed with other lengths, indices and values; nothing waits, and what a call allocates is its
     output, its workspace and, for each scan with tiles by the copy engine, their descriptors."""
     x, other = mixed(kind, pool=pool), mixed(kind, (3, 0, 900, 70, 17, 200, 2, 65), pool=pool, seed=1)
@@ -43,8 +49,8 @@ def test_graph(kind, pool, batch_invariant):
     other["read_indices"] = slots([0, 1, 2, -1, 4, 5, 99, 7], x)
     other["write_indices"] = slots([8, 9, 10, 11, -1, 12, 13, 7], x)
     x, other = x | {"batch_invariant": batch_invariant}, other | {"batch_invariant": batch_invariant}
-    want, want_pool = run(kind, other, "triton")
-    static = {name: t.clone() if torch.is_tensor(t) else t for name, t in x.items()}
+    want, want_pool = run(kind, other, backend)
+    static = {name: t.clone() if torch.is_tensor(t) else t for name, t in x.items()} | {"backend": backend}
     OPS[kind](**static)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -66,20 +72,20 @@ def test_graph(kind, pool, batch_invariant):
     assert not want.isnan().any()
 
 
-@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
-def test_batch_invariance(kind):
+@pytest.mark.parametrize(("kind", "backend"), TWO)
+def test_batch_invariance(kind, backend):
     """Where other numbers of sequences choose other tiles; cut at 64, too."""
     x = mixed(kind, (700, 1, 5, 130, 16, 64, 0, 77)) | {"batch_invariant": True}
     x |= {"read_indices": torch.arange(8, device="cuda"), "write_indices": torch.arange(8, 16, device="cuda")}
-    o, pool = run(kind, x, "triton")
+    o, pool = run(kind, x, backend)
     for n, (start, stop) in enumerate(zip(x["cu_seqlens"].tolist(), x["cu_seqlens"].tolist()[1:], strict=False)):
-        alone, alone_pool = run(kind, sequence(x, n), "triton")
+        alone, alone_pool = run(kind, sequence(x, n), backend)
         assert torch.equal(alone, o[:, start:stop])
         assert torch.equal(alone_pool[8 + n], pool[8 + n])
     rest = sequence(x, 0) | {name: x[name][:, 128:700] for name in TOKENS} | {"cu_seqlens": bounds([572], x)}
     rest |= {"state_pool": pool, "read_indices": slots([16], x), "has_initial_state": None}
     rest |= {"checkpoint_indices": None, "checkpoint_every": None}
-    o_rest, after = run(kind, rest, "triton")
+    o_rest, after = run(kind, rest, backend)
     assert torch.equal(o_rest, o[:, 128:700])
     assert torch.equal(after[8], pool[8])
 
@@ -105,26 +111,40 @@ def test_all_tiles_give_the_same_bits(kind, monkeypatch):
         assert torch.equal(pool, found[0][1])
 
 
-@pytest.mark.parametrize("kind", ["gdn-raw", "kda"])
-def test_more_prompts_than_promised(kind):
+@pytest.mark.parametrize(("kind", "backend"), TWO)
+def test_more_prompts_than_promised(kind, backend):
     x = mixed(kind, (700, 1, 18, 130, 16, 64, 40, 70))
-    o, pool = run(kind, x, "triton")
+    o, pool = run(kind, x, backend)
     for most in (0, 1, 3, 6, 8):
-        same, same_pool = run(kind, x | {"max_prompts": most}, "triton")
+        same, same_pool = run(kind, x | {"max_prompts": most}, backend)
         assert torch.equal(same, o)
         assert torch.equal(same_pool, pool)
 
 
+@pytest.mark.skipif(not HOPPER, reason="of the Hopper backend")
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_states_and_halves_give_the_same_bits(pool, monkeypatch):
+    """So that `max_prompts` changes no result."""
+    found, x = [], mixed("gdn-raw", pool=pool)
+    for tile in (WIDE, NARROW):
+        monkeypatch.setattr(hopper.launch, "pool_loops", lambda p, chip, every, t=tile: (PoolLoop(t, p.N),))
+        monkeypatch.setattr(hopper, "PREFILL", ("prefill", tile))
+        found.append(run("gdn-raw", x, "hopper"))
+        _run._remembered.clear()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", *(["hopper"] if HOPPER else [])])
 @pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
-def test_pools_of_more_than_two_to_the_31_numbers(v_first):
+def test_pools_of_more_than_two_to_the_31_numbers(v_first, backend):
     """The same bits as in a small pool with slots as far apart, and nothing else touched."""
     x = mixed("gdn-raw", pool=torch.bfloat16, v_first=v_first)
     far = 2**31 // (4 * 128 * 128) + 100
     pool = torch.zeros(far + 40, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
     pool[far:] = x["state_pool"]
-    o, small = run("gdn-raw", x, "triton")
+    o, small = run("gdn-raw", x, backend)
     moved = {n: x[n].where(x[n] < 0, x[n] + far) for n in ("read_indices", "write_indices", "checkpoint_indices")}
-    again = OPS["gdn-raw"](**(x | moved | {"state_pool": pool}))
+    again = OPS["gdn-raw"](**(x | moved | {"state_pool": pool}), backend=backend)
     assert torch.equal(again, o)
     assert torch.equal(pool[far:], small)
     assert not pool[:far].any()
@@ -151,14 +171,15 @@ def test_launches(kind):
         assert len(launched) == 3 + scans
 
 
-def test_bits_do_not_change_from_call_to_call():
-    x = mixed("kda-bounded")
-    o, pool = run("kda-bounded", x, "triton")
+@pytest.mark.parametrize(("kind", "backend"), [("kda-bounded", "triton"), *([("gdn", "hopper")] if HOPPER else [])])
+def test_bits_do_not_change_from_call_to_call(kind, backend):
+    x = mixed(kind)
+    o, pool = run(kind, x, backend)
     for _ in range(100):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            again, pool_again = run("kda-bounded", x, "triton")
+            again, pool_again = run(kind, x, backend)
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.equal(again, o)
         assert torch.equal(pool_again, pool)

@@ -113,6 +113,19 @@ def test_bad_sequences(changes, message):
             flash_delta.prefill_gated_delta_rule(**(x | changes))
 
 
+def test_plain_pools():
+    """Whether a copy engine can describe them: slots without gaps inside, at multiples of 16 bytes."""
+    x, size = make_prefill(), 2 * 24 * 16
+    store = torch.zeros(40 * (size + 4) + 1)
+    shape = x["state_pool"].shape[1:]
+    for apart, first, plain in ((size, 0, True), (size + 4, 0, True), (size + 3, 0, False), (size, 1, False)):
+        pool = store[first:].as_strided((9, *shape), (apart, *x["state_pool"].stride()[1:]))
+        p = flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | {"state_pool": pool})).problem
+        assert p.plain_pool == plain, (apart, first)
+    gaps = {"state_pool": torch.zeros(9, *shape[:-1], 2 * shape[-1])[..., ::2]}
+    assert not flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | gaps)).problem.plain_pool
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"K": 20}, "backend 'triton' cannot run this: K and V have to be multiples of 8 up to 256, they are 20 and 24"),
     ({"pool": torch.float64}, "it computes in float32, the tensors are torch.float32, the pool is torch.float64"),

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper import launch, launch_segments
-from flash_delta.kernels.hopper.split import split_length
+from flash_delta.kernels.hopper.split import may_split_prompt, split_endless, split_length, split_prompt
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.launch import run_factor
+from flash_delta.kernels.triton.launch_decode import run_decode
 from flash_delta.kernels.triton.launcher import Call, make_call, on, remember, replayed, run
 from flash_delta.kernels.triton.tiles import chip_of
-from flash_delta.kernels.triton.workspace import Solved, Workspace
-from flash_delta.problem import Inputs, Outputs, Problem, addresses
+from flash_delta.kernels.triton.workspace import Workspace
+from flash_delta.problem import Inputs, Outputs, Problem, Slots
 
-FORWARD = ("hopper",)  # the kind of its calls
+FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of its calls
 WIDTHS = (64, 128, 256)
 WHOLE = 256  # too wide for the loop: A of all chunks first, then a walk of whole sequences
 
@@ -28,10 +30,8 @@ def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" or chip_of(problem.device).target != "sm_90":
         return f"it needs a Hopper GPU (sm_90), the tensors are on {problem.device}"
-    if problem.needs_grad and problem.disable_recompute:
-        return "it keeps no states for the backward pass"
-    if problem.recurrent or problem.pool is not None:
-        return "it runs whole sequences, chunk by chunk, whose states are tensors of their own"
+    if problem.recurrent:
+        return "it runs sequences chunk by chunk"
     if problem.gate == "channel" or problem.erase != "decayed":
         return "it runs the delta rule with one decay per value head or none, whose keys erase what they write"
     if problem.keep_states:
@@ -40,6 +40,12 @@ def unsupported(problem: Problem) -> str | None:
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     if problem.K != problem.V or problem.K not in WIDTHS:
         return f"K and V have to be one of {', '.join(map(str, WIDTHS))}, both, they are {problem.K} and {problem.V}"
+    if problem.pool is not None and problem.K == WHOLE:
+        return f"on a pool K and V have to be 64 or 128, they are {WHOLE}"
+    if problem.pool not in (None, torch.float32, torch.bfloat16, torch.float16):
+        return f"its states are float32, the pool is {problem.pool}"
+    if not problem.plain_pool:
+        return "the pool has gaps inside of its slots, or slots that do not begin at multiples of 16 bytes"
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
     return None
@@ -47,13 +53,13 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(p: Problem, x: Inputs) -> Outputs:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    final = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
-    saved = Workspace(p, Solved) if p.needs_grad else None
+    final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
+    saved = triton.for_backward(p) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
     if p.N * p.T == 0:  # nothing is launched, nor compiled, for nothing
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    if not replayed(p, _forward(p), addresses((*x, o, final, *kept, *kept))):  # A lies at its beginning
+    if not replayed(p, _forward(p), x, (o, final, *kept)):
         with on(p.device):
             _launch_forward(p, x, o, final, saved)
     return Outputs(o, final, kept)
@@ -61,7 +67,7 @@ def forward(p: Problem, x: Inputs) -> Outputs:
 
 def _forward(p: Problem) -> tuple:
     """The kind of its calls."""
-    return (*FORWARD, p.needs_grad)
+    return (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
 
 
 def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: Workspace | None) -> None:
@@ -70,38 +76,100 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
         x = x._replace(initial_state=x.initial_state.float().contiguous())
     rates = launch.new_rates(p)
     length = split_length(p, chip_of(p.device).processors)
-    A = None if saved is None else saved.views()[0].A
+    views = [] if saved is None else saved.views()
+    A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
     if p.K == WHOLE:
         walk = launch_segments.new_whole_walk(p, A)
     else:
         walk = None if length is None else launch_segments.new_walk(p, length, A)
 
     def kernels(c: Call) -> None:
-        launch.run_rates(c, o, rates, None if saved is None else c.parts(saved)[0])
+        solved, factors = (None, None) if saved is None else (*c.parts(saved), None)[:2]
+        launch.run_rates(c, o, rates, solved)
         compiling = c.compiling is not None and p.K != WHOLE  # both ways
         if walk is None or compiling:
-            launch.run_loop(c, o, final, rates, A)
+            launch.run_loop(c, o, final, rates, A, residual=residual)
         if compiling:
-            launch_segments.compile_walk(c, o, final, rates)
+            launch_segments.compile_walk(c, o, final, rates, residual)
         elif walk is not None:
-            launch_segments.run_walk(c, o, final, rates, walk)
+            launch_segments.run_walk(c, o, final, rates, walk, residual)
+        if factors is not None:
+            run_factor(c, solved, factors, follows=False)
 
     call = make_call(p, x, _forward(p), memo=p.memo)
     spare = (rates, *(t for t in (walk or ())[1:] if t is not A))
-    run(call, kernels, o, final, *(() if saved is None else (saved.buffer, A)), spare=spare)
+    run(call, kernels, o, final, *(() if saved is None else (saved.buffer,)), spare=spare)
     remember(call, _forward(p), given)
 
 
+def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
+    """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
+    if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
+        return triton.prefill(p, x, s)
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    if not replayed(p, PREFILL, x, s, (o,)):
+        with on(p.device):
+            _launch_prefill(p, x, s, o)
+    return o
+
+
+def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor) -> None:
+    x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
+    rates, walks = launch.new_rates(p), launch.new_walks(p)
+    processors = chip_of(p.device).processors
+    split = _new_split(p, split_prompt(p, processors))
+
+    def kernels(c: Call) -> None:
+        slots, walk = Slots(*c.more), split
+        if c.compiling is not None and may_split_prompt(p, processors):  # both ways
+            walk = _new_split(p._replace(N=1, T=1), split_endless(p, processors))
+        if walk is not None:
+            launch_segments.run_hand_over(c, walk[1], slots, back=False)
+        launch.run_rates(c, o, rates, None, walks, slots)
+        if walk is None or c.compiling is not None:
+            launch.run_pool_loops(c, o, rates, walks, slots)
+        if walk is not None:
+            launch_segments.run_prompt(c, o, rates, *walk)
+            launch_segments.run_hand_over(c, walk[1], slots, back=True)
+        if not p.batch_invariant:
+            run_decode(c, o)
+
+    call = make_call(p, triton.with_flat_parameters(x), PREFILL, *s, memo=p.memo)
+    run(call, kernels, o, spare=(rates, walks, *_spare(split)))
+    remember(call, PREFILL, given)
+
+
+def _new_split(p: Problem, length: int | None) -> tuple[launch_segments.Walk, launch_segments.Prompt] | None:
+    """Of a prompt that is walked in segments, what kernels hand each other for it."""
+    return None if length is None else (launch_segments.new_walk(p, length), launch_segments.new_prompt(p))
+
+
+def _spare(split: tuple[launch_segments.Walk, launch_segments.Prompt] | None) -> tuple[Tensor, ...]:
+    return () if split is None else (*split[0][1:], *split[1])
+
+
+def workspace_bytes(p: Problem, x: Inputs) -> int:
+    """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
+    nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
+    own = launch.new_rates(nowhere), launch.new_walks(nowhere), *_spare(_new_split(nowhere, length))
+    return sum(t.nbytes for t in (*own, *(t for t in (x.q, x.k, x.v) if not _describable(t))))
+
+
 def _described(t: Tensor) -> Tensor:
-    """``t`` if the copy engine can describe its heads (launch.ragged), or a copy that it can."""
+    """``t`` if the copy engine can describe its heads, or a copy that it can."""
+    return t if _describable(t) and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether it can, by the strides (launch.ragged)."""
     row, token, head, channel = t.stride()
-    fits = channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
-    return t if fits and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+    return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
 def remark(p: Problem) -> str | None:
     """What sizes decide, and who differentiates."""
-    length, said = split_length(p, chip_of(p.device).processors), []
+    find = split_length if p.pool is None else split_prompt
+    length, said = find(p, chip_of(p.device).processors), []
     if length is not None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")

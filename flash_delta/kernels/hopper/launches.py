@@ -7,13 +7,20 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.hopper.launch import new_rates, run_loop, run_rates
-from flash_delta.kernels.hopper.launch_segments import new_walk, new_whole_walk, run_walk
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, Tile
+from flash_delta.kernels.hopper.launch import new_rates, new_walks, run_loop, run_pool_loops, run_rates
+from flash_delta.kernels.hopper.launch_segments import (
+    new_prompt,
+    new_walk,
+    new_whole_walk,
+    run_hand_over,
+    run_prompt,
+    run_walk,
+)
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, Tile
 from flash_delta.kernels.triton.launcher import Call, make_call
 from flash_delta.kernels.triton.launches import Case, describe, problem_of
-from flash_delta.kernels.triton.workspace import Solved, Workspace
-from flash_delta.problem import Inputs, Problem
+from flash_delta.kernels.triton.workspace import Residual, Solved, Workspace
+from flash_delta.problem import Inputs, Problem, Slots
 
 
 def batched() -> tuple[Problem, Inputs]:
@@ -30,11 +37,27 @@ def alike() -> tuple[Problem, Inputs]:
     return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
 
 
-def training(width: int) -> tuple[Problem, Inputs]:
+def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
     p, x = problem_of(Case(width, raw=True))
-    return p._replace(needs_grad=True), x
+    return p._replace(needs_grad=True, disable_recompute=saving), x
 
 
+def serving(width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool) -> tuple[Problem, Inputs, Slots]:
+    """A prefill whose states lie in the slots of a pool."""
+    p, x = problem_of(Case(width, raw=True))
+    index = torch.empty(p.N, dtype=torch.int32, device="meta")
+    pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
+    slots = Slots(pool, index, index, None, None, index.bool(), index[:, None] if checkpoints else None)
+    return p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64), x._replace(initial_state=None), slots
+
+
+POOLS = {
+    "pool": partial(serving, 128, torch.float32, v_first=False, checkpoints=False),
+    "pool-v-first": partial(serving, 128, torch.float32, v_first=True, checkpoints=True),
+    "pool-bfloat16": partial(serving, 128, torch.bfloat16, v_first=False, checkpoints=True),
+    "pool-bfloat16-v-first": partial(serving, 128, torch.bfloat16, v_first=True, checkpoints=True),
+    "pool-64": partial(serving, 64, torch.float16, v_first=True, checkpoints=True),
+}
 CASES = {
     "packed": partial(problem_of, Case()),
     "packed-raw": partial(problem_of, Case(raw=True)),
@@ -45,32 +68,54 @@ CASES = {
     "training-64": partial(training, 64),
     "packed-256": partial(problem_of, Case(256)),
     "training-256": partial(training, 256),
+    "saving": partial(training, 128, saving=True),
+    "saving-64": partial(training, 64, saving=True),
+    "saving-256": partial(training, 256, saving=True),
 }
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
+SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
 def call_rates(case: str) -> None:
-    c, o, _, rates, solved = described(case)
+    c, o, _, rates, solved, _ = described(case)
     run_rates(c, o, rates, solved)
 
 
 def call_loop(case: str, t: Tile) -> None:
-    c, *outputs, solved = described(case)
-    run_loop(c, *outputs, solved and solved.A, t)
+    c, *outputs, solved, residual = described(case)
+    run_loop(c, *outputs, solved and solved.A, t, residual=residual)
+
+
+def call_pool(case: str, t: Tile) -> None:
+    p, x, slots = POOLS[case]()
+    c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
+    o, rates, walks = torch.empty_like(x.v), new_rates(p), new_walks(p)
+    run_rates(c, o, rates, None, walks, slots)
+    run_pool_loops(c, o, rates, walks, slots, t)
+
+
+def call_prompt(case: str, *, back: bool) -> None:
+    """Of a prompt that is alone, in segments; or what is behind them."""
+    p, x, slots = POOLS[case]()
+    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p)
+    run_hand_over(c, prompt, slots, back=back)
+    if not back:
+        run_prompt(c, torch.empty_like(x.v), new_rates(p), new_walk(p._replace(N=1), 128), prompt)
 
 
 def call_walk(case: str) -> None:
-    c, *outputs, _ = described(case)
-    run_walk(c, *outputs, new_walk(c.p, 128) if c.p.K == 128 else new_whole_walk(c.p))
+    c, *outputs, _, residual = described(case)
+    run_walk(c, *outputs, new_whole_walk(c.p) if c.p.K == 256 else new_walk(c.p, 128), residual)
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None]:
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     solved = Workspace(p, Solved).views()[0] if p.needs_grad else None
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved
+    residual = Workspace(p, Residual).views()[0] if p.disable_recompute else None
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, residual
 
 
 def launches(target: str) -> Iterator[Launch]:
@@ -79,8 +124,13 @@ def launches(target: str) -> Iterator[Launch]:
     for case in RATES:
         yield Launch(case, partial(call_rates, case))
     for case, made in CASES.items():
-        width = made()[0].K
-        for form, t in FORMS[width].items():
+        p = made()[0]
+        width, forms = p.K, SAVING_FORMS if p.disable_recompute else FORMS
+        for form, t in forms[width].items():
             yield Launch(f"{case}-{form}", partial(call_loop, case, t))
-        if width > 64:
-            yield Launch(f"{case}-segments" if width == 128 else f"{case}-whole", partial(call_walk, case))
+        yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
+    for name, back in (("pool-segments", False), ("pool-back", True)):
+        yield Launch(name, partial(call_prompt, "pool", back=back))
+    for case, described_pool in POOLS.items():
+        for form, t in FORMS[described_pool()[0].K].items():
+            yield Launch(f"{case}-{form}", partial(call_pool, case, t))

@@ -3,17 +3,18 @@
 from triton.experimental.gluon import language as gl
 
 C = gl.constexpr(64)  # tokens of a chunk
-WIDTH = gl.constexpr(128)  # K, and V
 # In registers: accumulators of one warp group, of which warp w holds rows 16 w to 16 w + 15.
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
 NARROW_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [64, 32]
-WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64, 128]
 BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]: a block for every warp
 # In shared memory, as wgmma and the copy engine take them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `launch.ragged` describes it
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
+ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `launch.pool` describes a pool of float32,
+ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # of 16 bits, with values in a row,
+ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # and with keys
 LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: more of them would not lie row by row
 PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 # Some numbers that roles tell each other.

@@ -12,7 +12,8 @@ Barriers: ``full``, ``vfull`` (q, k and rates, v have landed), ``xfull``, ``pful
 with A), ``done`` (the state has left the chunk, and all its slots are free; a ring shorter than NS asks for an earlier
 chunk's phase). What rates are, `rates` says.
 
-For the backward pass (KEEP) A goes to memory, too, as `solve` writes it: (I + diag(b) L)^{-1}. So b goes to R.
+For the backward pass (KEEP) A goes to memory, too, as `solve` writes it: (I + diag(b) L)^{-1}. So b goes to R. With
+SAVE so does what `scan` of the ``triton`` backend saves: S0 of every chunk, R (without b) and U.
 
 Every accumulator on its way is named where another one is waited for, or ptxas waits for all; and no role may want more
 registers than it has, or ptxas lets every wgmma of the kernel wait for itself (C7512, see ``flash-delta compile``).
@@ -27,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.inverse import invert
+from flash_delta.kernels.hopper.items import bounds, checkpoint, count_items, ends, first_slot
 from flash_delta.kernels.hopper.layouts import (
     BOX,
     HALF,
@@ -42,27 +44,7 @@ from flash_delta.kernels.hopper.layouts import (
     C,
 )
 from flash_delta.kernels.hopper.names import barrier, reinterpret, tma_load, tma_store
-from flash_delta.kernels.hopper.states import load_state, store_state
-
-
-@gluon.jit
-def bounds(item, cu_seqlens, T, HV: gl.constexpr, PACKED: gl.constexpr):
-    """Of an item of work: its sequence and value head, the sequence's first token and its length, in its batch row."""
-    n, hv = item // HV, item % HV
-    start, length = n * 0, n * 0 + T
-    if PACKED:
-        start = gl.minimum(gl.load(cu_seqlens + n).to(gl.int32), T)
-        length = gl.maximum(gl.minimum(gl.load(cu_seqlens + n + 1).to(gl.int32), T) - start, 0)
-    return n, hv, start, length
-
-
-@gluon.jit
-def first_slot(n, start, T, PACKED: gl.constexpr):
-    """Of a sequence's chunks, as in triton/chunk.py."""
-    slot = n * ((T + C - 1) // C)
-    if PACKED:
-        slot = start // C + n
-    return slot
+from flash_delta.kernels.hopper.states import apart_all, load_state, send, store_state
 
 
 @gluon.jit
@@ -79,15 +61,15 @@ def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr)
 
 @gluon.jit
 def load_role(
-    descs, tiles, bars, cu_seqlens, items, T, q_batch, k_batch, heads, group,
+    descs, tiles, bars, cu_seqlens, pool, items, T, q_batch, k_batch, heads, group,
     HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, r_desc = descs
     sq, sk, sr = tiles
     full, done = bars
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
         h, batch, slot = hv // group, n, first_slot(n, start, T, PACKED)
         if PACKED:
             batch = n * 0
@@ -108,13 +90,13 @@ def load_role(
 
 @gluon.jit
 def load_values_role(
-    v_desc, sv, bars, cu_seqlens, items, T, v_batch, heads, w,
+    v_desc, sv, bars, cu_seqlens, pool, items, T, v_batch, heads, w,
     HV: gl.constexpr, BV: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     vfull, done = bars
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
         batch = n
         if PACKED:
             batch = n * 0
@@ -138,7 +120,7 @@ def keep(desc, A, n, hv, start, c, T, HV: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit
 def factor_role(
-    a_desc, tiles, scratch, bars, cu_seqlens, items, T, which: gl.constexpr,
+    a_desc, tiles, scratch, bars, cu_seqlens, pool, items, T, which: gl.constexpr,
     HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
     NX: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -150,8 +132,8 @@ def factor_role(
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
     zero = gl.zeros([C, C], gl.float32, ROWS)
     first = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
         chunks = (length + C - 1) // C
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
@@ -213,9 +195,10 @@ def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
 
 @gluon.jit
 def state_role(
-    o_desc, tiles, so, sbar, bars, initial, final, cu_seqlens, items, T, w, v: gl.constexpr,
+    o_desc, tiles, so, sbar, bars, initial, final, saved, cu_seqlens, pool, items, T, w, v: gl.constexpr,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
-    KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr, PACKED: gl.constexpr,
+    KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sv, sr, sa, sp = tiles
     full, vfull, xfull, pfull, done = bars
@@ -223,13 +206,19 @@ def state_role(
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
+    PARTS: gl.constexpr = WIDTH // 64
+    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles that leave by way of ``so``, of a chunk
+    BUFFERS: gl.constexpr = 1 if SAVE else NO  # for the way of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-        if INITIAL:
-            S = load_state(initial, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, NO, WIDE_ROWS)
+        if pool is not None:
+            first, last = ends(item, pool, HV)
+            S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        elif INITIAL:
+            S = load_state(initial, None, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
         row = start + length
         if not PACKED:
             row += n * T
@@ -239,10 +228,18 @@ def state_role(
             mbarrier.wait(full.index(s), (t // NS) & 1)
             E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if SAVE:
+                head = (first_slot(n, start, T, PACKED) + token // C) * HV + hv
+                parts = apart_all(S.to(ty), PARTS)
+                for m in gl.static_range(PARTS):
+                    part = gl.convert_layout(parts[m], ROWS)
+                    send(saved[0], part, head * WIDTH + w + v, 64 * m, so, t * SENT + m, NO, False)
             mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)
             E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
+            if SAVE:
+                residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
             R = R.to(ty)
@@ -251,6 +248,8 @@ def state_role(
                 gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
             )
             U, O = warpgroup_mma_wait(1, deps=[U, O])
+            if SAVE:
+                send(saved[1], residual, head * C, w + v, so, t * SENT + PARTS, NO, True)
             O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
             weight = rate(sr, s, 6).load(ROWS)
@@ -266,17 +265,28 @@ def state_role(
                 mbarrier.arrive(pfull.index(x), count=1)
                 mbarrier.wait(pfull.index(x), (t // NX) & 1)
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            if SAVE:
+                send(saved[2], read, head * C, w + v, so, t * SENT + PARTS + 1, NO, True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             tma.store_wait(NO - 1)
             mbarrier.arrive(done.index(s), count=1)
-            out = so.index(t % NO)
+            out = so.index((t * SENT + SENT - 1) % NO)
             out.permute([1, 0]).store(O.to(ty))
             fence_async_shared()
             barrier()
             box = reinterpret(out, ty, [1, 1, C, 64], BOX)
             tma_store(o_desc, [RAGGED, row, RAGGED - length + token, hv * WIDTH + w + v], box)
             t += 1
-        store_state(final, S, item * WIDTH, w + v, so, WIDTH, V_FIRST, NO)
+            if pool is not None:  # noqa: SIM102 (else there is no length)
+                if len(pool) > 3:  # there are checkpoints
+                    slot = checkpoint(pool, n, token + C, length)
+                    if slot >= 0:
+                        store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+        if pool is not None:
+            if last >= 0:
+                store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+        else:
+            store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
 
 @gluon.jit
@@ -287,15 +297,21 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["items", "T", "q_batch", "k_batch", "v_batch", "group"])
+NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group"]
+POOL_NUMBERS = ["least", "most", "slots", "columns", "interval", "checkpoint_row", "checkpoint_column"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS + POOL_NUMBERS, do_not_specialize_on_alignment=["checkpoints"])
 def forward_loop(
-    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, initial, final, cu_seqlens, items, T, q_batch,
-    k_batch, v_batch, heads, group,
+    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
+    checkpoints, items, T, least, most, slots, columns, interval, checkpoint_row, checkpoint_column, q_batch, k_batch,
+    v_batch, heads, group,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    KEEP: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr,
-    NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
+    NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: states, by value head and then by sequence. K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
+    """``items``: states, by value head and then by sequence; with ``walks`` (walks.py) as many as that says, for a
+    launch that is for ``least`` to ``most`` sequences. K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
     w = gl.program_id(1) * BV
@@ -314,6 +330,12 @@ def forward_loop(
     vfull = barriers(NV, 1)
     xfull = barriers(NX, 1)
     pfull = barriers(NX, GROUPS)
+    saved, pool = (s_desc, e_desc, u_desc), None
+    if walks is not None:
+        gdc_launch_dependents()  # for `decode`, which needs nothing of this and runs in what it leaves free
+        pool = (walks, least, most)
+        if checkpoints is not None:
+            pool += (checkpoints, slots, columns, interval, checkpoint_row, checkpoint_column)
     factor_tiles, state_tiles = (sq, sk, sr, sa, sp), (sq, sk, sv, sr, sa, sp)
     factor_bars, state_bars = (full, xfull, done), (full, vfull, xfull, pfull, done)
     so2, sbar2, sM2, sD2 = so, sbar, sM, sD
@@ -328,27 +350,27 @@ def forward_loop(
     # The first role gets the registers that the others leave.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS,
+            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
                            GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, w, 0,
-                          HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, NS, NX, NV, NO, PACKED)),
-            (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, cu_seqlens, items, T, w,
-                          64, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, NS, NX, NV, NO, PACKED)),
-            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, items, T, q_batch, k_batch,
-                         heads, group, HV, WIDTH, NS, PACKED)),
-            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, items, T, v_batch, heads, w, HV, BV, NS, NV,
-                                PACKED)),
+            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, saved, cu_seqlens, pool, items, T,
+                          w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
+            (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, saved, cu_seqlens, pool, items,
+                          T, w, 64, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
+            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, pool, items, T, q_batch,
+                         k_batch, heads, group, HV, WIDTH, NS, PACKED)),
+            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, pool, items, T, v_batch, heads, w, HV, BV, NS,
+                                NV, PACKED)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, cu_seqlens, items, T, w, 0,
-                          HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, NS, NX, NV, NO, PACKED)),
-            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, items, T, 0, HV, FACTORS,
+            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, saved, cu_seqlens, pool, items, T,
+                          w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
+            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
                            GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (factor_role, (a_desc, factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, items, T, 1, HV, FACTORS,
+            (factor_role, (a_desc, factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, pool, items, T, 1, HV, FACTORS,
                            GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, items, T, q_batch, k_batch,
-                         heads, group, HV, WIDTH, NS, PACKED)),
-            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, items, T, v_batch, heads, w, HV, BV, NS, NV,
-                                PACKED)),
+            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, pool, items, T, q_batch,
+                         k_batch, heads, group, HV, WIDTH, NS, PACKED)),
+            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, pool, items, T, v_batch, heads, w, HV, BV, NS,
+                                NV, PACKED)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip

@@ -4,10 +4,10 @@ every segment starts from.
     load     k, rates and A of a chunk, of B v, too, into a ring of NS slots: one warp
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
 
-A program walks half of a segment's columns, two warp groups with 64 each: those of Phi, of a state that starts as the
-identity and meets no values, or those of B, which of a sequence's first segment is the state that it ends with. So the
-first segment needs no Phi, and the last one nothing. Phi that has become zero stays it: there its program ends, bit for
-bit as if it had gone on; those of Phi are launched first, so that others take their place.
+A program walks half of a segment's columns, two warp groups with 64 each, or of heads of 64 one: those of Phi, of a
+state that starts as the identity and meets no values, or those of B, which of a sequence's first segment is the state
+that it ends with. So the first segment needs no Phi, and the last one nothing. Phi that has become zero stays it: there
+its program ends, bit for bit as if it had gone on; those of Phi are launched first, so that others take their place.
 
 `compose` multiplies bfloat16 in two parts each, three products of four: 2^-16, where the walk itself rounds to 2^-9.
 """
@@ -26,11 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.factor import load_rates
-from flash_delta.kernels.hopper.layouts import FLAGS, LANES, LINES, ROWS, THREADS, TILE, WIDE_ROWS, WIDTH, C
+from flash_delta.kernels.hopper.layouts import FLAGS, LANES, LINES, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.loop import barriers, load_box, rate
 from flash_delta.kernels.hopper.names import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.segments import find_chunks
-from flash_delta.kernels.hopper.states import apart, load_state, store_state
+from flash_delta.kernels.hopper.states import apart_all, load_state, store_state
 from flash_delta.kernels.triton.chunk import bounds, follow, lead
 from flash_delta.kernels.triton.scan import load_state as load_rows
 from flash_delta.kernels.triton.scan import store_state as store_rows
@@ -52,7 +52,7 @@ def find_map(length, cu_seqlens, N, T, PACKED: gl.constexpr):
 @gluon.jit
 def load_role(
     descs, tiles, flags, bars, cu_seqlens, length, N, T, k_batch, v_batch, heads, group, HV,
-    NS: gl.constexpr, PACKED: gl.constexpr,
+    WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     k_desc, v_desc, r_desc, a_desc = descs
     sk, sv, sv2, sr, sa = tiles
@@ -76,7 +76,8 @@ def load_role(
             if keys == 0:
                 mbarrier.expect(bar, bytes + C * WIDTH * 2)
                 load_box(v_desc, row * v_batch + start, size, at, hv * heads[1], bar, sv.index(s), 64)
-                load_box(v_desc, row * v_batch + start, size, at, hv * heads[1] + 64, bar, sv2.index(s), 64)
+                if WIDTH == 128:
+                    load_box(v_desc, row * v_batch + start, size, at, hv * heads[1] + 64, bar, sv2.index(s), 64)
             else:
                 mbarrier.expect(bar, bytes)
             load_box(k_desc, row * k_batch + start, size, at, h * heads[0], bar, sk.index(s), WIDTH)
@@ -92,10 +93,12 @@ def load_role(
 @gluon.jit
 def map_role(
     tiles, so, sbar, flags, bars, initial, B_desc, Phi_desc, cu_seqlens, length, N, T, v, HV,
-    NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+    WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     sk, sv, sr, sa = tiles
     full, done = bars
+    WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
@@ -107,7 +110,8 @@ def map_role(
     S = gl.where((i + v + (1 - keys) * WIDTH) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
     if INITIAL:  # noqa: SIM102 (a constant, then a number)
         if (number == 0) & (keys == 0):
-            S = load_state(initial, (n * HV + gl.program_id(1)) * WIDTH, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
+            head = (n * HV + gl.program_id(1)) * WIDTH
+            S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -142,9 +146,9 @@ def map_role(
         leave(flags, v // 64, full, done, begin, chunks, NS)
     if chunks > 0:
         if keys == 0:
-            store_state(B_desc, S, index * WIDTH, v, so, WIDTH, True, 1)
+            store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
-            store_parts(Phi_desc, S, index * 2 * WIDTH + v, so)
+            store_parts(Phi_desc, S, index * 2 * WIDTH + v, so, WIDTH)
 
 
 @gluon.jit
@@ -161,19 +165,20 @@ def leave(flags, which, full, done, t, chunks, NS: gl.constexpr):
 
 
 @gluon.jit
-def store_parts(desc, S, row, so):
+def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
     """As two numbers of bfloat16 each, those of the first parts in the WIDTH rows before those of the second."""
     high = S.to(gl.bfloat16)
     low = (S - high.to(gl.float32)).to(gl.bfloat16)
-    parts = apart(high) + apart(low)
+    COUNT: gl.constexpr = WIDTH // 64
+    parts = apart_all(high, COUNT) + apart_all(low, COUNT)
     tile = reinterpret(so.index(0), gl.bfloat16, [64, 64], TILE)
-    for m in gl.static_range(4):
+    for m in gl.static_range(2 * COUNT):
         tma.store_wait(0)
         barrier()
         tile.store(gl.convert_layout(parts[m], ROWS))
         fence_async_shared()
         barrier()
-        tma_store(desc, [row + m // 2 * WIDTH, m % 2 * 64], tile)
+        tma_store(desc, [row + m // COUNT * WIDTH, m % COUNT * 64], tile)
     tma.store_wait(0)
 
 
@@ -181,36 +186,49 @@ def store_parts(desc, S, row, so):
 def find_maps(
     k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, cu_seqlens, length, N, T, k_batch, v_batch, heads,
     group, HV,
-    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+    NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments, HV, 2)."""
+    GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-    sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+    sv2 = sv
+    if GROUPS == 2:
+        sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [1, C, C], TILE)
-    so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
-    sbar, sbar2, full, done = barriers(1, 1), barriers(1, 1), barriers(NS, 1), barriers(NS, 2)
+    so2 = so
+    if GROUPS == 2:
+        so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+    sbar, sbar2, full, done = barriers(1, 1), barriers(1, 1), barriers(NS, 1), barriers(NS, GROUPS)
     flags = gl.allocate_shared_memory(gl.int32, [3, 32], FLAGS)  # Phi is zero, one per group; where the loads end
     flags.index(0).store(gl.full([32], 0, gl.int32, THREADS))
-    flags.index(1).store(gl.full([32], 0, gl.int32, THREADS))
+    flags.index(1).store(gl.full([32], 2 - GROUPS, gl.int32, THREADS))  # a group that is not there
     flags.index(2).store(gl.full([32], NEVER, gl.int32, THREADS))
     fence_async_shared()
     barrier()
     first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
     left, right = (sk, sv, sr, sa), (sk, sv2, sr, sa)
-    gl.warp_specialize([
-        (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
-                    HV, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-        (map_role, (right, so2, sbar2, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T,
-                    first + 64, HV, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-        (load_role, ((k_desc, v_desc, r_desc, a_desc), (sk, sv, sv2, sr, sa), flags, (full, done), cu_seqlens, length,
-                     N, T, k_batch, v_batch, heads, group, HV, NS, PACKED)),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
+                        HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (map_role, (right, so2, sbar2, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T,
+                        first + 64, HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (load_role, ((k_desc, v_desc, r_desc, a_desc), (sk, sv, sv2, sr, sa), flags, (full, done), cu_seqlens,
+                         length, N, T, k_batch, v_batch, heads, group, HV, WIDTH, NS, PACKED)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
+                        HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (load_role, ((k_desc, v_desc, r_desc, a_desc), (sk, sv, sv2, sr, sa), flags, (full, done), cu_seqlens,
+                         length, N, T, k_batch, v_batch, heads, group, HV, WIDTH, NS, PACKED)),
+        ], [1], [24])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "T", "length", "HV"])

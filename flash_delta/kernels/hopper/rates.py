@@ -8,35 +8,51 @@ with the reciprocal lengths r of q and k (1 without a norm). G is summed in floa
 is 0 in float32: so |G| stays below 2^14 and its differences resolve 2^-10 after 64 such tokens. Rows behind the end of
 a sequence get b = 0 and no decay. What lies behind the last sequence of a packed row is written here, as zeros.
 For the backward pass also what `solve` writes but A: vectors, and with a norm ``norms``, of p as of k.
+On a pool (``walks``) the first program lists the sequences that the loop walks, padding is written as zeros like what
+lies behind the last one, and of what `decode` has run nothing is written.
 Grid (slots, HV / HEADS): HEADS value heads of a program, with a norm those of one key head.
 """
 
 import triton
 import triton.language as tl
 
+from flash_delta.kernels.hopper.walks import find_slots, is_short, list_walks
 from flash_delta.kernels.triton.activation import softplus, strength
 from flash_delta.kernels.triton.chunk import find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.triton.solve import reciprocal_lengths
 
 LEAST = tl.constexpr(-128.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
+NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
 
-@triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch"])
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, vectors, norms, N, T, scale, beta_top, q_strides, k_strides,
-    g_batch, g_strides, beta_batch, beta_strides,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, vectors, norms, walks, read_indices, write_indices,
+    has_initial_state, N, T, slots, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch,
+    g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
+    tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
+    if walks is not None:  # noqa: SIM102 (a constant, then a number)
+        if slot + first == 0:
+            list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if token >= stop:
         return
-    if n >= N:
+    empty = n >= N
+    if walks is not None:
+        if is_short(n, cu_seqlens, N, T, SHORT):
+            return
+        _, _, well = find_slots(tables, tl.minimum(n, N - 1), slots)
+        empty = empty | (well == 0)
+    if empty:
         strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
         for member in range(HEADS):
             rows = rows_of(o, strides, row, first + member)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from flash_delta.kernels.triton import tiles as triton
 from flash_delta.kernels.triton.tiles import Chip
-from flash_delta.problem import Problem
+from flash_delta.problem import SHORT, Problem
 
 
 class Tile(NamedTuple):
@@ -20,17 +20,22 @@ class Tile(NamedTuple):
 
 WIDE, NARROW = Tile(2, 1, 4, 2, 2, 1, 200), Tile(1, 2, 4, 3, 2, 2, 136)
 SLIM = Tile(1, 2, 4, 4, 4, 1, 144)  # of heads of 64: a whole state in one warp group
+# What is saved of every chunk (loop.SAVE) leaves by way of o's buffers: more of them, for less of other rings. WIDE has
+# neither room nor registers for it (Triton 3.9: C7512).
+SAVING = {64: Tile(1, 2, 4, 4, 4, 4, 144), 128: Tile(1, 2, 4, 2, 2, 3, 128)}
 RATES, RATES_OF_ROWS = (
     triton.Tile(1, 3),
     triton.Tile(4, 3),
 )  # `rates` of gates alone, and with rows: norms, or wide ones of zeros
 
 
-def tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[Tile, ...]:
+def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[Tile, ...]:
     """Half a state per program as long as all can run at once: 1.8 us a chunk on an H200, for 3.1 with a whole one.
 
-    ``every``: all that other numbers of states choose.
+    ``every``: all that other numbers of states choose; ``saving``: what chunks leave goes to memory.
     """
+    if saving:
+        return (SAVING[p.K],)
     if p.K == 64:
         return (SLIM,)
     if every:
@@ -39,9 +44,44 @@ def tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[Tile, ...]:
     return (NARROW if programs <= chip.processors else WIDE,)
 
 
+ANY = 2**30
+
+
+class PoolLoop(NamedTuple):
+    """One launch of the loop on a pool: for ``least`` to ``most`` prompts, of which so many have programs at once."""
+
+    tile: Tile
+    sequences: int
+    least: int = 0
+    most: int = ANY
+
+
+def pool_loops(p: Problem, chip: Chip, *choice: Tile, every: bool) -> tuple[PoolLoop, ...]:
+    """Only the device knows how many sequences are prompts: as in ``triton/walkers.py`` there is a launch for every
+    tile that so many may choose, and one finds that it is meant. With ``max_prompts`` the caller says how many there
+    are at the most, with ``batch_invariant`` it must not matter: then it is one launch."""
+    if p.K == 64 or p.batch_invariant:
+        choice = choice or ((SLIM,) if p.K == 64 else (NARROW,))
+    if choice or every:
+        return tuple(PoolLoop(t, max(1, p.N)) for t in choice or (WIDE, NARROW))
+    bound = min(p.N, p.T // (SHORT + 1))
+    promised = max(1, bound if p.max_prompts is None else min(bound, p.max_prompts))
+    together = chip.processors // (2 * p.HV)
+    if promised <= together:
+        return (PoolLoop(NARROW, promised),)
+    if together == 0 or p.max_prompts is not None:
+        return (PoolLoop(WIDE, promised),)
+    return PoolLoop(NARROW, together, 0, together), PoolLoop(WIDE, promised, together + 1)
+
+
 # Of the kernels of a walk in segments.
 FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
 MEMBERS = 2  # value heads at most that it walks for one k
-MAPS = {"NS": 4, "REGISTERS": 216}
+MAPS = {64: {"NS": 4, "REGISTERS": 216}, 128: {"NS": 4, "REGISTERS": 216}}
 COMPOSE = triton.Tile(8, 3, 16)
-WALKS = {128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}  # by the width of heads
+HAND_OVER = triton.Tile(4, 3, 4096)
+WALKS = {
+    64: {"NS": 4, "REGISTERS": 200},
+    128: {"NS": 3, "REGISTERS": 192},
+    256: {"NS": 2, "REGISTERS": 256},
+}  # by the width of heads

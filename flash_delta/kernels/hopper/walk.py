@@ -1,5 +1,5 @@
 """A walk in segments, side by side, from the states that `compose` has written (maps.py), A at hand (factor.py).
-With KEEP b is not in A, and goes to R.
+With KEEP b is not in A, and goes to R; with SAVE S0 of every chunk, R (without b) and U go to memory, as in `loop`.
 
     load     q, k, rates, A and v of a chunk into a ring of NS slots: one warp
     score    P into a ring of two slots
@@ -26,7 +26,7 @@ from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.loop import barriers, load_box, rate
 from flash_delta.kernels.hopper.names import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.segments import find_chunks
-from flash_delta.kernels.hopper.states import load_state, store_state
+from flash_delta.kernels.hopper.states import apart_all, load_state, send, store_state
 
 SCORES = gl.constexpr(2)  # slots of the ring of P
 
@@ -86,9 +86,9 @@ def score_role(tiles, bars, cu_seqlens, length, N, T, NS: gl.constexpr, PACKED: 
 
 @gluon.jit
 def state_role(
-    o_desc, tiles, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, v, HV,
+    o_desc, saved, tiles, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, v, HV,
     WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr,
-    PACKED: gl.constexpr, KEEP: gl.constexpr,
+    PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
     sq, sk, sv, sr, sa, sp = tiles
     full, pfull, done = bars
@@ -99,13 +99,15 @@ def state_role(
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
     slot, hv = gl.program_id(0), gl.program_id(1)
-    n, row, start, size, token, chunks, _, _, last = find_chunks(length, cu_seqlens, N, T, PACKED)
+    n, row, start, size, token, chunks, chunk, _, last = find_chunks(length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
+    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # of a state that is saved, by way of ``so``
+    SENT: gl.constexpr = PARTS + 3 if SAVE else 1
     gdc_wait()
     if (chunks > 0) | last:
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if INITIAL:
-            S = load_state(starts, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
+            S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
         for t in range(chunks):
             s, x = t % NS, t % SCORES
             if STAGED:
@@ -113,6 +115,8 @@ def state_role(
                 fence_async_shared()
                 barrier()
                 before = sb
+                if SAVE:
+                    tma_store(saved[0], [((chunk + t) * HV + hv) * WIDTH + v, 0], sb)
             else:
                 before = gl.convert_layout(S.to(ty), operand)
             mbarrier.wait(full.index(s), (t // NS) & 1)
@@ -121,9 +125,17 @@ def state_role(
                 E = warpgroup_mma_wait(0, deps=[E])
             else:
                 O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                if SAVE:
+                    parts = apart_all(S.to(ty), PARTS)
+                    for m in gl.static_range(PARTS):
+                        part = gl.convert_layout(parts[m], ROWS)
+                        at = ((chunk + t) * HV + hv) * WIDTH + v
+                        send(saved[0], part, at, 64 * m, so, t * SENT + m, NO, False)
                 E, O = warpgroup_mma_wait(0, deps=[E, O])
             R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
+            if SAVE:
+                residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
             R = gl.convert_layout(R.to(ty), operand)
@@ -133,6 +145,8 @@ def state_role(
             else:
                 O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
+            if SAVE:
+                send(saved[1], residual, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
             if STAGED:
                 U, O = warpgroup_mma_wait(1, deps=[U, O])
             else:
@@ -145,27 +159,29 @@ def state_role(
                 O *= rate(sr, s, 5).load(ROWS)
             mbarrier.wait(pfull.index(x), (t // SCORES) & 1)
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            if SAVE:
+                send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + 1, NO, True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             mbarrier.arrive(done.index(s), count=1)
-            tma.store_wait(0)
+            tma.store_wait(NO - 1)
             barrier()
-            out = so.index(0)
+            out = so.index((t * SENT + SENT - 1) % NO)
             out.permute([1, 0]).store(O.to(ty))
             fence_async_shared()
             barrier()
             box = reinterpret(out, ty, [1, 1, C, 64], BOX)
             tma_store(o_desc, [RAGGED, row, RAGGED - size + token + t * C, hv * WIDTH + v], box)
         if last:
-            store_state(final, S, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
+            store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"])
 def walk(
-    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, starts, final, cu_seqlens, length, N, T, q_batch, k_batch,
-    v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
-    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, e_desc, u_desc, starts, final, cu_seqlens, length, N, T,
+    q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
+    NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     ty: gl.constexpr = k_desc.dtype
@@ -175,7 +191,8 @@ def walk(
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
-    so = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+    NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
+    so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar = barriers(1, 1)
     full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
     sv2, so2, sbar2, sb = sv, so, sbar, so
@@ -183,28 +200,29 @@ def walk(
         sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-        so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+        so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         sbar2 = barriers(1, 1)
     fence_async_shared()
     barrier()
     left, right = (sq, sk, sv, sr, sa, sp), (sq, sk, sv2, sr, sa, sp)
-    bars = (full, pfull, done)
+    bars, saved = (full, pfull, done), (s_desc, e_desc, u_desc)
     if GROUPS == 2:
         first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
         gl.warp_specialize([
             (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
-            (state_role, (o_desc, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, first, HV, WIDTH,
-                          NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP)),
-            (state_role, (o_desc, right, so2, sb, sbar2, bars, starts, final, cu_seqlens, length, N, T, first + 64, HV,
-                          WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP)),
+            (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, first, HV,
+                          WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
+            (state_role, (o_desc, saved, right, so2, sb, sbar2, bars, starts, final, cu_seqlens, length, N, T,
+                          first + 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
             (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
                          length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
-            (state_role, (o_desc, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T,
-                          gl.program_id(2) * 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP)),
+            (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T,
+                          gl.program_id(2) * 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE,
+                          NO)),
             (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
                          length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -1,0 +1,225 @@
+"""The Hopper backend's prefill: on a GPU of that kind, or `rates` and `decode` in Triton's interpreter and the loop
+emulated."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
+from serving_truth import slots
+
+from flash_delta.kernels.hopper import backend, launch, launch_segments
+from flash_delta.kernels.hopper.split import may_split_prompt, split_prompt
+from flash_delta.kernels.hopper.tiles import ANY, NARROW, SLIM, WIDE, PoolLoop, pool_loops
+from flash_delta.kernels.triton import launcher
+from flash_delta.kernels.triton.tiles import Chip
+from flash_delta.ops.serving import _run
+from flash_delta.problem import Problem
+from tests.gluon_emulator import emulated
+from tests.gluon_emulator import launch as emulate
+
+DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
+runs = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="asks a Hopper GPU or the interpreter"
+)
+LENGTHS = (70, 1, 0, 130, 17, 16, 64)
+TINY = {"H": 1, "HV": 2, "K": 64, "V": 64, "dtype": torch.bfloat16, "device": DEVICE}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Without a GPU backend "hopper" with its loop emulated, on three multiprocessors. A function that says in which
+    forms it was launched since it was asked before."""
+    _run._remembered.clear()
+    if DEVICE == "cuda":
+        yield lambda: None
+        return
+    noted = []
+
+    class Kernel:
+        def __init__(self, module, name):
+            self.kernel = getattr(emulated("flash_delta.kernels.hopper", module), name)
+
+        def __getitem__(self, grid):
+            options = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")
+
+            def run_kernel(*arguments, **constants):
+                noted.append(constants.get("GROUPS"))
+                emulate(self.kernel, grid, *arguments, **{n: v for n, v in constants.items() if n not in options})
+
+            return run_kernel
+
+    monkeypatch.setattr(launch, "forward_loop", Kernel("loop", "forward_loop"))
+    for module, name in (("factor", "factor"), ("maps", "find_maps"), ("walk", "walk")):
+        monkeypatch.setattr(launch_segments, name, Kernel(module, name))
+    monkeypatch.setattr(launcher, "chip_of", lambda device: Chip("interpreter", 3))
+    load = _run.load_backend
+    monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
+    choose = _run.choose_backend
+    monkeypatch.setattr(_run, "choose_backend", lambda p, wish: wish if wish == "hopper" else choose(p, wish))
+
+    def forms():
+        found = noted[:]
+        noted.clear()
+        _run._remembered.clear()
+        return found
+
+    yield forms
+    _run._remembered.clear()
+
+
+def mixed(**changes):
+    """Prompts beside decoding rows and rows that are none, with checkpoints, and NaN behind all."""
+    x = make_prefill("gdn-raw", LENGTHS, behind=9, slots=40, **(TINY | changes))
+    table = [[16 + 3 * n, 17 + 3 * n, 18 + 3 * n] for n in range(len(LENGTHS))]
+    table[3][1] = -1
+    x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 64}
+    x["has_initial_state"] = slots([1, 1, 0, 0, 1, 0, 1], x).bool()
+    for name in TOKENS:
+        x[name][:, sum(LENGTHS) :] = float("nan")
+    return x
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_against_the_recurrence(launched, pool, v_first, batch_invariant):
+    check("gdn-raw", mixed(pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}, "hopper")
+    assert launched() in (None, [1])
+
+
+@runs
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_of_128(launched, pool):
+    """Few prompts run in halves, others whole: of the launches one finds that it is meant."""
+    x = mixed(pool=pool, K=128, V=128, HV=1)
+    few = make_prefill("gdn-raw", (3, 66, 1, 2), **(TINY | {"HV": 1, "K": 128, "V": 128}))
+    for call, forms in ((x, [1, 2]), (x | {"max_prompts": 4}, [2]), (few, [1, 2])):
+        check("gdn-raw", call, "hopper")
+        assert launched() in (None, forms)
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_is_no_slot_is_padding(launched, batch_invariant):
+    """Whatever the indices are; a sequence that starts from zeros needs no slot to read."""
+    x = mixed() | {"batch_invariant": batch_invariant}
+    x["read_indices"] = slots([-1, 2**31 + 5, 2, -(2**40), 40, 2**40, 6], x)
+    x["write_indices"] = slots([7, 8, -3, 10, 11, 12, 2**33 + 1], x)
+    x["checkpoint_indices"] = x["checkpoint_indices"].long()
+    x["checkpoint_indices"][3] = slots([2**32 + 3, 39, -(2**35)], x)
+    check("gdn-raw", x, "hopper")
+
+
+@runs
+def test_slots_with_gaps_and_indices_with_strides(launched):
+    """And no slot to write."""
+    x = mixed()
+    pool = torch.randn(40, 2 * 64 * 64 + 24, device=DEVICE)[:, :-24].view(40, 2, 64, 64)
+    check("gdn-raw", x | {"state_pool": pool}, "hopper")
+    assert launched() in (None, [1])
+    x |= {"write_indices": None, "read_indices": x["read_indices"].repeat_interleave(2)[::2]}
+    x["checkpoint_indices"] = x["checkpoint_indices"].T.contiguous().T
+    check("gdn-raw", x, "hopper")
+
+
+@runs
+def test_nothing_is_written_behind_and_between(launched):
+    """What lies between slots keeps its bits."""
+    x, size = mixed(), 2 * 64 * 64
+    store = torch.randn(40, size + 8, device=DEVICE)
+    before = store.clone()
+    x["state_pool"] = store[:, :size].view(40, 2, 64, 64)
+    OPS["gdn-raw"](**x, backend="hopper")
+    assert torch.equal(store[:, size:], before[:, size:])
+    assert not torch.equal(store, before)
+
+
+@runs
+@pytest.mark.parametrize("lengths", [(), (0, 0), (5, 0, 3), (0, 90)])
+def test_nothing_to_do(launched, lengths):
+    check("gdn", make_prefill("gdn", lengths, behind=20, slots=8, **TINY), "hopper")
+
+
+@runs
+def test_a_sequence_alone_gives_its_bits(launched):
+    """And cut at 64, too, from a float32 checkpoint."""
+    x = mixed() | {"batch_invariant": True}
+    o, pool = run("gdn-raw", x, "hopper")
+    for n in (0, 3, 4):
+        start, stop = x["cu_seqlens"][n : n + 2].tolist()
+        alone, alone_pool = run("gdn-raw", sequence(x, n), "hopper")
+        assert torch.equal(alone, o[:, start:stop])
+        assert torch.equal(alone_pool[7 + n], pool[7 + n])
+    rest = sequence(x, 0) | {name: x[name][:, 64:70] for name in TOKENS} | {"cu_seqlens": bounds([6], x)}
+    rest |= {"state_pool": pool, "read_indices": slots([16], x), "has_initial_state": None}
+    o_rest, after = run("gdn-raw", rest | {"checkpoint_indices": None, "checkpoint_every": None}, "hopper")
+    assert torch.equal(o_rest, o[:, 64:70])
+    assert torch.equal(after[7], pool[7])
+
+
+@runs
+@pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
+@pytest.mark.parametrize(
+    ("length", "changes"),
+    [
+        (200, {}),
+        (200, {"K": 64, "V": 64}),
+        (130, {"has_initial_state": [0], "read_indices": [-1], "pool": torch.bfloat16}),
+        (200, {"pool": torch.float16, "write_indices": None}),
+        (200, {"write_indices": [4]}),
+        (70, {"read_indices": [-1]}),
+        (16, {"write_indices": [0]}),
+        (0, {}),
+    ],
+)
+def test_a_prompt_alone_in_segments(launched, monkeypatch, length, changes, v_first):
+    """Three of them, of 64 tokens; what is no slot, and what `decode` runs."""
+    monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
+    monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
+    pool = changes.get("pool", torch.float32)
+    shape = TINY | {"K": changes.get("K", 128), "V": changes.get("V", 128), "pool": pool, "v_first": v_first}
+    x = make_prefill("gdn-raw", (length,), behind=9, **shape)
+    for name in ("read_indices", "write_indices", "has_initial_state"):
+        if name in changes:
+            x[name] = changes[name] and slots(changes[name], x)
+    if "has_initial_state" in changes:
+        x["has_initial_state"] = x["has_initial_state"].bool()
+    check("gdn-raw", x, "hopper")
+    assert launched() in (None, [None, None, shape["K"] // 64])
+
+
+def test_which_prompts_are_split():
+    """One that is alone, where it may be another rounding."""
+    p = Problem(
+        "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0), "scalar",
+        "decayed", 1.0, packed=True, pool=torch.float32,
+    )  # fmt: skip
+    assert split_prompt(p, 132) == 2048
+    assert split_prompt(p._replace(T=512), 132) is None
+    for changes in ({"N": 2}, {"batch_invariant": True}, {"checkpoint_every": 64}, {"K": 256, "V": 256}):
+        assert split_prompt(p._replace(**changes), 132) is None
+        assert may_split_prompt(p._replace(**changes), 132) == ("N" in changes)
+
+
+def test_launches_for_the_prompts_that_there_may_be():
+    p = Problem(
+        "prefill_gated_delta_rule", 1, 64 + 2048, 16, 32, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0),
+        "scalar", "decayed", 1.0, packed=True, pool=torch.float32,
+    )  # fmt: skip
+
+    def launches(processors=132, every=False, **changes):
+        return pool_loops(p._replace(**changes), Chip("sm_90", processors), every=every)
+
+    assert launches() == (PoolLoop(NARROW, 2, 0, 2), PoolLoop(WIDE, 65, 3))
+    assert launches(max_prompts=1) == (PoolLoop(NARROW, 1),)
+    assert launches(max_prompts=40) == (PoolLoop(WIDE, 40),)
+    assert launches(max_prompts=0) == launches(T=16) == launches(N=1) == (PoolLoop(NARROW, 1),)
+    assert launches(HV=256) == (PoolLoop(WIDE, 65),)
+    assert launches(batch_invariant=True) == (PoolLoop(NARROW, 65),), "the same form for any number"
+    assert launches(K=64, V=64) == (PoolLoop(SLIM, 65),)
+    assert launches(every=True) == (PoolLoop(WIDE, 65, 0, ANY), PoolLoop(NARROW, 65, 0, ANY))
