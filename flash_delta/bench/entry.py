@@ -28,7 +28,7 @@ from flash_delta.testing import (
 ROUND_S = 0.5  # that one round of samples may take
 SAMPLES = 12  # of a round, if they fit
 LENGTHS = 1000  # random ones
-LENGTHS_S = 60.0  # after which the rest of them are left out
+LENGTHS_S = 20.0  # after which the rest of them are left out
 REPLAY_DIFFERS = (
     1e-3  # relative L2; a library need not repeat itself bitwise, but a graph must not replay stale numbers
 )
