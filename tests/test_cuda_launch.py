@@ -104,9 +104,10 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
     return taken(fake)
 
 
-def step_of(compiled, q, bounds):
+def step_of(compiled, q, bounds, memory=None):
+    """``memory``: what q is a part of."""
     plan = again.Plan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
-    return again._step(compiled, plan, (q, bounds))
+    return again._step(compiled, plan, (q if memory is None else memory, bounds))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -122,6 +123,18 @@ def test_the_driver_gets_what_tritons_launcher_hands_over(fake, overlaps):
         assert got == launched_by_triton(fake, compiled, stream, first, bounds)
         assert len(got) == 28 + 8 + 4 + 8 * overlaps + sum(BYTES)
     assert len(replay.frames) == 1
+
+
+def test_descriptors_and_pointers_into_a_workspace(fake):
+    """They move with it."""
+    compiled, bounds = kernel(), torch.empty(4, dtype=torch.int32)
+    driver.active.get_current_stream = lambda index: 77
+    memories = [torch.empty(256 + 640 * 128 * 2, dtype=torch.uint8) for _ in range(2)]
+    parts = [memory[256:].view(torch.bfloat16).view(640, 128) for memory in memories]
+    replay = cuda.Replay([step_of(compiled, parts[0], bounds, memories[0])])
+    for n in (0, 1, 0):
+        replay.launch(DEVICE, (memories[n],), (bounds,))
+        assert taken(fake) == launched_by_triton(fake, compiled, 77, parts[n], bounds)
 
 
 def at(start):

@@ -313,40 +313,33 @@ PAST = {
 }
 
 
+def check_gradients(width, name, dtype, **options):
+    """Forward here, backward by the Triton backend's kernels: twice the same, and near the recurrence."""
+    member, case = MEMBERS["gdn"], of_width(width, BY_NAME[name])
+    want = truth(member, make_inputs(case, member, dtype))
+    with products_in(dtype):
+        reference = run(member, make_inputs(case, member, dtype), "torch")
+    got, same = (run(member, make_inputs(case, member, dtype, "cuda") | options, "hopper") for _ in range(2))
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        limit *= 2 if tensor in PAST.get((width, name, dtype), ()) else 1
+        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
+        assert torch.equal(got[tensor], same[tensor]), tensor
+
+
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*FORMS, *OPTIONS, "in-kernel-strong", "zero-beta", "zero-keys"])
 def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
-    """Forward here, backward by the Triton backend's kernels."""
     take(monkeypatch, form)
-    member, case = MEMBERS["gdn"], of_width(form[0], BY_NAME[name])
-    want = truth(member, make_inputs(case, member, dtype))
-    with products_in(dtype):
-        reference = run(member, make_inputs(case, member, dtype), "torch")
-    got, same = (run(member, make_inputs(case, member, dtype, "cuda"), "hopper") for _ in range(2))
-    for tensor, value in want.items():
-        limit = allowed(relative_error(reference[tensor], value), dtype)
-        limit *= 2 if tensor in PAST.get((form[0], name, dtype), ()) else 1
-        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
-        assert torch.equal(got[tensor], same[tensor]), tensor
+    check_gradients(form[0], name, dtype)
 
 
 @needs_hopper
 @pytest.mark.parametrize("name", ["ragged", "packed", "no-initial-state", "in-kernel-packed", "one-token"])
 def test_gradients_of_states_that_forward_has_saved(monkeypatch, name, form):
-    """With ``disable_recompute``."""
     take(monkeypatch, form)
-    member, case, dtype = MEMBERS["gdn"], of_width(form[0], BY_NAME[name]), torch.bfloat16
-    want = truth(member, make_inputs(case, member, dtype))
-    with products_in(dtype):
-        reference = run(member, make_inputs(case, member, dtype), "torch")
-    calls = (make_inputs(case, member, dtype, "cuda") | {"disable_recompute": True} for _ in range(2))
-    got, same = (run(member, x, "hopper") for x in calls)
-    for tensor, value in want.items():
-        limit = allowed(relative_error(reference[tensor], value), dtype)
-        limit *= 2 if tensor in PAST.get((form[0], name, dtype), ()) else 1
-        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
-        assert torch.equal(got[tensor], same[tensor]), tensor
+    check_gradients(form[0], name, torch.bfloat16, disable_recompute=True)
 
 
 @needs_hopper

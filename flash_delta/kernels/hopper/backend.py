@@ -2,8 +2,9 @@
 
 `rates` sums up the gates; one kernel does the rest (`loop`), inverse and all. Long sequences on few heads are walked in
 segments, side by side (split.py): `factor`, `find_maps`, `compose`, `walk`. Heads of 256, whose states and chunks leave
-no room for an inverse beside them, take `factor` and a `walk` of whole sequences. Whatever it cannot run, ``triton``
-does, and so it does the backward pass: for that, forward saves what `solve` of that backend would have written.
+no room for an inverse beside them, take `factor` and a `walk` of whole sequences. Prompts on a pool are walked by the
+loop, from slot to slot, or one that is alone in segments (hand_over.py). Whatever it cannot run, ``triton`` does, and
+so it does the backward pass: for that, forward saves what kernels of that backend would have written.
 """
 
 import torch

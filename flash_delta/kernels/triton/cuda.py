@@ -74,11 +74,11 @@ class Config(ctypes.Structure):  # CUlaunchConfig
 
 
 class Inner(ctypes.Structure):  # this and what follows: as in known.c
-    _fields_ = (("tensor", ctypes.c_int64), ("offset", ctypes.c_uint64))
+    _fields_ = (("word", ctypes.c_int64), ("offset", ctypes.c_uint64))
 
 
 class Moved(ctypes.Structure):
-    _fields_ = (("tensor", ctypes.c_int64), ("address", ctypes.c_uint64), ("place", ctypes.c_void_p))
+    _fields_ = (("word", ctypes.c_int64), ("address", ctypes.c_uint64), ("place", ctypes.c_void_p))
 
 
 class Launch(ctypes.Structure):
