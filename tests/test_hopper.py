@@ -137,8 +137,10 @@ def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first
         "16 heads of 64 are too few to keep the multiprocessors busy with one walk each")  # fmt: skip
 
 
-def test_prompts_on_a_pool_are_left_to_triton(on_a_card):
-    assert choice.hesitation(problem(pool=torch.float32)).startswith("its prefill is for those who ask for it")
+def test_prompts_of_few_heads_are_left_to_triton(on_a_card):
+    p = problem(HV=16, pool=torch.float32)
+    assert choice.hesitation(p) == ("16 heads are too few to keep the multiprocessors busy, and few prompts are split")
+    assert choice.hesitation(p._replace(HV=24)) is None
 
 
 def test_a_choice_is_made_once_for_calls_that_are_alike(on_a_card, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from flash_delta.problem import Problem
 
 HEADS = 0.2  # of 64 numbers, per multiprocessor: from there on its programs keep the card busy
+PROMPT_HEADS = 0.18  # of a prompt on a pool (docs/notes)
 
 
 def hesitation(p: Problem) -> str | None:
@@ -21,8 +22,8 @@ def hesitation(p: Problem) -> str | None:
         return "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
     if p.K == 64 and HEADS * _processors(p.device.index) > p.HV:
         return f"{p.HV} heads of 64 are too few to keep the multiprocessors busy with one walk each"
-    if p.pool is not None:
-        return "its prefill is for those who ask for it: some of the tests have not passed on a GPU yet"
+    if p.pool is not None and PROMPT_HEADS * _processors(p.device.index) > p.HV:
+        return f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     return None
 
 
