@@ -41,7 +41,7 @@ def run_rates(
     """With ``s``, what the backward pass needs, too; with ``walks``, for states in ``slots``."""
     p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
-    heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4, 8, 16) if p.HV % n == 0)
+    heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
     scalars = (
         p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables),
         p.scale, p.beta_range, x.q.stride(), x.k.stride(), *row_and_others(x.g), *row_and_others(x.beta)

@@ -115,7 +115,7 @@ def launches(target: str) -> Iterator[Launch]:
     for name, case in DECODINGS.items():
         yield Launch(name, partial(call_decode, case))
     for name in ("decode-gdn-128-v-first-float32", "decode-gdn-128-v-first-bfloat16"):
-        yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW))
+        yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW[DECODINGS[name].dtype.itemsize]))
     for name, case in PREFILLS.items():
         yield Launch(name, partial(call_prefill, case))
         p, _ = problem_of(case.model)

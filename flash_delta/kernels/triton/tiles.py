@@ -252,9 +252,12 @@ DECODE = {
     (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 64)),
     (False, 2): (Tile(1, 1, 32), Tile(2, 1, 64), Tile(4, 1, 64)),
 }
+# Of one token, with values first and K from 65 to 128 in float32: with so many registers a thread 32 programs share a
+# processor of Hopper, the most that can, instead of 28. Of several tokens it would spill.
+ONE_TOKEN_REGISTERS = 64
 # Of few rows with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
-# And how many they may be for each processor, by the bytes of a number in the pool.
-FEW, FEW_PROGRAMS = Tile(1, 1, 4), {4: 32, 2: 8}
+# By the bytes of a number in the pool; and how many columns they may be for each processor.
+FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(2, 1, 8)}, {4: 128, 2: 32}
 
 # A head's whole state in one program, by the bytes of a number in the pool and whether there is a decay per channel:
 # numbers a warp, and registers a thread at most where measured.
@@ -267,10 +270,13 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     channel, size = p.gate == "channel", p.pool.itemsize
     if not p.taps and p.eps is None:
         usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
-        if channel or not p.state_v_first or not 64 < p.K <= 128 or p.V <= 64:
+        usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
+        if usual_heads and one_token and size == 4 and family(chip.target) == "sm_90":
+            usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
+        if channel or not usual_heads or p.V <= 64:
             return (usual,)
-        few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_PROGRAMS[size] * FEW.BV * chip.processors
-        return (FEW, usual) if every else (FEW if few else usual,)
+        few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS[size] * chip.processors
+        return (FEW[size], usual) if every else (FEW[size] if few else usual,)
     K, V = (max(16, next_power_of_2(width)) for width in (p.K, p.V))
     numbers, registers = WHOLE[size, channel]
     return (Tile(max(1, K * V // numbers), 1, V, registers=registers if family(chip.target) == "sm_90" else None),)
