@@ -13,7 +13,7 @@ from flash_delta.layers import MixerState
 from flash_delta.parallel import ContextParallel
 from flash_delta.testing import MEMBERS, Case, make_inputs
 
-TOKENS = ("q", "k", "v", "g", "beta")
+TOKENS = ("q", "k", "v", "g", "beta", "p")
 
 
 @dataclass(frozen=True)

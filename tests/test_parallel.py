@@ -17,6 +17,7 @@ from flash_delta.testing import MEMBERS, Case, assert_accurate, make_inputs, tru
 
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 ALL = (torch.float64, torch.float32, torch.bfloat16)
+KIN = ("delta-rule", "comba", "simple-gla")
 
 
 def case(name, why, lengths, T=None, **options):
@@ -51,6 +52,15 @@ SPLITS = {
             members=("kda",),
         ),
         Split(case("strided", "a group that is not the world", (75,)), ranks=(0, 2, 3)),
+        Split(case("kin", "sequences across ranks, other members", (0, 30, 50, 1), T=90), KIN, (30, 1, 40, 19), ALL),
+        Split(
+            case("kin-raw", "activations and norms in the op", (100,), options=RAW), members=("comba",), dtypes=ALL[:2],
+        ),
+        Split(
+            case("kin-norm", "norms and the sigmoid in the op", (9, 80),
+                 options={name: RAW[name] for name in list(RAW)[:2]}),
+            members=("delta-rule",), dtypes=ALL[:2],
+        ),
     ],
 }  # fmt: skip
 LAYERS = {

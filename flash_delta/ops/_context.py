@@ -29,6 +29,22 @@ class Context(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def run_chunks(
+    context: Context | None,
+    x: Inputs,
+    options: dict[str, Any],
+    bounds: Tensor | Sequence[int] | None,
+    *,
+    output_final_state: bool,
+    backend: str | Explain | None,
+) -> tuple[Tensor, Tensor | None] | Explanation:
+    """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row."""
+    if context is not None:
+        refuse_unless_none(options["op"], "cu_seqlens_cpu", bounds, "cp_context has the bounds")
+        return run_split(context, x, options, output_final_state=output_final_state, backend=backend)
+    return run(make_problem(x, options, bounds), x, output_final_state=output_final_state, backend=backend)
+
+
 def run_split(
     context: Context, x: Inputs, options: dict[str, Any], *, output_final_state: bool, backend: str | Explain | None
 ) -> tuple[Tensor, Tensor | None] | Explanation:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._function import run
-from flash_delta.ops._problem import make_problem, state_layout
+from flash_delta.ops._context import Context, run_chunks
+from flash_delta.ops._problem import state_layout
 from flash_delta.problem import Inputs
 
 
@@ -32,6 +32,7 @@ def chunk_comba(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     transpose_state_layout: bool | None = None,
+    cp_context: Context | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Comba over whole sequences, chunk by chunk; forward and backward.
@@ -76,5 +77,6 @@ def chunk_comba(
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
     }
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run_chunks(
+        cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
+    )

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._function import run
-from flash_delta.ops._problem import make_problem, refuse_head_first, state_layout
+from flash_delta.ops._context import Context, run_chunks
+from flash_delta.ops._problem import refuse_head_first, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -27,6 +27,7 @@ def chunk_delta_rule(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     transpose_state_layout: bool | None = None,
+    cp_context: Context | None = None,
     head_first: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -66,5 +67,6 @@ def chunk_delta_rule(
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
     }
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run_chunks(
+        cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
+    )

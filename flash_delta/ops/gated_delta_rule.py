@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._context import Context, run_split
+from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import run
 from flash_delta.ops._problem import (
     check_shape,
@@ -103,11 +103,9 @@ def chunk_gated_delta_rule(
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
     }
-    if cp_context is not None:
-        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "cp_context has the bounds")
-        return run_split(cp_context, inputs, options, output_final_state=output_final_state, backend=backend)
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run_chunks(
+        cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
+    )
 
 
 def fused_recurrent_gated_delta_rule(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._function import run
-from flash_delta.ops._problem import check_shape, make_problem, refuse_head_first, state_layout
+from flash_delta.ops._context import Context, run_chunks
+from flash_delta.ops._problem import check_shape, refuse_head_first, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -25,6 +25,7 @@ def chunk_simple_gla(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     transpose_state_layout: bool | None = None,
+    cp_context: Context | None = None,
     head_first: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +43,7 @@ def chunk_simple_gla(
         disable_recompute: keep one state per chunk for the backward pass instead of recomputing it.
 
     ``scale``, ``initial_state``, ``output_final_state``, ``state_v_first`` (older name ``transpose_state_layout``),
-    ``cu_seqlens``, ``cu_seqlens_cpu``, ``chunk_size``, ``head_first`` and ``backend`` are those of
+    ``cu_seqlens``, ``cu_seqlens_cpu``, ``cp_context``, ``chunk_size``, ``head_first`` and ``backend`` are those of
     :func:`flash_delta.chunk_gated_delta_rule`.
 
     Returns:
@@ -69,5 +70,6 @@ def chunk_simple_gla(
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
     }
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run_chunks(
+        cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
+    )
