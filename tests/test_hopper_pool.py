@@ -2,6 +2,7 @@
 emulated."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from flash_delta.kernels.hopper.split import may_split_prompt, split_prompt
 from flash_delta.kernels.hopper.tiles import ANY, NARROW, SLIM, WIDE, PoolLoop, pool_loops
 from flash_delta.kernels.triton import launcher
 from flash_delta.kernels.triton.tiles import Chip
-from flash_delta.ops.serving import _run
-from flash_delta.problem import Problem
+from flash_delta.ops._backend import Explain
+from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
+from flash_delta.ops.serving.warmup import prefill_call
+from flash_delta.problem import Inputs, Problem, Slots
 from tests.gluon_emulator import emulated
 from tests.gluon_emulator import launch as emulate
 
@@ -223,3 +226,29 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(batch_invariant=True) == (PoolLoop(NARROW, 65),), "the same form for any number"
     assert launches(K=64, V=64) == (PoolLoop(SLIM, 65),)
     assert launches(every=True) == (PoolLoop(WIDE, 65, 0, ANY), PoolLoop(NARROW, 65, 0, ANY))
+
+
+@pytest.mark.parametrize("form", [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(batch_invariant=True)])
+@pytest.mark.parametrize("stride", [4096, 4100], ids=["described", "copied"])
+@pytest.mark.parametrize(("T", "N"), [(1, 1), (64, 1), (5000, 1), (5000, 70), (40000, 1)])
+def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
+    """To the byte, for every form: what only kernels use is one allocation, in which a part's end is rounded up."""
+    asked = []
+
+    def note(call, kernels, o, spare):
+        asked.extend(-(-t.nbytes // 256) * 256 for t in spare)
+        asked.extend(t.nbytes for t, own in zip(call.x[:3], x[:3], strict=True) if t is not own)
+
+    monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
+    monkeypatch.setattr(backend, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
+    monkeypatch.setattr(backend, "remember", lambda *args: None)
+    monkeypatch.setattr(backend, "run", note)
+    spec = Serving("gated_delta_rule", 16, 32, 128, 128, True, q=Slice(stride))
+    op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
+    p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
+    x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
+    s = Slots(**{name: arguments.get(name) for name in Slots._fields})
+    backend._launch_prefill(p, x, s, torch.empty(0))
+    split = T == 40000 and form == PrefillCalls()
+    assert (len(asked) > 3) == split, "rates, walks and a copy; of a prompt in segments much more"
+    assert sum(asked) == backend.workspace_bytes(p, x)
