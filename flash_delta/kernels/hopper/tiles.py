@@ -59,9 +59,9 @@ class PoolLoop(NamedTuple):
 def pool_loops(p: Problem, chip: Chip, *choice: Tile, every: bool) -> tuple[PoolLoop, ...]:
     """Only the device knows how many sequences are prompts: as in ``triton/walkers.py`` there is a launch for every
     tile that so many may choose, and one finds that it is meant. With ``max_prompts`` the caller says how many there
-    are at the most, with ``batch_invariant`` it must not matter: then it is one launch."""
-    if p.K == 64 or p.batch_invariant:
-        choice = choice or ((SLIM,) if p.K == 64 else (NARROW,))
+    are at the most: then it is one launch. Either form may run: they give the same bits (tests/test_prefill_gpu.py)."""
+    if p.K == 64:
+        choice = choice or (SLIM,)
     if choice or every:
         return tuple(PoolLoop(t, max(1, p.N)) for t in choice or (WIDE, NARROW))
     bound = min(p.N, p.T // (SHORT + 1))
