@@ -16,8 +16,8 @@ def hesitation(p: Problem) -> str | None:
 
     As measured on an H200 with 132 multiprocessors (docs/notes): heads of 128 and 256 are ahead of ``triton`` but for
     one sequence of some 2,000 tokens on few heads, and those of 64, not split, from 32 states on; segments of those
-    were not measured. On a pool half a state walks a chunk in 1.73 us; ``triton`` takes 1.23 with 16 heads, with 24
-    1.80.
+    were not measured. On a pool it walks half a state's chunk in 1.73 us, for which ``triton`` takes 1.23 with 16 heads
+    and 1.80 with 24.
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K)):
         return "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"

@@ -128,7 +128,7 @@ def find_state(
 
 @triton.jit
 def load_state(tile, slot, slot_stride, live):
-    """It stays in the L2 cache until it is written: there most of it is written over in place (docs/notes)."""
+    """To stay in the L2 cache as long as can be: it is usually written over in place, a moment later (docs/notes)."""
     return tl.load(tile + slot.to(tl.int64) * slot_stride, mask=live, other=0.0, eviction_policy="evict_last")
 
 
