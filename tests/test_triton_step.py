@@ -20,6 +20,7 @@ CELLS = [
     ("gdn", "one-token", {}),
     ("gdn", "packed", {"H": 1, "HV": 2, "T": 136, "lengths": (0, 1, 0, 64, 65, 0)}),
     ("gdn", "all-empty", {}),
+    ("gdn", "no-tokens", {}),
     ("gdn", "no-sequences", {}),
     ("gdn", "state-v-first", {"B": 1, "H": 1, "HV": 2, "T": 66}),
     ("gdn", "no-initial-state", {"B": 1, "H": 1, "HV": 2, "T": 66}),

@@ -176,19 +176,22 @@ def _decode_again(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor | N
 
 
 def step(p: Problem, x: Inputs) -> Outputs:
-    """Token by token: `decode` on a pool that holds every sequence's state."""
+    """Token by token: `decode` from the initial states to a pool that gets every sequence's last one."""
     p, x = p._replace(pool=torch.float32), with_flat_parameters(x)
     if x.beta is None:
         x = x._replace(beta=x.v.new_ones(p.B, p.T, p.HV))
     x = Inputs(*(t.contiguous() if t is not None and _spans(t) >= 2**31 else t for t in x))
     new = torch.zeros if p.packed else torch.empty  # a packed row may be longer than its sequences
     o = new(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    states = x.v.new_zeros(p.state_shape, dtype=torch.float32)
-    if x.initial_state is not None:
-        states.copy_(x.initial_state)
+    states = torch.empty(p.state_shape, dtype=torch.float32, device=p.device)
+    if p.T == 0:  # no row looks at its state
+        states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
+        return Outputs(o, states)
+    x = x._replace(initial_state=None if x.initial_state is None else x.initial_state.float().contiguous())
     rows = torch.arange(p.N, dtype=torch.int32, device=p.device)
+    has = torch.zeros(p.N, dtype=torch.bool, device=p.device) if x.initial_state is None else None
     with on(p.device):
-        call = make_call(p, x._replace(initial_state=None), STEP, *Slots(states, rows, rows), memo=p.memo)
+        call = make_call(p, x, STEP, *Slots(states, rows, rows, has_initial_state=has), memo=p.memo)
         run(call, partial(launch_decode.run_decode, o=o), o)
     return Outputs(o, states)
 

@@ -20,6 +20,8 @@ With SHORT rows are packed sequences, of which it runs those of up to SHORT toke
 kernel then, and may run beside the others, with which it shares nothing but what all of them read: only the one program
 behind the last row waits for them.
 
+With ``initial`` rows start from slots of these states, which lie as the pool's do, and the pool is only written.
+
 Indices are what the device says. What is no slot is never an address: loads and stores are masked by ``live``.
 """
 
@@ -133,10 +135,18 @@ def load_state(tile, slot, slot_stride, live):
 
 
 @triton.jit
-def copy_state(pool, read, written, slot_stride, hv, c, d, stored, live, STRIDES: tl.constexpr):
-    """Of a row without tokens."""
-    tile = pool + hv.to(tl.int64) * STRIDES[0] + d[:, None] * STRIDES[2] + c[None, :] * STRIDES[1]
-    tl.store(tile + written.to(tl.int64) * slot_stride, load_state(tile, read, slot_stride, stored), mask=live)
+def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
+    """Of a slot: of a head BV columns from w on, transposed, as rows start from them and as they are written."""
+    tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
+    source = tile if initial is None else initial + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
+    inner = tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1]
+    return source + inner, tile + inner
+
+
+@triton.jit
+def copy_state(source, read, target, written, slot_stride, stored, live):
+    """Of a row without tokens, from one tile to another."""
+    tl.store(target + written.to(tl.int64) * slot_stride, load_state(source, read, slot_stride, stored), mask=live)
 
 
 @triton.jit
@@ -163,7 +173,7 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def decode(
-    q, k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, accepted, parents, has_initial_state,
+    q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
     cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, o,
     N, T, slots, columns, first_written, scale, lower_bound, beta_range, eps, slot_stride, conv_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, z_row, z_token,
@@ -202,7 +212,8 @@ def decode(
     if SHORT > 0 and write_indices is not None:  # noqa: SIM102 (constants, then a number)
         if T < 1:
             slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
-            copy_state(pool, row_slot, slot, slot_stride, head, c, d, inside & stored, inside & live, STRIDES)
+            source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES)
+            copy_state(source, row_slot, tile, slot, slot_stride, inside & stored, inside & live)
             return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
@@ -220,9 +231,8 @@ def decode(
         written_index = b
         if write_indices is not None:
             written_index = load_index(write_indices, b, 0, write_strides)
-        tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
-        tile += tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1]
-        first = load_state(tile, row_slot, slot_stride, inside & stored)  # [BV, BK]
+        source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES)
+        first = load_state(source, row_slot, slot_stride, inside & stored)  # [BV, BK]
         if SHORT > 0:
             first = first.to(tl.float32)
         if CONV is not None:

@@ -38,7 +38,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
                 CONV=None if conv is None else (p.taps, p.window, *conv.stride()[1:]), follows=beside,
             )._replace(contracts=False)  # fmt: skip
 
-    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, s.read_indices, write)
+    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, s.state_pool, s.read_indices, write)
     more = (s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens)
     launch(c, decode, (*pointers, *more, *around, o), plans)
 

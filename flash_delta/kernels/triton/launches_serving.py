@@ -25,6 +25,7 @@ class Decoding(NamedTuple):
     tree: bool = False
     tokens: int = 1
     whole: bool = False  # with a convolution and an output norm
+    apart: bool = False  # from states outside of the pool, as recurrent ops do
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
@@ -44,6 +45,8 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
     "decode-kda-128-bounded": Decoding(BOUNDED),
     "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
     "decode-kda-128-bounded-k-first-bfloat16": Decoding(BOUNDED, torch.bfloat16, v_first=False),
+    "decode-gdn-128-apart": Decoding(apart=True),
+    "decode-kda-128-raw-apart": Decoding(CHUNKS["kda-128-raw"], v_first=False, apart=True),
     "decode-gdn-128-whole": Decoding(whole=True),
     "decode-gdn-128-whole-k-first-bfloat16": Decoding(dtype=torch.bfloat16, v_first=False, whole=True),
     "decode-gdn-128-whole-draft": Decoding(tokens=4, whole=True),
@@ -87,6 +90,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
         p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
     pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(B, T, dtype=torch.int32)
     accepted = new(B, dtype=torch.int32) if counted else None
+    x = x._replace(initial_state=new(B, *p.state_shape[1:]) if case.apart else None)
     s = Slots(
         pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
     )
