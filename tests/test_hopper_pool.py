@@ -224,6 +224,8 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(max_prompts=0) == launches(T=16) == launches(N=1) == (PoolLoop(NARROW, 1),)
     assert launches(HV=256) == (PoolLoop(WIDE, 65),)
     assert launches(batch_invariant=True) == launches(), "both forms give the same bits"
+    for changes in ({"max_prompts": 1}, {"T": 65}):
+        assert launches(batch_invariant=True, **changes) == launches(), "and short sequences are walked, too"
     assert launches(K=64, V=64) == (PoolLoop(SLIM, 65),)
     assert launches(every=True) == (PoolLoop(WIDE, 65, 0, ANY), PoolLoop(NARROW, 65, 0, ANY))
 

@@ -68,6 +68,8 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(N=1) == [(32, 1, 0, 1, True)]
     assert launches(T=16) == launches(max_prompts=0) == [(16, 1, 0, 0, True)], "the tokens behind the last sequence"
     assert launches(HV=256) == [(128, 3, 0, 3, True)]
+    for changes in ({"max_prompts": 1}, {"T": 65}):
+        assert launches(batch_invariant=True, **changes) == launches(), "short sequences are walked, too"
     assert launches(chip=("sm_80", 108)) == [(32, 65, 0, 65, True)]
     every = pool_scans(p, Chip("sm_90", 132), every=True)
     assert [(w.tile.BV, w.most) for w in every] == [(BV, ANY) for BV in (16, 32, 64, 128)]

@@ -40,19 +40,25 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor | None] | Explanation:
     """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row."""
     if context is not None:
-        refuse_unless_none(options["op"], "cu_seqlens_cpu", bounds, "cp_context has the bounds")
-        return run_split(context, x, options, output_final_state=output_final_state, backend=backend)
+        return run_split(context, x, options, bounds, output_final_state=output_final_state, backend=backend)
     return run(make_problem(x, options, bounds), x, output_final_state=output_final_state, backend=backend)
 
 
 def run_split(
-    context: Context, x: Inputs, options: dict[str, Any], *, output_final_state: bool, backend: str | Explain | None
+    context: Context,
+    x: Inputs,
+    options: dict[str, Any],
+    bounds: Tensor | Sequence[int] | None,
+    *,
+    output_final_state: bool,
+    backend: str | Explain | None,
 ) -> tuple[Tensor, Tensor | None] | Explanation:
     """``(o, final_state)`` of this rank's part of a row; the split composes runs of the op on this rank alone."""
     op = options["op"]
     if not isinstance(context, Context):
         refuse(op, "cp_context", "a flash_delta.parallel.ContextParallel", type(context).__name__)
-    refuse_unless_none(op, "cu_seqlens", x.cu_seqlens, "cp_context has the bounds")
+    for name, given in (("cu_seqlens", x.cu_seqlens), ("cu_seqlens_cpu", bounds)):
+        refuse_unless_none(op, name, given, "cp_context has the bounds")
     check_shape(op, "q", x.q, 1, context.tokens, "H", "K")
     x = x._replace(cu_seqlens=context.cu_seqlens(x.q.device))
     problem = make_problem(x, options, context.bounds)

@@ -111,11 +111,12 @@ def chunk_kda(
         "disable_recompute": disable_recompute,
     }
     if cp_context is not None:
-        refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "cp_context has the bounds")
         refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")
         if return_intermediate_states:
             refuse(op, "return_intermediate_states", "False with cp_context", "True")
-        return run_split(cp_context, inputs, options, output_final_state=output_final_state, backend=backend)
+        return run_split(
+            cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
+        )
     problem = make_problem(inputs, options, cu_seqlens_cpu)
     if max_num_seqs is not None and max_num_seqs != problem.N:
         refuse(op, "max_num_seqs", f"None or the number of sequences, {problem.N}", max_num_seqs)

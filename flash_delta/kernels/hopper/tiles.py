@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from flash_delta.kernels.triton import tiles as triton
 from flash_delta.kernels.triton.tiles import Chip
-from flash_delta.problem import SHORT, Problem
+from flash_delta.kernels.triton.walkers import walked_at_most
+from flash_delta.problem import Problem
 
 
 class Tile(NamedTuple):
@@ -64,12 +65,12 @@ def pool_loops(p: Problem, chip: Chip, *choice: Tile, every: bool) -> tuple[Pool
         choice = choice or (SLIM,)
     if choice or every:
         return tuple(PoolLoop(t, max(1, p.N)) for t in choice or (WIDE, NARROW))
-    bound = min(p.N, p.T // (SHORT + 1))
-    promised = max(1, bound if p.max_prompts is None else min(bound, p.max_prompts))
+    bound, most = walked_at_most(p)
+    promised = max(1, bound if most is None else min(bound, most))
     together = chip.processors // (2 * p.HV)
     if promised <= together:
         return (PoolLoop(NARROW, promised),)
-    if together == 0 or p.max_prompts is not None:
+    if together == 0 or most is not None:
         return (PoolLoop(WIDE, promised),)
     return PoolLoop(NARROW, together, 0, together), PoolLoop(WIDE, promised, together + 1)
 

@@ -75,7 +75,8 @@ def prefill_gated_delta_rule(
         checkpoint_every: tokens from one checkpoint to the next, a multiple of 64; needed beside
             ``checkpoint_indices``. Default None.
         max_prompts: no more sequences than this have over 16 tokens. It decides what a GPU launches, not what it
-            computes: if there are more after all, the call takes longer. Default None: any number may.
+            computes: if there are more after all, the call takes longer. With ``batch_invariant``, which runs all of
+            them alike, it decides nothing. Default None: any number may.
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
