@@ -1,4 +1,5 @@
-"""Small calls on a GPU, for compute-sanitizer: `python sanitized_calls.py decode | prefill | layers | out-of-bounds`.
+"""Small calls on a GPU, for compute-sanitizer: `python sanitized_calls.py decode | prefill | layers | bounds`, or
+`out-of-bounds`, which is wrong.
 
 Every pool is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that what lies beside it is nobody's. What
 is not for the GPU to compute is made and compared on the CPU: under the sanitizer each kernel takes long.
@@ -9,8 +10,10 @@ import sys
 import torch
 import triton
 import triton.language as tl
+from hostile_bounds import HOSTILE, T, hostile
 from serving_truth import KINDS, make_call, slots
-from test_serving import BAD, BAD_64, TREES, hostile
+from test_serving import BAD, BAD_64, TREES
+from test_serving import hostile as hostile_indices
 
 import flash_delta
 from flash_delta.modules import causal_conv1d
@@ -54,7 +57,7 @@ def decode(kind, sizes):
     for where in BAD:
         for dtype in (torch.int32, torch.int64):
             x = make_call(kind, B=1 + len(BAD[where]) + (len(BAD_64) if dtype == torch.int64 else 0), **sizes)
-            x |= hostile(where, dtype, x)
+            x |= hostile_indices(where, dtype, x)
             owned = x["write_indices"][0].reshape(-1)
             o = call(op, x, owned)
             assert not o[1:].any()
@@ -98,6 +101,25 @@ def layers(kind, sizes):
     gated_rms_norm(y, rows, weight[:, 0], 1e-5, "silu", "triton").sum().backward()
 
 
+def bounds(kind, sizes):
+    """Wrong ones: forward, backward, convolution and prefill, of which undefined values come."""
+    heads = {name: size for name, size in sizes.items() if name in ("H", "HV", "K", "V")}
+    member, dtype = MEMBERS["kda" if kind.startswith("kda") else "gdn"], sizes.get("dtype", torch.float32)
+    for name in HOSTILE:
+        wrong = hostile(name, DEVICE)
+        case = Case(kind, "", B=1, T=T, lengths=(T, *(0 for _ in wrong[2:])), **heads)
+        run(member, make_inputs(case, member, dtype, DEVICE) | {"cu_seqlens": wrong})
+        rows, weight = (torch.randn(*s, dtype=dtype, device=DEVICE, requires_grad=True) for s in ((1, T, 64), (64, 4)))
+        causal_conv1d(rows, weight, None, "silu", None, True, wrong, backend="triton")[0].sum().backward()
+        N = len(wrong) - 1
+        op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
+        x = make_call(kind, B=1, T=T, slots=3 * N, **sizes) | {"cu_seqlens": wrong, "checkpoint_every": 64}
+        x |= {name: torch.arange(N) + i * N for i, name in enumerate(("read_indices", "write_indices"))}
+        before, given = x["state_pool"].clone(), on_device(x | {"checkpoint_indices": torch.arange(N)[:, None] + 2 * N})
+        op(**given)
+        assert torch.equal(given["state_pool"][:N].cpu(), before[:N]), "a slot that is only read has changed"
+
+
 @triton.jit
 def write_behind(x, size):
     tl.store(x + size + tl.arange(0, 1024), 1.0)
@@ -109,7 +131,7 @@ def main(calls):
         torch.cuda.synchronize()
         return
     for kind, sizes in CALLED:
-        {"decode": decode, "prefill": prefill, "layers": layers}[calls](kind, sizes)
+        {"decode": decode, "prefill": prefill, "layers": layers, "bounds": bounds}[calls](kind, sizes)
     print(f"{calls}: all calls returned")
 
 

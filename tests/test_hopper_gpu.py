@@ -6,6 +6,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
+from hostile_bounds import HOSTILE, T, hostile
+
 import flash_delta
 from flash_delta.kernels.hopper import backend, launch
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
@@ -99,6 +101,20 @@ def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
 def test_gradients_of_states_that_forward_has_saved(monkeypatch, name, form):
     take(monkeypatch, form)
     check_gradients(form[0], name, torch.bfloat16, disable_recompute=True)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_bounds_touch_no_memory_but_the_calls(monkeypatch, name, form):
+    """Forward and backward. A call after it is right."""
+    take(monkeypatch, form)
+    bounds = hostile(name, "cuda")
+    case = of_width(form[0], Case("", "", B=1, T=T, HV=2, lengths=(T, *(0 for _ in bounds[2:]))))
+    x = make_inputs(case, MEMBERS["gdn"], torch.bfloat16, "cuda")
+    for saving in (False, True):
+        run(MEMBERS["gdn"], x | {"cu_seqlens": bounds, "disable_recompute": saving}, "hopper")
+        torch.cuda.synchronize()
+    want, got = truth(MEMBERS["gdn"], x), run(MEMBERS["gdn"], x, "hopper")
+    assert relative_error(got["o"].cpu(), want["o"]) < 2e-2
 
 
 @torch.no_grad()

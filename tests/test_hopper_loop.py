@@ -19,6 +19,7 @@ from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, rela
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 from tests.gluon_emulator import emulated, take_every_call
 from tests.gluon_emulator import launch as emulate
+from tests.hostile_bounds import T, hostile, leave_unread
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 BY_NAME = {case.name: case for case in CASES}
@@ -77,6 +78,18 @@ def test_against_the_recurrence(on_cpu, name, width, tile):
     on_cpu(tile, 3)
     for got, want, rounded in zip(member.op(**x), wanted, reference, strict=True):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
+@torch.no_grad()
+def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
+    """An address that is beyond a tensor is an error of the emulator or of the bounds' watch."""
+    leave_unread(monkeypatch)
+    bounds = hostile(name, "cpu")
+    case = replace(small("packed", 64), T=T, HV=1, lengths=(T, *(0 for _ in bounds[2:])))
+    x = make_inputs(case, MEMBERS["gdn"], torch.bfloat16)
+    on_cpu(SLIM, 3)
+    MEMBERS["gdn"].op(**(x | {"cu_seqlens": bounds}))
 
 
 @pytest.mark.parametrize(

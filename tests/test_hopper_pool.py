@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from serving_truth import slots
 
@@ -93,6 +94,27 @@ def mixed(**changes):
 def test_against_the_recurrence(launched, pool, v_first, batch_invariant):
     check("gdn-raw", mixed(pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}, "hopper")
     assert launched() in (None, [1])
+
+
+@runs
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("alone", [False, True], ids=["several", "alone"])
+def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name, alone):
+    """Several prompts through the loop, or one alone in segments."""
+    leave_unread(monkeypatch)
+    bounds = hostile(name, DEVICE)
+    bounds = bounds[:2] + 64 if alone else bounds  # 64 up, so that there is a first bound that is too high
+    if alone:
+        monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
+    lengths = (T, *(0 for _ in bounds[2:]))
+    x = make_prefill("gdn-raw", lengths, slots=20, **(TINY | {"HV": 1}))
+    _, pool = run("gdn-raw", x | {"cu_seqlens": bounds}, "hopper")
+    N = len(lengths)
+    untouched = [*range(N), *range(2 * N, 20)]
+    assert torch.equal(pool[untouched], x["state_pool"][untouched])
+    if DEVICE == "cuda":
+        monkeypatch.undo()
+        check("gdn-raw", x, "hopper")
 
 
 @runs

@@ -20,6 +20,7 @@ from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 from flash_delta.testing.cases import Case
 from tests.gluon_emulator import emulated, take_every_call
 from tests.gluon_emulator import launch as emulate
+from tests.hostile_bounds import T, hostile, leave_unread
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 # One, several and no segments of a sequence, a last one of one token, and guard rows.
@@ -103,6 +104,18 @@ def test_against_the_recurrence(on_cpu, cell):
     on_cpu(chunks)
     for got, want, rounded in zip(member.op(**x), wanted, reference, strict=True):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
+@torch.no_grad()
+def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
+    """An address that is beyond a tensor is an error of the emulator or of the bounds' watch."""
+    leave_unread(monkeypatch)
+    bounds = hostile(name, "cpu")
+    case = replace(PACKED, T=T, HV=1, K=64, V=64, lengths=(T, *(0 for _ in bounds[2:])))
+    x = make_inputs(case, MEMBERS["gdn"], torch.bfloat16)
+    on_cpu(1)
+    MEMBERS["gdn"].op(**(x | {"cu_seqlens": bounds}))
 
 
 @pytest.mark.parametrize("saving", [False, True])

@@ -135,6 +135,19 @@ def test_norms(shape, activation, dtype):
     assert_right(run, [random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1), gate], dtype)
 
 
+@pytest.mark.parametrize("eps", [0, 0.0, 1e-46])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_norms_without_an_eps(gated, eps):
+    """Rows that fill no program's tile: those that are not there add nothing to the weight's gradient."""
+
+    def run(backend, x, weight, gate=None):
+        y = rms_norm(x, weight, eps, backend) if gate is None else gated_rms_norm(x, gate, weight, eps, "silu", backend)
+        return (y,)
+
+    gate = [random(5, 16, seed=2)] if gated else []
+    assert_right(run, [random(5, 16), random(16, seed=1), *gate], torch.float32)
+
+
 def layer(x, weight, state, bounds, gate, scale):
     y, final = causal_conv1d(x, weight, None, "silu", state, True, bounds, backend="triton")
     other, _ = causal_conv1d(x, weight, backend="triton")

@@ -33,7 +33,7 @@ def sanitized(tool, calls):
     return out.returncode, out.stdout
 
 
-@pytest.mark.parametrize("calls", ["decode", "prefill", "layers"])
+@pytest.mark.parametrize("calls", ["decode", "prefill", "layers", "bounds"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_nothing_is_found(tool, calls):
     status, said = sanitized(tool, calls)

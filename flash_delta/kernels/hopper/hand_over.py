@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.hopper.walks import find_slots
-from flash_delta.kernels.triton.chunk import follow
+from flash_delta.kernels.triton.chunk import bounds, follow
 
 NUMBERS = ["T", "slots", "slot_stride", "read_row", "write_row", "has_row"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
@@ -20,8 +20,7 @@ def hand_over(
     it is padding. BACK: the last state. Grid (numbers of a slot / BLOCK)."""
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     first, last, well = find_slots(tables, tl.program_id(0) * 0, slots)
-    start = tl.minimum(tl.load(cu_seqlens).to(tl.int32), T)
-    stop = tl.minimum(tl.load(cu_seqlens + 1).to(tl.int32), T)
+    start, stop, _ = bounds(tl.program_id(0) * 0, cu_seqlens, 1, T, 1, True)
     well = well & (stop - start > SHORT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if BACK:

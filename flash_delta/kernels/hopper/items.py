@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.layouts import C
+from flash_delta.kernels.hopper.segments import extent
 
 
 @gluon.jit
@@ -27,11 +28,8 @@ def bounds(item, cu_seqlens, pool, T, HV: gl.constexpr, PACKED: gl.constexpr):
     n, hv = item // HV, item % HV
     if pool is not None:
         n = gl.load(pool[0] + 3 * n + 1)
-    start, length = n * 0, n * 0 + T
-    if PACKED:
-        start = gl.minimum(gl.load(cu_seqlens + n).to(gl.int32), T)
-        length = gl.maximum(gl.minimum(gl.load(cu_seqlens + n + 1).to(gl.int32), T) - start, 0)
-    return n, hv, start, length
+    start, stop = extent(n, cu_seqlens, T, PACKED)
+    return n, hv, start, stop - start
 
 
 @gluon.jit

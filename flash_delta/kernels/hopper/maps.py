@@ -248,7 +248,7 @@ def compose(
     if INITIAL:
         S = load_rows(initial_state, initial_strides, n, hv, d, c, V, K)
     follow(OVERLAP)
-    store_rows(starts, strides, S, slot, hv, d, c, V, K, start <= stop)  # wrong bounds may lead anywhere
+    store_rows(starts, strides, S, slot, hv, d, c, V, K)
     S = load_rows(B, strides, slot, hv, d, c, V, K, segments > 1)
     store_rows(starts, strides, S, slot + 1, hv, d, c, V, K, segments > 1)
     B_ahead = load_rows(B, strides, slot + 1, hv, d, c, V, K, segments > 2)

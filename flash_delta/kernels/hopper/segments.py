@@ -7,12 +7,18 @@ from flash_delta.kernels.hopper.layouts import C
 
 
 @gluon.jit
+def load_bound(cu_seqlens, n, T):
+    """Where sequence n begins, and the one before it ends; wrong bounds are moved into the row (triton/chunk.py)."""
+    return gl.where(n > 0, gl.minimum(gl.maximum(gl.load(cu_seqlens + n), 0), T), 0).to(gl.int32)
+
+
+@gluon.jit
 def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
     """Of sequence n its first token and the one behind its last, in its batch row."""
     start, stop = n * 0, n * 0 + T
     if PACKED:
-        start = gl.minimum(gl.load(cu_seqlens + n).to(gl.int32), T)
-        stop = gl.minimum(gl.load(cu_seqlens + n + 1).to(gl.int32), T)
+        start = load_bound(cu_seqlens, n, T)
+        stop = gl.maximum(load_bound(cu_seqlens, n + 1, T), start)
     return start, stop
 
 
@@ -26,14 +32,14 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
         low, high = slot * 0, slot * 0 + N - 1
         while low < high:  # the last sequence whose slots begin here or before
             middle = (low + high + 1) // 2
-            if gl.load(cu_seqlens + middle).to(gl.int32) // length + middle <= slot:
+            if load_bound(cu_seqlens, middle, T) // length + middle <= slot:
                 low = middle
             else:
                 high = middle - 1
         n, row = low, slot * 0
-        first = gl.load(cu_seqlens + n).to(gl.int32) // length + n
+        first = load_bound(cu_seqlens, n, T) // length + n
     start, stop = extent(n, cu_seqlens, T, PACKED)
-    number = slot - first
+    number = gl.maximum(slot - first, 0)  # below 0 if bounds go down
     token = start + number * length
     last = (token + length >= stop) & ((token < stop) | (number == 0))
     return n, row, token, start, stop, number, last

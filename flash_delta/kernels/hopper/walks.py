@@ -4,6 +4,7 @@ tokens (`decode` runs the others; with SHORT 0 it runs none) that are no padding
 import triton
 import triton.language as tl
 
+from flash_delta.kernels.triton.chunk import bounds
 from flash_delta.kernels.triton.scan import load_slots
 
 
@@ -26,8 +27,7 @@ def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
         n = tl.minimum(at, N - 1)
-        start = tl.load(cu_seqlens + n).to(tl.int32)
-        stop = tl.minimum(tl.load(cu_seqlens + n + 1).to(tl.int32), T)
+        start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
         first, last, well = find_slots(tables, n, slots)
         if SHORT > 0:
             well = well & (stop - start > SHORT)
@@ -43,6 +43,5 @@ def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
 @triton.jit
 def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
     """Whether `decode` runs sequence n. What lies behind the last one is none."""
-    m = tl.minimum(n, N - 1)
-    stop = tl.minimum(tl.load(cu_seqlens + m + 1).to(tl.int32), T)
-    return (n < N) & (stop - tl.load(cu_seqlens + m).to(tl.int32) <= SHORT)
+    start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
+    return (n < N) & (stop - start <= SHORT)

@@ -47,13 +47,23 @@ def lead(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def load_bound(cu_seqlens, n, N, T):
+    """Where sequence n begins, which is where the one before it ends; T behind the last bound, which is N.
+
+    No host reads bounds, so nobody checks them. Wrong ones are moved into the row, before they become 32-bit numbers:
+    0 is the first, and none is negative or above T. Results are then undefined, but no kernel leaves its tensors.
+    """
+    bound = tl.load(cu_seqlens + n, mask=(n > 0) & (n <= N), other=0)
+    return tl.where(n <= N, tl.minimum(tl.maximum(bound, 0), T), T).to(tl.int32)
+
+
+@triton.jit
 def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
     """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
     start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
     if PACKED:
-        start = tl.load(cu_seqlens + n).to(tl.int32)
-        stop = tl.where(n < N, tl.load(cu_seqlens + n + 1, mask=n < N, other=0).to(tl.int32), T)
-        stop = tl.minimum(stop, T)  # bounds on the device cannot be checked: wrong ones must not leave the row
+        start = load_bound(cu_seqlens, n, N, T)
+        stop = tl.maximum(load_bound(cu_seqlens, n + 1, N, T), start)
         slot = start // C + n
     return start, stop, slot
 
@@ -67,10 +77,10 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
         row, n = slot * 0, slot * 0 - 1
         for i in range(0, N + 1, 128):
             at = i + tl.arange(0, 128)
-            first = tl.load(cu_seqlens + at, mask=at <= N, other=0).to(tl.int32) // C + at
+            first = load_bound(cu_seqlens, at, N, T) // C + at
             n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
     start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-    return n, row, start, stop, slot - first_slot
+    return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds go down
 
 
 @triton.jit

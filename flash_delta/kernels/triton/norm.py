@@ -28,6 +28,12 @@ def load_rows(x, stride, row, d, mask):
     return tl.load(x + row.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def reciprocal_rms(x, row, M, eps, D: tl.constexpr):
+    """r of every row; 1 of those from M on, which are zeros: r would be infinite if eps is 0, and 0 r no number."""
+    return tl.rsqrt(tl.where(row < M, tl.sum(x * x, 1) / D + eps, 1.0))
+
+
 @triton.jit(do_not_specialize=["M", "eps"])
 def normalize(
     x, gate, weight, y, M, eps, x_stride, gate_stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
@@ -40,7 +46,7 @@ def normalize(
     tile = load_rows(x, x_stride, row, d, inside)
     if ACTIVATION is not None:
         act, _ = activate(load_rows(gate, gate_stride, row, d, inside), ACTIVATION)
-    result = tile * tl.rsqrt(tl.sum(tile * tile, 1) / D + eps)[:, None] * w[None, :]
+    result = tile * reciprocal_rms(tile, row, M, eps, D)[:, None] * w[None, :]
     if ACTIVATION is not None:
         result *= act
     at = y + row.to(tl.int64)[:, None] * D + d[None, :]
@@ -63,7 +69,7 @@ def normalize_backward(
         at = row.to(tl.int64)[:, None] * D + d[None, :]
         if ACTIVATION is not None:
             act, slope = activate(load_rows(gate, gate_stride, row, d, inside), ACTIVATION)
-        r = tl.rsqrt(tl.sum(n * n, 1) / D + eps)
+        r = reciprocal_rms(n, row, M, eps, D)
         n *= r[:, None]
         if ACTIVATION is not None:
             tl.store(dgate + at, (u * n * w[None, :] * slope).to(dgate.dtype.element_ty), mask=inside)

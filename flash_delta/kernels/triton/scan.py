@@ -98,9 +98,8 @@ def find_long(rank, cu_seqlens, N, T, SHORT: tl.constexpr):
     n, count = N, rank * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
-        start = tl.load(cu_seqlens + at, mask=at < N, other=0).to(tl.int32)
-        stop = tl.minimum(tl.load(cu_seqlens + at + 1, mask=at < N, other=0).to(tl.int32), T)
-        long = (stop - start > SHORT).to(tl.int32)
+        start, stop, _ = bounds(at, cu_seqlens, N, T, 1, True)
+        long = ((at < N) & (stop - start > SHORT)).to(tl.int32)
         before = count + tl.cumsum(long, 0) - long
         n = tl.minimum(n, tl.min(tl.where((long != 0) & (before == rank), at, N), 0))
         count += tl.sum(long, 0)

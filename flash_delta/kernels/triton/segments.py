@@ -41,7 +41,7 @@ def compose(
     if INITIAL:
         S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
     follow(OVERLAP)
-    store_state(starts, start_strides, S, slot, hv, d, c, V, K, start <= stop)  # wrong bounds may lead anywhere
+    store_state(starts, start_strides, S, slot, hv, d, c, V, K)
     S = load_state(maps, map_strides, slot, hv, d, c, V, K, segments > 1)
     store_state(starts, start_strides, S, slot + 1, hv, d, c, V, K, segments > 1)
     for number in range(1, segments - 1):
