@@ -1,5 +1,6 @@
 # make demo   trains a small hybrid model on the CPU, lets it write and reports on it: under five minutes on two cores
 # make test   style and tests
+# make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
 # make clean  removes what these made
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test triton clean
+.PHONY: demo test test-all triton clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -23,10 +24,11 @@ demo: .venv/installed
 	$(BIN)/flash-delta generate $(RUN) --prompt 'def '
 	$(BIN)/flash-delta report $(RUN)
 
-test: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
+test: TESTS := -m "not long"
+test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	PYTHONPATH=$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest
+	PYTHONPATH=$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest $(TESTS)
 
 triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done

@@ -64,7 +64,8 @@ def prefill_gated_delta_rule(
         state_pool: ``[slots, HV, V, K]`` if ``state_v_first``, else ``[slots, HV, K, V]``; float32, bfloat16 or
             float16, any strides (slots may be padded); written in place.
         cu_seqlens: the bounds of the sequences ``[N + 1]``, int32 or int64, from 0 on, not decreasing. Tokens behind
-            the last one give zeros, whatever they are.
+            the last one give zeros, whatever they are. Wrong bounds on a GPU give undefined results; of the pool only
+            the slots that ``write_indices`` and ``checkpoint_indices`` name may change then.
         read_indices: the slots of initial states ``[N]``, int32 or int64, as all indices.
         write_indices: the slots of final states ``[N]``; None: they are written nowhere. May be the slot that the
             sequence reads. Default None.
