@@ -231,10 +231,7 @@ def maximum(a, b):
 
 
 def choose(c, a, b):
-    if isinstance(c, Value):
-        return Value(torch.where(c.t, bare(a), bare(b)))
-    chosen = a if c else b
-    return Number(chosen) if isinstance(chosen, int) else chosen
+    return Value(torch.where(c.t, bare(a), bare(b))) if isinstance(c, Value) else (a if c else b)
 
 
 def largest(x, axis):

@@ -106,6 +106,7 @@ def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name, alone)
     bounds = bounds[:2] + 64 if alone else bounds  # 64 up, so that there is a first bound that is too high
     if alone:
         monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
+        monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
     lengths = (T, *(0 for _ in bounds[2:]))
     x = make_prefill("gdn-raw", lengths, slots=20, **(TINY | {"HV": 1}))
     _, pool = run("gdn-raw", x | {"cu_seqlens": bounds}, "hopper")

@@ -13,7 +13,8 @@ from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import check, make_prefill, run
 from serving_truth import slots
 
-from flash_delta.kernels.triton import backend, launch_segments
+import flash_delta
+from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.tiles import Segments, Tile
 from flash_delta.modules import causal_conv1d
 from flash_delta.testing import MEMBERS, make_inputs
@@ -34,15 +35,16 @@ def unread(monkeypatch):
     leave_unread(monkeypatch)
 
 
-def call(member, name, dtype, **options):
-    """Forward and backward."""
-    N = len(HOSTILE[name][0]) - 1
-    case = Case("", "", B=1, T=T, H=1, HV=1, V=16, lengths=(T, *(0 for _ in range(N - 1))))
-    x = make_inputs(case, MEMBERS[member], dtype, DEVICE) | options | {"cu_seqlens": hostile(name, DEVICE)}
+def call(member, name, dtype, scale=1, **options):
+    """Forward and backward; ``scale``: times as many tokens, and bounds as wrong."""
+    bounds = hostile(name, DEVICE) * scale
+    case = Case("", "", B=1, T=T * scale, H=1, HV=1, V=16, lengths=(T * scale, *(0 for _ in bounds[2:])))
+    x = make_inputs(case, MEMBERS[member], dtype, DEVICE) | options | {"cu_seqlens": bounds}
     o, final = MEMBERS[member].op(**x, backend="triton")
     torch.autograd.grad((o, final), [x[n] for n in TENSORS if n in x], (torch.ones_like(o), torch.ones_like(final)))
     if GPU:
         torch.cuda.synchronize()
+    return x
 
 
 @pytest.mark.parametrize(
@@ -66,11 +68,13 @@ def test_forward_and_backward(member, dtype, options, name):
 
 @every
 def test_segments(name, monkeypatch):
-    tile = Tile(4, 1, 16)
-    for module, name_of_plan in ((backend, "plan_segments"), (launch_segments, "plan_endless")):
-        monkeypatch.setattr(module, name_of_plan, lambda p, chip: Segments(64, tile, tile, tile))
-    monkeypatch.setattr(backend, "_forward", lambda p: ("hostile",))  # of its own: what was launched is remembered
-    call("gdn", name, torch.bfloat16)
+    """On a GPU so long ones that it splits them by itself."""
+    if not GPU:
+        tile = Tile(4, 1, 16)
+        monkeypatch.setattr(backend, "plan_segments", lambda p, chip: Segments(64, tile, tile, tile))
+    x = call("gdn", name, torch.bfloat16, scale=512 if GPU else 1)
+    reasons = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").reasons
+    assert "segments" in reasons["triton"]
 
 
 @every

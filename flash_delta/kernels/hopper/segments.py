@@ -9,7 +9,7 @@ from flash_delta.kernels.hopper.layouts import C
 @gluon.jit
 def load_bound(cu_seqlens, n, T):
     """Where sequence n begins, and the one before it ends; wrong bounds are moved into the row (triton/chunk.py)."""
-    return gl.where(n > 0, gl.minimum(gl.maximum(gl.load(cu_seqlens + n), 0), T), 0).to(gl.int32)
+    return gl.minimum(gl.maximum(gl.load(cu_seqlens + n), 0), T).to(gl.int32)
 
 
 @gluon.jit
@@ -39,7 +39,7 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
         n, row = low, slot * 0
         first = load_bound(cu_seqlens, n, T) // length + n
     start, stop = extent(n, cu_seqlens, T, PACKED)
-    number = gl.maximum(slot - first, 0)  # below 0 if bounds go down
+    number = gl.maximum(slot - first, 0)  # below 0 if bounds go down, or begin above 0
     token = start + number * length
     last = (token + length >= stop) & ((token < stop) | (number == 0))
     return n, row, token, start, stop, number, last

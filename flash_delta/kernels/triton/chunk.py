@@ -47,14 +47,13 @@ def lead(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def load_bound(cu_seqlens, n, N, T):
-    """Where sequence n begins, which is where the one before it ends; T behind the last bound, which is N.
+def load_bound(cu_seqlens, n, known, T):
+    """Where sequence n begins, which is where the one before it ends; 0 of those that are not ``known``.
 
-    No host reads bounds, so nobody checks them. Wrong ones are moved into the row, before they become 32-bit numbers:
-    0 is the first, and none is negative or above T. Results are then undefined, but no kernel leaves its tensors.
+    No host reads bounds, so nobody checks them. Wrong ones are moved into the row, before they become 32-bit numbers.
+    Results are then undefined, but no kernel leaves its tensors: 0 <= bound <= T.
     """
-    bound = tl.load(cu_seqlens + n, mask=(n > 0) & (n <= N), other=0)
-    return tl.where(n <= N, tl.minimum(tl.maximum(bound, 0), T), T).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + n, mask=known, other=0), 0), T).to(tl.int32)
 
 
 @triton.jit
@@ -62,8 +61,8 @@ def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
     """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
     start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
     if PACKED:
-        start = load_bound(cu_seqlens, n, N, T)
-        stop = tl.maximum(load_bound(cu_seqlens, n + 1, N, T), start)
+        start = load_bound(cu_seqlens, n, n <= N, T)
+        stop = tl.maximum(tl.where(n < N, load_bound(cu_seqlens, n + 1, n < N, T), T), start)
         slot = start // C + n
     return start, stop, slot
 
@@ -77,10 +76,11 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
         row, n = slot * 0, slot * 0 - 1
         for i in range(0, N + 1, 128):
             at = i + tl.arange(0, 128)
-            first = load_bound(cu_seqlens, at, N, T) // C + at
+            first = load_bound(cu_seqlens, at, at <= N, T) // C + at
             n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
+        n = tl.maximum(n, 0)  # below 0 if the first bound is not 0
     start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-    return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds go down
+    return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds go down, or begin above 0
 
 
 @triton.jit
