@@ -141,6 +141,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
     """The decoder with its output layer: token ids -> logits of the next token, and the loss for given labels."""
 
+    accepts_loss_kwargs = True  # num_items_in_batch, of Trainer
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers asks for a dict)
 
     def __init__(self, config: FlashDeltaConfig) -> None:
