@@ -2,10 +2,7 @@
 
 try:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ModuleNotFoundError as error:
     message = "flash_delta.models needs transformers: pip install 'flash-delta[transformers]'"
     raise ImportError(message) from error
@@ -22,12 +19,8 @@ AutoConfig.register(FlashDeltaConfig.model_type, FlashDeltaConfig)
 AutoModel.register(FlashDeltaConfig, FlashDeltaModel)
 AutoModelForCausalLM.register(FlashDeltaConfig, FlashDeltaForCausalLM)
 AutoModelForSequenceClassification.register(FlashDeltaConfig, FlashDeltaForSequenceClassification)
-# `register` does not add these names. By them Trainer's label smoothing knows that labels are to be shifted, and a
-# pipeline that it knows the model.
+# `register` does not add this name, by which Trainer's label smoothing knows that labels have to be shifted.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashDeltaConfig.model_type] = FlashDeltaForCausalLM.__name__
-MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[FlashDeltaConfig.model_type] = (
-    FlashDeltaForSequenceClassification.__name__
-)
 
 __all__ = [
     "FlashDeltaCache",
