@@ -80,7 +80,6 @@ class DeltaMixer(nn.Module):
 
     # Training code written for fla or Mamba leaves parameters with the mark `_no_weight_decay` out of weight decay.
     # copy.deepcopy and from_pretrained make new parameters, without the marks of the old ones.
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         self._mark_gate()
@@ -90,9 +89,8 @@ class DeltaMixer(nn.Module):
         self._mark_gate()
 
     def _mark_gate(self) -> None:
-        for name in ("A_log", "dt_bias"):
-            if self._parameters.get(name) is not None:
-                self._parameters[name]._no_weight_decay = True
+        for name in {"A_log", "dt_bias"} & self._parameters.keys():
+            self._parameters[name]._no_weight_decay = True
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """Fresh fp32 values for A_log and dt_bias."""
