@@ -77,8 +77,20 @@ class DeltaMixer(nn.Module):
 
     def _add_gate(self) -> None:
         self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
-        # By this mark training code written for fla or Mamba leaves them out of weight decay.
-        self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+
+    # Training code written for fla or Mamba leaves parameters with the mark `_no_weight_decay` out of weight decay.
+    # copy.deepcopy and from_pretrained make new parameters, without the marks of the old ones.
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_gate()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_gate()
+
+    def _mark_gate(self) -> None:
+        for name in {"A_log", "dt_bias"} & self._parameters.keys():
+            self._parameters[name]._no_weight_decay = True
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """Fresh fp32 values for A_log and dt_bias."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_delta.layers.packing import check_inputs
+from flash_delta.layers.packing import check_inputs, check_positions
 from flash_delta.layers.state import AttentionState
 from flash_delta.parallel import ContextParallel
 
@@ -64,15 +64,20 @@ class Attention(nn.Module):
         state: AttentionState | None = None,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with two differences.
+        """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
         Packed sequences take a [T, T] mask, so memory grows with the square of the row's length; over ranks, each has
         the keys and values of all and its own rows of that mask. They cannot be combined with a state, because cached
         keys of different lengths have no common row.
 
+        position_ids [B, T] or [1, T] say by which positions q and k are rotated, and nothing else. None means that each
+        sequence counts its tokens from 0, padding excluded, and goes on counting behind a state.
+
         Raises:
-            ValueError: as `GatedDeltaNet.forward`, and if state and cu_seqlens (or cp_context) are both given.
+            ValueError: as `GatedDeltaNet.forward`, if state and cu_seqlens (or cp_context) are both given, or if
+                position_ids have another shape.
         """
         if state is not None and (cu_seqlens is not None or cp_context is not None):
             raise ValueError(
@@ -89,13 +94,16 @@ class Attention(nn.Module):
         else:
             key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
             layout = _batch_layout(hidden_states, past.length, key_mask)
+        if position_ids is not None:
+            check_positions(hidden_states, position_ids)
+        positions = layout.positions if position_ids is None else position_ids
 
         x = layout.zero_padding(hidden_states)
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        rotation = _rotation(layout.positions, self.head_dim, self.rope_theta, q.dtype)
+        rotation = _rotation(positions, self.head_dim, self.rope_theta, q.dtype)
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         if past.keys is not None:
             k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)

@@ -85,6 +85,14 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
 
 
+def check_positions(hidden_states: Tensor, position_ids: Tensor) -> None:
+    """Refuse positions that are not [B, T] or, the same for all rows, [1, T]."""
+    B, T, _ = hidden_states.shape
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
+        expected, got = f"[B, T] = {[B, T]} or [1, T] = {[1, T]}", list(position_ids.shape)
+        raise ValueError(f"position_ids: expected shape {expected}, got {got}")
+
+
 def _counts_all(mask: Tensor) -> bool:
     """Whether the host sees that there is no padding: a GPU would have to be waited for, and a tracer has no values."""
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())

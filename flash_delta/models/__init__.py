@@ -1,17 +1,31 @@
-"""A Hugging Face causal language model whose token mixers are chosen by its configuration."""
+"""A Hugging Face language model whose token mixers are chosen by its configuration."""
 
 try:
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ModuleNotFoundError as error:
     message = "flash_delta.models needs transformers: pip install 'flash-delta[transformers]'"
     raise ImportError(message) from error
 
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
-from flash_delta.models.modeling import FlashDeltaForCausalLM, FlashDeltaModel
+from flash_delta.models.modeling import (
+    FlashDeltaForCausalLM,
+    FlashDeltaForSequenceClassification,
+    FlashDeltaModel,
+)
 
 AutoConfig.register(FlashDeltaConfig.model_type, FlashDeltaConfig)
 AutoModel.register(FlashDeltaConfig, FlashDeltaModel)
 AutoModelForCausalLM.register(FlashDeltaConfig, FlashDeltaForCausalLM)
+AutoModelForSequenceClassification.register(FlashDeltaConfig, FlashDeltaForSequenceClassification)
+# `register` does not add this name, by which Trainer's label smoothing knows that labels have to be shifted.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashDeltaConfig.model_type] = FlashDeltaForCausalLM.__name__
 
-__all__ = ["FlashDeltaCache", "FlashDeltaConfig", "FlashDeltaForCausalLM", "FlashDeltaModel"]
+__all__ = [
+    "FlashDeltaCache",
+    "FlashDeltaConfig",
+    "FlashDeltaForCausalLM",
+    "FlashDeltaForSequenceClassification",
+    "FlashDeltaModel",
+]

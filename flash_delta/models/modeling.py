@@ -4,92 +4,31 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
-from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
+from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
+from flash_delta.layers.packing import check_positions
+from flash_delta.models.block import FlashDeltaBlock
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
+from flash_delta.models.loss import next_token_loss
 from flash_delta.modules import RMSNorm, ShortConvolution
 from flash_delta.parallel import ContextParallel
 
-
-def build_mixer(config: FlashDeltaConfig, layer_idx: int) -> nn.Module:
-    """The token mixer that `config.mixers` names for this layer."""
-    name = config.mixers[layer_idx]
-    if name == "attention":
-        return Attention(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.attention_head_dim,
-            rope_theta=config.rope_theta,
-            layer_idx=layer_idx,
-        )
-    shared = {
-        "hidden_size": config.hidden_size,
-        "expand_v": config.expand_v,
-        "head_dim": config.head_dim,
-        "num_heads": config.num_heads,
-        "num_v_heads": config.num_v_heads,
-        "allow_neg_eigval": config.allow_neg_eigval,
-        "conv_size": config.conv_size,
-        "layer_idx": layer_idx,
-        "norm_eps": config.norm_eps,
-        "backend": config.backend,
-    }
-    if name == "gdn":
-        return GatedDeltaNet(**shared)
-    # A bounded gate keeps safe_gate's promise by construction.
-    return KimiDeltaAttention(**shared, lower_bound=config.lower_bound, safe_gate=config.lower_bound is not None)
-
-
-class SwiGLU(nn.Module):
-    """y = down_proj(silu(gate_proj(x)) * up_proj(x)) (arXiv:2002.05202)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class FlashDeltaBlock(GradientCheckpointingLayer):
-    """h = x + mixer(norm(x)), y = h + mlp(norm(h))."""
-
-    def __init__(self, config: FlashDeltaConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
-        self.mixer = build_mixer(config, layer_idx)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.backend)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        state: MixerState | AttentionState | None,
-        cu_seqlens: Tensor | None,
-        cp_context: ContextParallel | None,
-    ) -> Tensor:
-        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens, cp_context)
-        hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+logger = logging.get_logger(__name__)
 
 
 class FlashDeltaPreTrainedModel(PreTrainedModel):
-    """What the two models share: configuration, initialisation and what transformers should know about them."""
+    """What the models share: configuration, initialisation and what transformers should know about them."""
 
     config_class = FlashDeltaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_sdpa = True  # it is what softmax attention calls
     _no_split_modules = ("FlashDeltaBlock",)
     _skip_keys_device_placement = ("past_key_values",)
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
@@ -122,9 +61,12 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: FlashDeltaCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
     ) -> BaseModelOutputWithPast:
@@ -133,31 +75,54 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         Args:
             input_ids: [B, T], or inputs_embeds [B, T, hidden_size] in its place.
             attention_mask: [B, T], or [B, past + T] behind a cache; zeros are padding, on either side.
+            position_ids: [B, T] or [1, T], by which softmax attention rotates queries and keys; the other mixers know
+                the order of tokens only. None means that tokens are counted from 0, padding excluded. They may start
+                anew within a row only beside cu_seqlens or cp_context.
             past_key_values: the cache to continue from, extended in place; None starts anew.
             use_cache: whether to return a cache. None means config.use_cache, except in training and for packed rows.
+            output_hidden_states: whether to return hidden_states. None means config.output_hidden_states.
+            output_attentions: accepted, with a warning: no mixer returns attention weights. None means
+                config.output_attentions.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1), in place of attention_mask.
             cp_context: the split of one packed row over ranks, of which input_ids are this rank's tokens, in place of
                 attention_mask and cu_seqlens; without a cache.
 
         Returns:
-            last_hidden_state [B, T, hidden_size] and past_key_values (None without a cache).
+            last_hidden_state [B, T, hidden_size]; past_key_values (None without a cache); hidden_states (None unless
+            asked for), the embeddings and what every block returns, the last of them normalised:
+            num_hidden_layers + 1 times [B, T, hidden_size]; attentions, which are None always. With return_dict=False
+            a tuple of those that are not None.
 
         Raises:
-            ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, or
-                if a cache is asked for under gradient checkpointing or with cp_context.
+            ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, if
+                a cache is asked for under gradient checkpointing or with cp_context, or if position_ids have another
+                shape or start anew within a row without cu_seqlens or cp_context.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
-        cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None or cp_context is not None)
+        packed = cu_seqlens is not None or cp_context is not None
+        cache = self._cache(past_key_values, use_cache, packed)
         if cache is not None and cp_context is not None:
             raise ValueError("use_cache: expected False with cp_context, where a rank has its own sequences only")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_attentions if output_attentions is not None else self.config.output_attentions:
+            logger.warning_once("output_attentions: no mixer of this model returns attention weights: they are None")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is not None:
+            check_positions(hidden_states, position_ids)
+            if not packed:
+                _refuse_restarts(position_ids, attention_mask)
         states = [None] * len(self.layers) if cache is None else cache.layers
+        inputs = ()
         for block, state in zip(self.layers, states, strict=True):
-            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens, cp_context)
+            if output_hidden_states:
+                inputs += (hidden_states,)
+            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens, cp_context, position_ids)
         if cache is not None:
             cache.seen_tokens += hidden_states.shape[1]
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
+        last = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last, cache, (*inputs, last) if output_hidden_states else None)
 
     def _cache(
         self, past_key_values: FlashDeltaCache | None, use_cache: bool | None, packed: bool
@@ -176,6 +141,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
     """The decoder with its output layer: token ids -> logits of the next token, and the loss for given labels."""
 
+    accepts_loss_kwargs = True  # num_items_in_batch, of Trainer
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers asks for a dict)
 
     def __init__(self, config: FlashDeltaConfig) -> None:
@@ -194,13 +160,21 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: FlashDeltaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> CausalLMOutputWithPast:
         """Run the decoder and its output layer; arguments as in `FlashDeltaModel.forward`, and
 
@@ -208,39 +182,68 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
                 first token of every packed sequence and the tokens behind the last one. Not with cp_context: a target
                 may be another rank's token.
-            logits_to_keep: compute the logits of the last so many tokens only; 0 means all. Not with labels.
+            logits_to_keep: compute the logits of the last so many tokens only, 0 means all; or those of the tokens with
+                these indices [M]. Not with labels.
+            num_items_in_batch: divide the sum over the targets by it, as Trainer asks for where a step has several
+                batches; None means by the number of targets.
+            cu_seq_lens_q: cu_seqlens by the name that `DataCollatorWithFlattening` gives it. What it adds,
+                cu_seq_lens_k, max_length_q and max_length_k, says nothing more and is not read.
 
         Returns:
-            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size] and past_key_values.
+            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size], and past_key_values,
+            hidden_states and attentions as `FlashDeltaModel.forward`.
 
         Raises:
-            ValueError: as `FlashDeltaModel.forward`, and if labels come with logits_to_keep or cp_context.
+            ValueError: as `FlashDeltaModel.forward`; if labels come with logits_to_keep or cp_context or have another
+                shape; if logits_to_keep has more than one dimension; if both cu_seqlens and cu_seq_lens_q are given.
         """
+        if cu_seq_lens_q is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: expected None with cu_seq_lens_q, another name for the same, got both")
+            cu_seqlens = cu_seq_lens_q
         if labels is not None and cp_context is not None:
             raise ValueError("labels: expected None with cp_context, where a target may be another rank's token")
-        if labels is not None and logits_to_keep != 0:
+        if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ValueError(f"logits_to_keep: expected 0 with labels, which need every logit, got {logits_to_keep}")
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
             cp_context=cp_context,
+            return_dict=True,
         )
-        logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
-        loss = None if labels is None else _next_token_loss(logits, labels, cu_seqlens)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+        logits = self.lm_head(_kept(output.last_hidden_state, logits_to_keep))
+        loss = None if labels is None else next_token_loss(logits, labels, cu_seqlens, num_items_in_batch)
+        return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states)
 
 
-def _next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Mean cross entropy of logits [B, T, vocab] at t against labels [B, T] at t + 1, within each sequence."""
-    targets = labels[:, 1:]
-    if cu_seqlens is not None:
-        tokens = torch.arange(labels.shape[1], device=labels.device)
-        sequence = torch.searchsorted(cu_seqlens.long(), tokens, right=True)
-        same = (sequence[1:] == sequence[:-1]) & (tokens[1:] < cu_seqlens[-1])
-        targets = targets.where(same, -100)
-    logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+class FlashDeltaForSequenceClassification(GenericForSequenceClassification, FlashDeltaPreTrainedModel):
+    """The decoder with a linear layer on each row's last token that is not padding: token ids -> logits of a label.
+
+    Rows are padded with config.pad_token_id. Labels, losses and config.num_labels are as everywhere in transformers.
+    """
+
+    accepts_loss_kwargs = False  # its loss is a mean over rows: Trainer divides it by the batches of a step
+
+
+def _refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise where a token has position 0 and stands behind another token."""
+    starts = position_ids[:, 1:] == 0
+    if attention_mask is not None:
+        starts = starts & attention_mask[:, -position_ids.shape[1] : -1].bool()
+    if starts.any():
+        raise ValueError("position_ids: expected cu_seqlens where positions start anew within a row, got none")
+
+
+def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    if not isinstance(logits_to_keep, Tensor):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.dim() > 1:
+        raise ValueError(f"logits_to_keep: expected a number or indices [M], got {list(logits_to_keep.shape)}")
+    return hidden_states[:, logits_to_keep]

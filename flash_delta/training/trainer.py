@@ -38,6 +38,7 @@ from flash_delta.training.checkpoint import (
 from flash_delta.training.config import Layout, TrainConfig
 from flash_delta.training.corpus import Corpus, evaluation_windows, order0_entropy, training_batch
 from flash_delta.training.figures import loss_figure
+from flash_delta.training.parameter_groups import parameter_groups
 from flash_delta.training.ranks import Ranks
 
 NATS_PER_BIT = math.log(2)
@@ -217,9 +218,5 @@ class Trainer:
 
 
 def _adamw(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    """Decays matrices; not norms, biases and gate parameters (A_log, dt_bias), which all have one dimension."""
-    parameters = list(model.named_parameters())
-    matrices = [(name, p) for name, p in parameters if p.dim() > 1]
-    vectors = [(name, p) for name, p in parameters if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = parameter_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))

@@ -1,0 +1,47 @@
+"""Which parameters weight decay is for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups for an optimizer: those that decay, and those that do not.
+
+        optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
+
+    Parameters of fewer than two dimensions do not decay: the gates' `A_log` and `dt_bias`, norms' weights, biases. Nor
+    do those that carry the mark `_no_weight_decay`. All others decay, embeddings and short convolutions among them.
+
+    Args:
+        model: any module, as it is or wrapped (peft, DistributedDataParallel, torch.compile, `fully_shard`). A
+            parameter that two modules share comes once, one that needs no gradient not at all.
+        weight_decay: of the first group, at least 0. The second group's is 0.
+
+    Returns:
+        Two groups, each with "params", their names in "param_names", and "weight_decay". One may be empty.
+
+    Raises:
+        ValueError: if weight_decay is negative or not finite, if no parameter needs a gradient, or if a module is a
+            `FullyShardedDataParallel`: it has flattened the parameters, so that matrices cannot be told from vectors.
+    """
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError("model: expected one before FullyShardedDataParallel flattens it, got it wrapped already")
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("model: expected parameters that need a gradient, got none")
+    decayed = [(name, p) for name, p in trainable if p.dim() > 1 and not getattr(p, "_no_weight_decay", False)]
+    names = {name for name, _ in decayed}
+    others = [(name, p) for name, p in trainable if name not in names]
+    return [_group(decayed, weight_decay), _group(others, 0.0)]
+
+
+def _group(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> dict[str, Any]:
+    names, parameters = [name for name, _ in named], [p for _, p in named]
+    return {"params": parameters, "param_names": names, "weight_decay": weight_decay}
