@@ -74,6 +74,7 @@ def work(rank, size, folder, text):
     if size == 2:
         cut = make(folder / "cut", text, {"checkpoint_every": 2, "eval_every": 4}, Layout(), torch.float32).run()
         next(cut), next(cut)
+        cut.close()
         if rank == 0:
             shutil.copytree(folder / "cut", folder / "cut-again")
         got["compiled"] = compiled_gradients(rank)
