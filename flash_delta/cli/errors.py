@@ -12,9 +12,12 @@ UsageError = typer.BadParameter.__base__
 
 @contextmanager
 def one_line_each(debug: bool) -> Iterator[None]:
-    """Prints an error that a user can do something about, and ends with exit code 2; with debug it is raised as it is."""
+    """Prints an error that a user can do something about, and ends with exit code 2; with debug it is raised."""
     try:
         yield
+    except KeyboardInterrupt:
+        typer.secho("stopped", err=True)
+        raise typer.Exit(130) from None
     except BrokenPipeError:  # of `flash-delta generate RUN | head`; typer ends quietly
         raise
     except (UsageError, ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:

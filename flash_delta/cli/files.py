@@ -16,7 +16,8 @@ def to_path(text: str | Path) -> Path:
     return Path(text)
 
 
-PATH = {"parser": to_path, "metavar": "PATH"}  # of typer.Option and typer.Argument
+# Of typer.Option and typer.Argument, which name themselves by the metavar in errors.
+PATH, PATHS, RUN = ({"parser": to_path, "metavar": name} for name in ("PATH", "PATHS...", "RUN"))
 
 
 def require_writable(option: str, file: Path) -> None:

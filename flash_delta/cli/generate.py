@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from flash_delta.cli.environment import quiet_transformers, require_device
-from flash_delta.cli.files import PATH
+from flash_delta.cli.files import RUN
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="The folder that `flash-delta train --out` wrote.", **PATH)],
+    run: Annotated[Path, typer.Argument(help="The folder that `flash-delta train --out` wrote.", **RUN)],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
     max_bytes: Annotated[int, typer.Option(help="Bytes to write.")] = 400,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte every time.")] = 0.8,

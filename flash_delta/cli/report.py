@@ -7,13 +7,13 @@ import typer
 
 from flash_delta.cli.bench import RESULTS
 from flash_delta.cli.environment import quiet_transformers, require_device
-from flash_delta.cli.files import PATH, reading, require_writable
+from flash_delta.cli.files import PATH, RUN, reading, require_writable
 
 
 def report(
     run: Annotated[
         Path | None,
-        typer.Argument(help="The folder that `flash-delta train --out` wrote; none: the benchmarks.", **PATH),
+        typer.Argument(help="The folder that `flash-delta train --out` wrote; none: the benchmarks.", **RUN),
     ] = None,
     out: Annotated[
         Path | None,

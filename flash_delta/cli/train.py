@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flash_delta.cli.environment import quiet_transformers, require_device
-from flash_delta.cli.files import PATH
+from flash_delta.cli.files import PATH, PATHS
 from flash_delta.cli.new_model import model_config, new_model, require_memory
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ FREE_TO_CHANGE |= {"activation_checkpointing", "steps", "lr"}
 def train(
     ctx: typer.Context,
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files, folders; none: Python's own library.", **PATH)
+        list[Path] | None, typer.Argument(help="Files, folders; none: Python's own library.", **PATHS)
     ] = None,
     out: Annotated[Path, typer.Option(help="The run's folder.", **PATH)] = Path("runs/train"),
     mixers: Annotated[str, typer.Option(help="gdn, kda, attention; layers repeat the list.")] = "gdn,kda,gdn,attention",
@@ -140,9 +140,10 @@ def _line(record: "Record") -> str:
 
 
 def _result(trainer: "Trainer") -> Table:
-    measured = next(record for record in reversed(trainer.records) if record.held_out_bits_per_byte is not None)
+    bits = trainer.records[-1].held_out_bits_per_byte
+    bits = trainer.evaluate() if bits is None else bits  # a stopped run may have been resumed to where it was
     table = Table("on held-out text", "bits per byte")
-    table.add_row("this model", f"{measured.held_out_bits_per_byte:.3f}")
+    table.add_row("this model", f"{bits:.3f}")
     table.add_row("byte frequencies alone (order-0 entropy)", f"{trainer.corpus.summary.entropy:.3f}")
     table.caption = f"{trainer.step:,} steps in {trainer.seconds:,.0f} s; report: flash-delta report {trainer.folder}"
     return table
