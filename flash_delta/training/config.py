@@ -26,7 +26,7 @@ class TrainConfig:
     packed: bool = False  # whether a document (a file) begins anew inside a window: no state, no target across
 
     def __post_init__(self):
-        whole = ("steps", "batch_size", "eval_every", "eval_windows", "checkpoint_every")
+        whole = ("steps", "batch_size", "checkpoint_every", "eval_every", "eval_windows")
         bounds = dict.fromkeys(whole, (1, LARGEST_STEP))
         bounds |= {"seq_len": (2, LARGEST_STEP), "warmup_steps": (0, LARGEST_STEP), "seed": (0, LARGEST_SEED)}
         bounds |= dict.fromkeys(("learning_rate", "weight_decay", "grad_clip"), (0, LARGEST_RATE))

@@ -107,7 +107,8 @@ def _require_shapes(file: Path, expected: Shapes, found: Shapes) -> None:
         if name not in expected:
             raise ValueError(f"{file}: expected {len(expected)} tensors, got {name}, which is none of them")
         if expected[name] != found[name]:
-            raise ValueError(f"{file}: expected {name} of shape {expected[name]}, got {found[name]}")
+            shape = f"{expected[name]}, as config.json beside it has it"
+            raise ValueError(f"{file}: expected {name} of shape {shape}, got {found[name]}")
 
 
 def _require_finite(file: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
