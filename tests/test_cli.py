@@ -96,7 +96,7 @@ def test_report_writes_its_page(run):
         ("train /nowhere/at/all", "error: paths: expected files or folders, got /nowhere/at/all"),
         ("train --mixers gdn,mamba --layers 2", "error: mixers: expected names among"),
         ("train --mixers gdn,kda --layers 1", "error: layers: expected at least the 2 that mixers lists, got 1"),
-        ("train --resume --steps 9", "error: steps: expected no value beside --resume"),
+        ("train --resume --seq-len 9", "error: seq_len: expected no value beside --resume"),
         ("train --resume --out /nowhere", "error: run: expected a folder that `flash-delta train --out` wrote"),
         ("train --dtype half", "error: dtype: expected one of ['float32', 'bfloat16'], got 'half'"),
         ("train --accumulate 0", "error: accumulate: expected at least 1, got 0"),
@@ -121,23 +121,6 @@ def test_a_second_run_in_the_same_folder_is_an_error(run, text):
 
 def test_debug_shows_the_traceback():
     assert isinstance(flash("--debug", "generate", "/nowhere").exception, FileNotFoundError)
-
-
-def test_stopping_by_hand_keeps_the_checkpoint(text, tmp_path, monkeypatch):
-    from flash_delta.training import Trainer
-
-    step = Trainer._train_step
-
-    def interrupted(trainer):
-        if trainer.step == 3:
-            raise KeyboardInterrupt
-        return step(trainer)
-
-    monkeypatch.setattr(Trainer, "_train_step", interrupted)
-    result = flash("train", text, "--out", tmp_path, *TINY.split(), "--checkpoint-every", 2)
-    assert result.exit_code == 130
-    assert "stopped after step 3" in result.output
-    assert "step-00000002 is kept; continue with --resume" in result.output
 
 
 def test_the_module_is_the_command():

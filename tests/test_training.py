@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-from flash_delta.training import checkpoint
+from flash_delta.training import saving
+from flash_delta.training.checkpoint import latest_checkpoint
 from flash_delta.training.config import TrainConfig
 from flash_delta.training.corpus import Corpus, evaluation_windows, order0_entropy, training_batch
 from flash_delta.training.generate import generate_bytes, generate_text
 from flash_delta.training.probe import probe
 from flash_delta.training.report import write_report
+from flash_delta.training.run import Run
 from flash_delta.training.trainer import Trainer
 
 CONFIG = TrainConfig(steps=4, batch_size=2, seq_len=32, eval_every=2, eval_windows=3, checkpoint_every=2)
@@ -150,6 +152,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus, tmp_path):
     cut = Trainer.start(tmp_path / "cut", tiny_model(), corpus, CONFIG).run()
     for _ in range(3):  # the checkpoint is of step 2: step 3 is lost and done again
         next(cut)
+    cut.close()
     resumed = Trainer.resume(tmp_path / "cut")
     assert resumed.step == 2
     assert [record.bits_per_byte for record in resumed.run()] == [record.bits_per_byte for record in records[2:]]
@@ -161,14 +164,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus, tmp_path):
 def test_a_run_killed_while_saving_keeps_the_checkpoint_before(corpus, tmp_path, monkeypatch):
     run = Trainer.start(tmp_path, tiny_model(), corpus, CONFIG).run()
     next(run), next(run)
-    before = checkpoint.latest_checkpoint(tmp_path)
-    monkeypatch.setattr(checkpoint, "save_file", Mock(side_effect=KeyboardInterrupt))
+    before = latest_checkpoint(tmp_path)
+    monkeypatch.setattr(saving, "save_file", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         list(run)
-    assert checkpoint.latest_checkpoint(tmp_path) == before
+    assert latest_checkpoint(tmp_path) == before
     monkeypatch.undo()
     list(Trainer.resume(tmp_path).run())
-    assert [path.name for path in before.parent.iterdir()] == ["step-00000004"]
+    assert sorted(path.name for path in before.parent.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_a_folder_with_a_run_is_not_overwritten(trained):
@@ -215,7 +218,7 @@ def test_generated_bytes_become_whole_characters(trained, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [{"prompt": b""}, {"max_bytes": -1}, {"temperature": -1.0}, {"top_k": 0}])
 def test_generation_refuses(trained, wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected at least"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected (at least|0, or)"):
         next(generate_bytes(trained.model, **{"prompt": b"a", "max_bytes": 1} | wrong))
 
 
@@ -236,7 +239,7 @@ def test_probe_measures_half_lives_and_states(trained):
 
 def test_report_is_one_page_with_its_pictures(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("flash_delta.training.report.generate_text", lambda *_, **__: iter(["<script>x</script>"]))
-    write_report(trained, tmp_path / "report.html")
+    write_report(Run.read(trained.folder), trained.model, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert not re.findall(r"https?://|<script|<link", page)
     pictures = re.findall(r'(?:src|srcset)="data:image/svg\+xml;base64,([^"]+)"', page)

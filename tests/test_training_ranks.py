@@ -62,6 +62,22 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, text, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_stop_together_though_one_got_the_signal(ranks, text):
+    _, folder, (first, last) = ranks
+    assert first["stopped"] == last["stopped"] == (2, 15)
+    assert Trainer.resume(folder / "stopped").step == 2
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_end_together_though_one_is_wrong(ranks):
+    _, folder, (first, last) = ranks
+    assert first["diverged"] == last["diverged"]
+    assert first["diverged"].startswith("step 2: parameters: nan: the run diverged, lower --lr")
+    held = f"folder: expected one that no other process trains in, got {folder / 'locked'}"
+    assert first["locked"] == last["locked"] == held
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_compiled_blocks_under_fsdp(ranks):
     _, _, (first, _) = ranks
     model = tiny_model(torch.float64, MIXERS[:1])

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-from flash_delta.training import Corpus, Layout, TrainConfig, Trainer
+from flash_delta.training import Corpus, Diverged, Layout, TrainConfig, Trainer
+from flash_delta.training.claim import claim_folder
 
 SETTINGS = {"steps": 4, "batch_size": 4, "seq_len": 33, "eval_every": 2, "eval_windows": 5, "checkpoint_every": 4}
 RUNS = {  # number of ranks -> run -> what it computes, how ranks share it
@@ -50,6 +51,37 @@ def results(trainer):
     return records, {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in parameters.items()}
 
 
+def stopped(trainer, rank):
+    """The steps of a run that the second rank alone is asked to stop, and by what."""
+    records = list(trainer.run(lambda: 15 if rank == 1 and trainer.step == 2 else 0))
+    return len(records), trainer.stopped_by
+
+
+def diverged(trainer, rank):
+    """What is said where the second rank alone has a parameter that is not finite."""
+    records = trainer.run()
+    next(records)
+    if rank == 1:
+        next(iter(trainer.optimizer.state.values()))["exp_avg"].to_local().fill_(float("inf"))
+    try:
+        next(records)
+    except Diverged as error:
+        return str(error)
+
+
+def locked(folder, text):
+    """What is said where another process holds the folder."""
+    trainer = make(folder, text, {}, Layout(), torch.float32)
+    holder = claim_folder(folder, None, 0) if trainer.ranks.first else None
+    try:
+        trainer.run()
+    except ValueError as error:
+        return str(error)
+    finally:
+        if holder is not None:
+            holder.release()
+
+
 def compiled_gradients(rank):
     """Of a block in one graph under FSDP2, each rank on a row of its own: their mean."""
     model = tiny_model(torch.float64, MIXERS[:1])
@@ -74,8 +106,14 @@ def work(rank, size, folder, text):
     if size == 2:
         cut = make(folder / "cut", text, {"checkpoint_every": 2, "eval_every": 4}, Layout(), torch.float32).run()
         next(cut), next(cut)
+        cut.close()
         if rank == 0:
             shutil.copytree(folder / "cut", folder / "cut-again")
+        got["stopped"] = stopped(make(folder / "stopped", text, {}, Layout(), torch.float32), rank)
+        got["diverged"] = diverged(
+            make(folder / "diverged", text, {"checkpoint_every": 2}, Layout(), torch.float32), rank
+        )
+        got["locked"] = locked(folder / "locked", text)
         got["compiled"] = compiled_gradients(rank)
         got["resumed"] = results(Trainer.resume(folder / "cut"))
     for name, refused in {"context_parallel": Layout(context_parallel=3), "shard": Layout(shard=3)}.items():

@@ -3,12 +3,12 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
+import flash_delta
 from flash_delta.cli.bench import bench
 from flash_delta.cli.check import check
 from flash_delta.cli.compile import compile_kernels
+from flash_delta.cli.errors import one_line_each
 from flash_delta.cli.generate import generate
 from flash_delta.cli.info import info
 from flash_delta.cli.report import report
@@ -19,14 +19,13 @@ from flash_delta.cli.tune import tune
 class Commands(typer.core.TyperGroup):
     """Says what the user did wrong in one line, without a traceback."""
 
+    def make_context(self, info_name: str | None, args: list[str], parent=None, **extra) -> typer.Context:
+        with one_line_each(debug="--debug" in args):
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: typer.Context):
-        try:
+        with one_line_each(ctx.params["debug"]):
             return super().invoke(ctx)
-        except (ValueError, FileNotFoundError) as error:
-            if ctx.params["debug"]:
-                raise
-            Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
-            raise typer.Exit(2) from error
 
 
 app = typer.Typer(
@@ -41,6 +40,17 @@ for command in (info, check, bench, tune, train, generate, report):
 app.command("compile")(compile_kernels)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flash-delta {flash_delta.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
+def options(
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     pass

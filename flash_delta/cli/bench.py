@@ -10,11 +10,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from flash_delta.cli.environment import require_device
+from flash_delta.cli.files import PATH, reading, require_writable
 
 if TYPE_CHECKING:
     from flash_delta.bench import Group
 
 RESULTS = Path("benchmarks/results")
+LONGEST_S = 86_400
 
 
 def bench(
@@ -26,12 +28,12 @@ def bench(
     rows: Annotated[str | None, typer.Option(help="Only rows whose name contains this.")] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Where the JSON goes; none: benchmarks/results, and nowhere for a part of a group."),
+        typer.Option(help="Where the JSON goes; none: benchmarks/results, and nowhere for a part of a group.", **PATH),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Only the rows that the results file still lacks.")] = False,
     compare: Annotated[
         Path | None,
-        typer.Option(help="Older results, a file or a folder like --results; exit code 1 if ours got slower."),
+        typer.Option(help="Older results, a file or a folder like --results; exit code 1 if ours got slower.", **PATH),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one contestant may take for one step of a row.")] = 300,
 ) -> None:
@@ -42,18 +44,24 @@ def bench(
     """
     from flash_delta.bench import Group, ceilings, folder, machine, run_group, select, taking_part, versions
 
+    if not 0 < timeout <= LONGEST_S:
+        raise ValueError(f"timeout: expected more than 0 and at most {LONGEST_S:,} seconds, got {timeout}")
     where = require_device(device)
     target = results or (None if rows or contestants else RESULTS)  # parts must not replace the whole
     console = Console()
     console = Console(width=max(console.width, 160)) if not console.is_terminal else console
-    installed = versions(contestants)
+    installed, chosen = versions(contestants), select(groups, where, rows)
+    paths = {name: target and target / folder(where) / f"{name}.json" for name in chosen}
+    older = {name: _older(compare, folder(where), name) for name in chosen} if compare is not None else {}
+    resumed = {name: _read("resume", path) for name, path in paths.items() if resume and path and path.exists()}
+    for path in filter(None, paths.values()):
+        require_writable("results", path)
     rates = ceilings(where) if where.type == "cuda" else None
     slower = False
-    for name, workloads in select(groups, where, rows).items():
-        group = Group(name, machine(where), taking_part(name, installed), rates)
-        path = target and target / folder(where) / f"{name}.json"
-        if resume and path is not None and path.exists():
-            group = _resumed(Group.read(path), group)
+    for name, workloads in chosen.items():
+        group, path = Group(name, machine(where), taking_part(name, installed), rates), paths[name]
+        if name in resumed:
+            group = _resumed(resumed[name], group)
             workloads = group.missing(workloads)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(name, total=len(workloads) * len(group.versions))
@@ -65,11 +73,21 @@ def bench(
         _show(console, group)
         if path is not None:
             console.print(f"wrote {path}", soft_wrap=True, highlight=False)
-        if compare is not None:
-            old = compare if compare.is_file() else compare / folder(where) / f"{name}.json"
-            slower |= _compare(console, Group.read(old), group)
+        if name in older:
+            slower |= _compare(console, older[name], group)
     if slower:
         raise typer.Exit(1)
+
+
+def _older(compare: Path, device: str, group: str) -> "Group":
+    return _read("compare", compare if compare.is_file() else compare / device / f"{group}.json")
+
+
+def _read(option: str, path: Path) -> "Group":
+    from flash_delta.bench import Group
+
+    with reading(option, path, "flash-delta bench"):
+        return Group.read(path)
 
 
 def _resumed(old: "Group", new: "Group") -> "Group":

@@ -10,6 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_delta.cli.environment import require_device
+from flash_delta.cli.files import PATH, reading, require_writable
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +27,8 @@ def check(
     case: Annotated[str | None, typer.Option(help="Only this case.")] = None,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
-    processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1)] = 4,
-    results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.")] = None,
+    processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1, max=64)] = 4,
+    results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.", **PATH)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what --json's file has that is right.")] = False,
 ) -> None:
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
@@ -42,7 +43,12 @@ def check(
     console = Console(width=max(console.width, 130)) if not console.is_terminal else console
     jobs = list(_jobs(full, case, where))
     order = {names_of(job): number for number, job in enumerate(jobs)}
-    answers = read(results, where) if resume else []
+    answers = []
+    if resume:
+        with reading("json", results, "flash-delta check"):
+            answers = read(results, where)
+    if results is not None:
+        require_writable("json", results)
     done = {answer.names for answer in answers}
     jobs = [job for job in jobs if names_of(job) not in done]
     for answer in track(judge(jobs, where, backend, peers, processes), "checking", total=len(jobs), console=console,
@@ -64,7 +70,7 @@ def _jobs(full: bool, only: str | None, device: "torch.device") -> "Iterator[Job
     from flash_delta.testing import CASES, MEMBERS
     from flash_delta.testing.matrix import STRESS
 
-    cases = [case for case in CASES if (case.name == only if only else full or case.smoke)]
+    cases = [case for case in CASES if (full or case.smoke if only is None else case.name == only)]
     if not cases:
         raise ValueError(f"case: expected one of {', '.join(case.name for case in CASES)}, got {only!r}")
     for name, member in MEMBERS.items():

@@ -10,9 +10,10 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_delta.cli.environment import require_modules
+from flash_delta.cli.files import PATH, reading, require_writable
 from flash_delta.compiler.gate import MODULES, faults, judge
 from flash_delta.compiler.pool import Result, compile_all, find_jobs
-from flash_delta.compiler.record import changes, read, rows, within, write
+from flash_delta.compiler.record import Rows, changes, read, rows, within, write
 from flash_delta.compiler.targets import TARGETS
 
 RECORD = Path("benchmarks/compile")
@@ -24,7 +25,9 @@ def compile_kernels(
     modules: Annotated[list[str] | None, typer.Argument(help="Modules of kernels; none: all.")] = None,
     target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}; none: all.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Record what was found.")] = False,
-    record: Annotated[Path, typer.Option(help="Folder with what was found before, a file per Triton.")] = RECORD,
+    record: Annotated[
+        Path, typer.Option(help="Folder with what was found before, a file per Triton.", **PATH)
+    ] = RECORD,
 ) -> None:
     """Compile every launch that the tables of tiles can select; exit code 1 if one is not as it should be.
 
@@ -39,6 +42,10 @@ def compile_kernels(
     console = Console()
     console = Console(width=max(console.width, 180)) if not console.is_terminal else console
     triton, jobs = find_jobs(names, targets)
+    path = record / f"triton-{triton}.json"
+    recorded, known = _recorded(path, names, targets)
+    if update:
+        require_writable("record", path)
     results: list[Result] = []
     for found in track(compile_all(jobs), "compiling", total=len(jobs), console=console, transient=True,
                        disable=not console.is_terminal):  # fmt: skip
@@ -46,9 +53,7 @@ def compile_kernels(
     results.sort(key=lambda result: (result.kernel, list(TARGETS).index(result.target)))
     console.print(_table(results, triton))
     wrong = judge(results, names, targets, triton)
-    path, new = record / f"triton-{triton}.json", rows(results)
-    recorded = read(path) if path.exists() else {}
-    known = within(recorded, names, targets)
+    new = rows(results)
     if update:
         write(path, {key: row for key, row in recorded.items() if key not in known} | new)
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
@@ -61,6 +66,13 @@ def compile_kernels(
     if wrong:
         raise typer.Exit(1)
     console.print(f"{len(results)} kernels are as they should be")
+
+
+def _recorded(path: Path, names: list[str], targets: list[str]) -> tuple[Rows, Rows]:
+    """All rows of the file, if it is there, and those that this run would give again."""
+    with reading("record", path, "flash-delta compile --update"):
+        rows = read(path) if path.exists() else {}
+        return rows, within(rows, names, targets)
 
 
 def _table(results: list[Result], triton: str) -> Table:

@@ -13,10 +13,13 @@ def require_device(name: str) -> "torch.device":
     import torch
 
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device: expected one that torch can use here, got {name!r} ({reason})") from error
+    if device.type == "meta":
+        raise ValueError(f"device: expected one that computes, got {name!r}")
+    return device
 
 
 def require_modules(names: list[str]) -> None:
@@ -28,7 +31,7 @@ def require_modules(names: list[str]) -> None:
     for name in names:
         try:
             found = find_spec(name)
-        except ModuleNotFoundError:  # of the package that it lies in
+        except (ImportError, ValueError):  # of the package that it lies in; for what is no name of a module
             found = None
         if found is None:
             raise ValueError(f"modules: expected what can be imported from {os.getcwd()}, got {name!r}")

@@ -7,29 +7,36 @@ import typer
 
 from flash_delta.cli.bench import RESULTS
 from flash_delta.cli.environment import quiet_transformers, require_device
+from flash_delta.cli.files import PATH, RUN, reading, require_writable
 
 
 def report(
     run: Annotated[
-        Path | None, typer.Argument(help="The folder that `flash-delta train --out` wrote; none: the benchmarks.")
+        Path | None,
+        typer.Argument(help="The folder that `flash-delta train --out` wrote; none: the benchmarks.", **RUN),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's page, or the benchmarks' folder; none: report.html in the run, docs.")
+        Path | None,
+        typer.Option(help="The run's page, or the benchmarks' folder; none: report.html in the run, docs.", **PATH),
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to measure a run: cpu, cuda, ...")] = "cpu",
-    results: Annotated[Path, typer.Option(help="What `flash-delta bench` wrote.")] = RESULTS,
+    device: Annotated[str, typer.Option(help="Where a run's model runs: cpu, cuda, ...")] = "cpu",
+    results: Annotated[Path, typer.Option(help="What `flash-delta bench` wrote.", **PATH)] = RESULTS,
 ) -> None:
     """Write self-contained pages: a run's numbers, loss, memory and a sample; or benchmarks.md and benchmarks.html."""
     if run is None:
         from flash_delta.bench.page import write_benchmarks
 
-        for path in write_benchmarks(results, out or Path("docs")):
+        with reading("results", results, "flash-delta bench"):
+            written = write_benchmarks(results, out or Path("docs"))
+        for path in written:
             typer.echo(f"wrote {path}")
         return
-    from flash_delta.training import Trainer, order0_entropy, write_report
+    from flash_delta.training import Run, load_model, require_checkpoint, write_report
 
     quiet_transformers()
-    page = out or run / "report.html"
-    trainer = Trainer.resume(run, require_device(device))
-    bits, entropy = write_report(trainer, page), order0_entropy(trainer.corpus.held_out)
-    typer.echo(f"wrote {page}: {bits:.3f} bits per byte on held-out text, whose order-0 entropy is {entropy:.3f}")
+    where, found, page = require_device(device), Run.read(run), out or run / "report.html"
+    require_writable("out", page)
+    write_report(found, load_model(require_checkpoint(run)).to(where), page)
+    bits = "no" if found.held_out is None else f"{found.held_out:.3f}"
+    entropy = f"{found.corpus.entropy:.3f}"
+    typer.echo(f"wrote {page}: {bits} bits per byte on held-out text, whose order-0 entropy is {entropy}")

@@ -1,5 +1,6 @@
 """`flash-delta train`: a byte-level language model on any text."""
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,29 +10,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flash_delta.cli.environment import quiet_transformers, require_device
+from flash_delta.cli.files import PATH, PATHS
+from flash_delta.cli.new_model import model_config, new_model, require_memory
 
 if TYPE_CHECKING:
     from flash_delta.training import Record, Trainer
 
-# What may be said beside --resume: how and where to compute, not what.
-FREE_TO_CHANGE = {"out", "resume", "device", "context_parallel", "shard", "accumulate", "activation_checkpointing"}
+# What may be said beside --resume: how and where to compute, how far and how fast.
+FREE_TO_CHANGE = {"out", "resume", "keep", "device", "context_parallel", "shard", "accumulate"}
+FREE_TO_CHANGE |= {"activation_checkpointing", "steps", "lr"}
 
 
 def train(
     ctx: typer.Context,
-    paths: Annotated[list[Path] | None, typer.Argument(help="Files, folders; none: Python's own library.")] = None,
-    out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/train"),
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files, folders; none: Python's own library.", **PATHS)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The run's folder.", **PATH)] = Path("runs/train"),
     mixers: Annotated[str, typer.Option(help="gdn, kda, attention; layers repeat the list.")] = "gdn,kda,gdn,attention",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
     hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 128,
     heads: Annotated[int, typer.Option(help="Heads per layer.")] = 4,
     head_dim: Annotated[int, typer.Option(help="Width of a head's keys and values.")] = 32,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 500,
+    steps: Annotated[int, typer.Option(help="Training steps in all; beside --resume, to go on further.")] = 500,
     batch_size: Annotated[int, typer.Option(help="Windows per step.")] = 8,
     seq_len: Annotated[int, typer.Option(help="Bytes per window.")] = 256,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate; beside --resume, of the steps to come.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="Of the initial parameters and of the batches.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between evaluations with a checkpoint.")] = 100,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay, the newest ones.")] = 2,
     dtype: Annotated[str, typer.Option(help="Of products: float32, bfloat16.")] = "float32",
     packed: Annotated[bool, typer.Option("--packed", help="A file begins anew inside a window.")] = False,
     context_parallel: Annotated[int, typer.Option(help="Ranks that share every window's tokens.")] = 1,
@@ -43,58 +50,45 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its own settings.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Train a byte-level language model, on all ranks of torchrun if it is there; --out gets checkpoints and curves."""
+    """Train a byte-level language model, on all ranks of torchrun if it is there; --out gets checkpoints and curves.
+
+    Ctrl-C and SIGTERM end it after the step that it is in, with a checkpoint.
+    """
     from flash_delta.training import Corpus, Layout, TrainConfig, Trainer, process_group
 
     quiet_transformers()
     layout = Layout(context_parallel, shard, accumulate, activation_checkpointing)
+    given = _given(ctx)
     if resume:
-        _refuse_settings(ctx)
+        _refuse_settings(given)
     with process_group(require_device(device)) as own_device:
         if resume:
-            trainer = Trainer.resume(out, own_device, layout)
+            changed = (steps if "steps" in given else None, lr if "lr" in given else None)
+            trainer = Trainer.resume(out, own_device, layout, keep, *changed)
         else:
             every = {"eval_every": checkpoint_every, "checkpoint_every": checkpoint_every}
             computed = {"learning_rate": lr, "seed": seed, "dtype": dtype, "packed": packed}
             config = TrainConfig(steps, batch_size, seq_len, **computed, **every)
-            model = _new_model(_pattern(mixers, layers), hidden_size, heads, head_dim, seed).to(own_device)
-            trainer = Trainer.start(out, model, Corpus.read(paths or ()), config, layout)
+            sizes = model_config(mixers, layers, hidden_size, heads, head_dim)
+            require_memory(sizes, config, layout, own_device)
+            corpus = Corpus.read(paths or ())
+            trainer = Trainer.start(out, new_model(sizes, seed).to(own_device), corpus, config, layout, keep)
         console = Console(quiet=not trainer.ranks.first)
-        console.print(_description(trainer))
         _run(console, trainer)
-        console.print(_result(trainer))
+        stopped_by = trainer.stopped_by
+    if stopped_by:
+        raise typer.Exit(128 + stopped_by)
 
 
-def _refuse_settings(ctx: typer.Context) -> None:
-    for parameter in ctx.command.params:
-        given = ctx.get_parameter_source(parameter.name).name == "COMMANDLINE"
-        if given and parameter.name not in FREE_TO_CHANGE:
-            raise ValueError(f"{parameter.name}: expected no value beside --resume, which keeps the run's own, got one")
+def _given(ctx: typer.Context) -> set[str]:
+    """The options and arguments that the command line names."""
+    names = (parameter.name for parameter in ctx.command.params)
+    return {name for name in names if ctx.get_parameter_source(name).name == "COMMANDLINE"}
 
 
-def _pattern(mixers: str, layers: int) -> list[str]:
-    names = [name.strip() for name in mixers.split(",")]
-    if layers < len(names):
-        raise ValueError(f"layers: expected at least the {len(names)} that mixers lists, got {layers}")
-    return [names[i % len(names)] for i in range(layers)]
-
-
-def _new_model(pattern: list[str], hidden_size: int, heads: int, head_dim: int, seed: int):
-    import torch
-
-    from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-
-    torch.manual_seed(seed)
-    config = FlashDeltaConfig(
-        vocab_size=256,
-        hidden_size=hidden_size,
-        num_hidden_layers=len(pattern),
-        mixers=pattern,
-        num_heads=heads,
-        head_dim=head_dim,
-        num_attention_heads=heads,
-    )
-    return FlashDeltaForCausalLM(config)
+def _refuse_settings(given: set[str]) -> None:
+    for name in sorted(given - FREE_TO_CHANGE):
+        raise ValueError(f"{name}: expected no value beside --resume, which keeps the run's own, got one")
 
 
 def _description(trainer: "Trainer") -> Table:
@@ -116,22 +110,25 @@ def _description(trainer: "Trainer") -> Table:
 
 def _run(console: Console, trainer: "Trainer") -> None:
     """A bar on a terminal, and everywhere one line per evaluation."""
+    from flash_delta.training import latest_checkpoint, stop_signals
+
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    try:
+    with stop_signals() as stop:
+        records = trainer.run(stop)
+        console.print(_description(trainer))
         with progress:
             task = progress.add_task("starting", total=trainer.config.steps, completed=trainer.step)
-            for record in trainer.run():
+            for record in records:
                 progress.update(task, completed=record.step, description=f"{record.bits_per_byte:.2f} bits per byte")
                 if record.held_out_bits_per_byte is not None:
                     console.print(_line(record), highlight=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        from flash_delta.training import latest_checkpoint
-
-        checkpoint = latest_checkpoint(trainer.folder)
-        kept = f"{checkpoint} is kept; continue with --resume" if checkpoint else "no checkpoint was written yet"
-        console.print(f"stopped after step {trainer.step}: {kept}", markup=False, soft_wrap=True)
-        raise typer.Exit(130) from None
+    if trainer.stopped_by:
+        name, checkpoint = signal.Signals(trainer.stopped_by).name, latest_checkpoint(trainer.folder)
+        line = f"stopped by {name} after step {trainer.step}, which {checkpoint} holds; continue with --resume"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(_result(trainer))
 
 
 def _line(record: "Record") -> str:
@@ -143,10 +140,10 @@ def _line(record: "Record") -> str:
 
 
 def _result(trainer: "Trainer") -> Table:
-    from flash_delta.training import order0_entropy
-
+    bits = trainer.records[-1].held_out_bits_per_byte
+    bits = trainer.evaluate() if bits is None else bits  # a stopped run may have been resumed to where it was
     table = Table("on held-out text", "bits per byte")
-    table.add_row("this model", f"{trainer.records[-1].held_out_bits_per_byte:.3f}")
-    table.add_row("byte frequencies alone (order-0 entropy)", f"{order0_entropy(trainer.corpus.held_out):.3f}")
+    table.add_row("this model", f"{bits:.3f}")
+    table.add_row("byte frequencies alone (order-0 entropy)", f"{trainer.corpus.summary.entropy:.3f}")
     table.caption = f"{trainer.step:,} steps in {trainer.seconds:,.0f} s; report: flash-delta report {trainer.folder}"
     return table

@@ -11,6 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_delta.cli.environment import require_device, require_modules
+from flash_delta.cli.files import PATH, require_writable
 
 if TYPE_CHECKING:
     from flash_delta.bench.tune import Trial
@@ -22,7 +23,7 @@ def tune(
     stage: Annotated[str, typer.Argument(help="Name of a stage, e.g. scan.")],
     module: Annotated[str | None, typer.Option(help="Its module; none: the first that has the stage.")] = None,
     device: Annotated[str, typer.Option(help="A GPU.")] = "cuda",
-    results: Annotated[Path | None, typer.Option("--json", help="Also write every tile's time here.")] = None,
+    results: Annotated[Path | None, typer.Option("--json", help="Also write every tile's time here.", **PATH)] = None,
 ) -> None:
     """Time every tile that may fit, best first, and print the line to paste. A tile with a wrong result gets no time.
 
@@ -34,13 +35,15 @@ def tune(
     where = require_device(device)
     if where.type != "cuda":
         raise ValueError(f"device: expected a GPU, got {device!r}")
-    names = [module] if module else list(MODULES)
+    names = [module] if module is not None else list(MODULES)
     require_modules(names)
     stages = {name: vars(importlib.import_module(name)).get("STAGES", {}) for name in names}
     home = next((name for name in names if stage in stages[name]), None)
     if home is None:
         known = ", ".join(s for found in stages.values() for s in found)
         raise ValueError(f"stage: expected one of {known or 'none in this module'}, got {stage!r}")
+    if results is not None:
+        require_writable("json", results)
     target, gpu = target_and_name(where)
     tiles = stages[home][stage].tiles(target)
     console = Console()

@@ -58,6 +58,8 @@ def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
     jobs = []
     for name in modules:
         module = importlib.import_module(name)
+        if not hasattr(module, "launches"):
+            raise ValueError(f"modules: expected one that has launches(target), got {name!r}")
         for target in targets:
             launches = [launch.name for launch in module.launches(target)]
             if len(set(launches)) < len(launches):

@@ -1,9 +1,12 @@
 """What a run computes (`TrainConfig`, kept in its checkpoints) and how ranks share that (`Layout`, free to change)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 DTYPES = ("float32", "bfloat16")
+LARGEST_STEP = 99_999_999  # a checkpoint's name has eight digits
+LARGEST_RATE = 1e3  # of learning and decay; far above it AdamW's own arithmetic overflows
+LARGEST_SEED = 2**63 - 1  # of torch.manual_seed
 
 
 @dataclass(frozen=True)
@@ -23,17 +26,23 @@ class TrainConfig:
     packed: bool = False  # whether a document (a file) begins anew inside a window: no state, no target across
 
     def __post_init__(self):
-        at_least_1 = ("steps", "batch_size", "eval_every", "eval_windows", "checkpoint_every")
-        least = dict.fromkeys(at_least_1, 1) | {"seq_len": 2, "warmup_steps": 0, "weight_decay": 0, "seed": 0}
-        _require_at_least(self, least)
+        whole = ("steps", "batch_size", "checkpoint_every", "eval_every", "eval_windows")
+        bounds = dict.fromkeys(whole, (1, LARGEST_STEP))
+        bounds |= {"seq_len": (2, LARGEST_STEP), "warmup_steps": (0, LARGEST_STEP), "seed": (0, LARGEST_SEED)}
+        bounds |= dict.fromkeys(("learning_rate", "weight_decay", "grad_clip"), (0, LARGEST_RATE))
+        _require_within(self, bounds)
         for name in ("learning_rate", "grad_clip"):
-            if getattr(self, name) <= 0:
+            if getattr(self, name) == 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: expected one of {list(DTYPES)}, got {self.dtype!r}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Of the step after `step` steps: linear warmup to the peak, then a cosine down to a tenth of it."""
+        """Of the step after `step` steps: linear warmup to the peak, then a cosine down to a tenth of it.
+
+        Of `steps`, the rate that a step gets depends on how many there are in all: a run that goes on to more of them
+        takes up the longer cosine where it stands, so its rate rises there, and without another warmup.
+        """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -50,10 +59,19 @@ class Layout:
     activation_checkpointing: bool = False  # keep a layer's input only, and run it again for its gradients
 
     def __post_init__(self):
-        _require_at_least(self, {"context_parallel": 1, "accumulate": 1} | ({} if self.shard is None else {"shard": 1}))
+        ranks = ("context_parallel", "accumulate", *(() if self.shard is None else ("shard",)))
+        _require_within(self, dict.fromkeys(ranks, (1, LARGEST_STEP)))
 
 
-def _require_at_least(settings: TrainConfig | Layout, least: dict[str, float]) -> None:
-    for name, bound in least.items():
-        if getattr(settings, name) < bound:
-            raise ValueError(f"{name}: expected at least {bound}, got {getattr(settings, name)}")
+def _require_within(settings: TrainConfig | Layout, bounds: dict[str, tuple[float, float]]) -> None:
+    """Each is a number between its two bounds, a whole one where that is its type."""
+    whole = {field.name for field in fields(settings) if field.type is not float}
+    for name, (least, most) in bounds.items():
+        value = getattr(settings, name)
+        kind = int if name in whole else (int, float)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name}: expected a {'whole ' * (name in whole)}number, got {value!r}")
+        if not value >= least:  # NaN is not
+            raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if value > most:
+            raise ValueError(f"{name}: expected at most {most:,}, got {value}")

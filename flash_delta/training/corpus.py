@@ -10,15 +10,33 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from flash_delta.training.checkpoint import latest_checkpoint
+
 HELD_OUT_FRACTION = 0.05
 # Not the library itself: what was installed into it, its tests, and compiled files.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+EXCERPT_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a checkpoint keeps of its corpus, so that a report needs no text."""
+
+    name: str
+    files: int
+    train_bytes: int
+    held_out_bytes: int
+    entropy: float  # of the held-out text, in bits per byte: `order0_entropy`
+    excerpt: str  # how the held-out text begins, a character per byte (latin1)
 
 
 @dataclass(frozen=True)
@@ -51,10 +69,16 @@ class Corpus:
         begins = train[1], held_out[1]
         return cls(name, given, train[0], held_out[0], *begins, len(texts), len(files) - len(texts))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Names the content: a run may only resume on the bytes it started with."""
         return hashlib.sha256(self.train.numpy().tobytes() + b"|" + self.held_out.numpy().tobytes()).hexdigest()
+
+    @cached_property
+    def summary(self) -> Summary:
+        excerpt = self.held_out[:EXCERPT_BYTES].numpy().tobytes().decode("latin1")
+        sizes = self.files, len(self.train), len(self.held_out)
+        return Summary(self.name, *sizes, order0_entropy(self.held_out), excerpt)
 
 
 def order0_entropy(text: torch.Tensor) -> float:
@@ -94,6 +118,8 @@ def _find_files(paths: Iterable[str | Path]) -> Iterator[Path]:
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"paths: expected files or folders, got {path}, which does not exist")
+        if not path.is_dir() and not path.is_file():  # a pipe or a device cannot be read again when a run resumes
+            raise ValueError(f"paths: expected files or folders, got {path}, which is neither")
         yield from _walk(path) if path.is_dir() else [path]
 
 
@@ -103,14 +129,23 @@ def _standard_library() -> Iterator[Path]:
 
 
 def _walk(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
-    """Files below the folder in the order of their names, the same on every file system; no hidden folders."""
+    """Files below the folder in the order of their names, the same on every file system; no hidden folders, no runs.
+
+    A run's own folder may lie among its texts: what it writes is not one of them, or it could not resume.
+    """
     for root, folders, names in os.walk(folder):
+        if "checkpoints" in folders and latest_checkpoint(root):
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         yield from (file for file in (Path(root, name) for name in sorted(names)) if file.is_file())
 
 
 def _read_text(file: Path) -> bytes | None:
-    data = file.read_bytes()
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise OSError(f"paths: expected files that can be read, got {file} ({error.strerror})") from error
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -1,10 +1,17 @@
 """Text from a byte-level model through its decoding state: the prompt is read once, then one byte costs one step."""
 
 import codecs
+import math
 from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
+
+from flash_delta.training.config import LARGEST_SEED
+
+BYTES = 256
+MOST_BYTES = 10**9
+COLDEST, HOTTEST = 1e-3, 1e3  # temperatures between which a softmax is neither all or nothing nor all alike
 
 
 def generate_text(
@@ -16,9 +23,18 @@ def generate_text(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The continuation of the prompt in pieces, each as soon as its bytes make whole characters."""
+    """The continuation of the prompt in pieces, each as soon as its bytes make whole characters.
+
+    Arguments are checked when it is called, as by `generate_bytes`. A prompt from the command line may hold bytes that
+    are no UTF-8: Python's surrogates stand for them.
+    """
+    data = prompt.encode(errors="surrogateescape")
+    return _decoded(generate_bytes(model, data, max_bytes, temperature=temperature, top_k=top_k, seed=seed))
+
+
+def _decoded(text: Iterator[int]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for byte in generate_bytes(model, prompt.encode(), max_bytes, temperature=temperature, top_k=top_k, seed=seed):
+    for byte in text:
         if piece := decoder.decode(bytes([byte])):
             yield piece
     if piece := decoder.decode(b"", final=True):
@@ -34,12 +50,30 @@ def generate_bytes(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Samples max_bytes bytes; temperature 0 takes the likeliest one, top_k draws among the k likeliest."""
+    """Samples max_bytes bytes; temperature 0 takes the likeliest one, top_k draws among the k likeliest.
+
+    Raises:
+        ValueError: when it is called, if the prompt is empty, or if another argument is not in its range: max_bytes 0
+            to a billion, temperature 0 or 0.001 to 1,000, top_k from 1 on, seed 0 to 2^63 - 1.
+        FloatingPointError: while it runs, if the model's logits are not finite.
+    """
     if not prompt:
         raise ValueError("prompt: expected at least one byte, got none")
-    for name, value, least in (("max_bytes", max_bytes, 0), ("temperature", temperature, 0), ("top_k", top_k, 1)):
-        if value is not None and value < least:
+    top_k = BYTES if top_k is None else top_k
+    bounds = {"max_bytes": (max_bytes, 0, MOST_BYTES), "top_k": (top_k, 1, math.inf), "seed": (seed, 0, LARGEST_SEED)}
+    for name, (value, least, most) in bounds.items():
+        if not least <= value:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if value > most:
+            raise ValueError(f"{name}: expected at most {most:,}, got {value}")
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
+        raise ValueError(f"temperature: expected 0, or {COLDEST:g} to {HOTTEST:,g}, got {temperature}")
+    return _sampled(model, prompt, max_bytes, temperature, top_k, seed)
+
+
+def _sampled(
+    model: PreTrainedModel, prompt: bytes, max_bytes: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
     model.eval()
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, cache = torch.tensor([list(prompt)], device=model.device), None
@@ -50,11 +84,13 @@ def generate_bytes(
         yield tokens.item()
 
 
-def _sample(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+def _sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
     """[1, 1] token drawn from logits [1, 256]."""
+    if not logits.isfinite().all():
+        raise FloatingPointError("model: expected finite logits, got others; a run with a lower --lr may not get there")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+    if top_k < logits.shape[-1]:
+        kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     return torch.multinomial((logits.float() / temperature).softmax(dim=-1), num_samples=1, generator=generator)

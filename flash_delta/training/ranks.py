@@ -6,9 +6,10 @@ are summed, since one's tokens are nobody else's.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 
 from flash_delta.training.batches import Batch
 from flash_delta.training.config import Layout
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -49,6 +52,7 @@ class Ranks:
     rows: int = 1
     cp: DeviceMesh | None = None  # those with the same rows; None: this rank alone
     parameters: DeviceMesh | None = None  # [copies, shard]; None: this rank has them all, alone
+    device: torch.device | None = None  # on which ranks exchange numbers; None: this rank is alone
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Ranks":
@@ -63,7 +67,7 @@ class Ranks:
         data = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp"))
         parameters = init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("copies", "shard"))
         row, cp = data["dp"].get_local_rank(), data["cp"] if layout.context_parallel > 1 else None
-        return cls(dist.get_rank(), size, row, data.size(0), cp, parameters)
+        return cls(dist.get_rank(), size, row, data.size(0), cp, parameters, device)
 
     @property
     def first(self) -> bool:
@@ -79,6 +83,28 @@ class Ranks:
 
     def max(self, x: Tensor) -> float:
         return self._reduced(x, dist.ReduceOp.MAX)
+
+    def largest(self, value: int) -> int:
+        """Of all ranks' values; each waits for the others here."""
+        return value if self.size == 1 else int(self.max(torch.tensor(value, device=self.device)))
+
+    def first_does(self, act: Callable[[], T]) -> T | None:
+        """Runs ``act`` on the first rank and returns there what it does; all wait for it, and share its error.
+
+        Raises:
+            OSError, ValueError: on every rank, if ``act`` does.
+        """
+        done, errors = None, [None]
+        if self.first:
+            try:
+                done = act()
+            except (OSError, ValueError) as error:
+                errors = [error]
+        if self.size > 1:
+            dist.broadcast_object_list(errors, src=0)
+        if errors[0] is not None:
+            raise errors[0]
+        return done
 
     def _reduced(self, x: Tensor, op: dist.ReduceOp) -> float:
         if self.size > 1:

@@ -8,72 +8,72 @@ from statistics import median
 import torch
 
 import flash_delta
+from flash_delta.models import FlashDeltaForCausalLM
 from flash_delta.page import Picture, picture, render
-from flash_delta.training.corpus import order0_entropy
 from flash_delta.training.figures import channel_decay_figure, loss_figure, scalar_decay_figure, states_figure
 from flash_delta.training.generate import generate_text
 from flash_delta.training.probe import probe
-from flash_delta.training.trainer import Trainer
+from flash_delta.training.run import Run
 
 PROMPT_BYTES, SAMPLE_BYTES, TEMPERATURE = 160, 600, 0.7
-PROBE_BYTES = 2048
 
 
-def write_report(trainer: Trainer, path: str | Path) -> float:
-    """Writes the page, nothing of which is fetched from elsewhere; returns the held-out bits per byte it measured."""
-    held_out = trainer.corpus.held_out
-    bits, entropy = trainer.evaluate(), order0_entropy(held_out)
-    prompt = held_out[:PROMPT_BYTES].numpy().tobytes().decode(errors="ignore")
+def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path) -> None:
+    """Writes the page about a run and the model of its last checkpoint; nothing in it is fetched from elsewhere.
+
+    Its numbers are those that the run itself measured, so its text need not be there.
+    """
+    text = run.corpus.excerpt.encode("latin1")
+    prompt = text[:PROMPT_BYTES].decode(errors="ignore") or "\n"
     page = render(
         Path(__file__).parent / "report.html.j2",
-        title=f"flash_delta run: {trainer.folder.name}",
-        numbers=_numbers(trainer, bits, entropy),
-        facts=_facts(trainer),
-        pictures=list(_pictures(trainer, entropy)),
+        title=f"flash_delta run: {Path(path).resolve().parent.name}",
+        numbers=_numbers(run, model),
+        facts=_facts(run, model),
+        pictures=list(_pictures(run, model, torch.tensor(list(text)))),
         prompt=prompt,
-        sample="".join(generate_text(trainer.model, prompt, SAMPLE_BYTES, temperature=TEMPERATURE)),
+        sample="".join(generate_text(model, prompt, SAMPLE_BYTES, temperature=TEMPERATURE)),
         temperature=TEMPERATURE,
     )
     Path(path).write_text(page, encoding="utf-8")
-    return bits
 
 
-def _numbers(trainer: Trainer, bits: float, entropy: float) -> list[tuple[str, str, str]]:
+def _numbers(run: Run, model: FlashDeltaForCausalLM) -> list[tuple[str, str, str]]:
     """(what, value, unit), the first one being what the run is judged by."""
-    speed = median(record.tokens_per_second for record in trainer.records)
+    speed = median(record.tokens_per_second for record in run.records)
+    bits = "not measured yet" if run.held_out is None else f"{run.held_out:.3f}"
     return [
-        ("on held-out text", f"{bits:.3f}", "bits per byte"),
-        ("order-0 entropy of that text", f"{entropy:.3f}", "bits per byte"),
-        ("parameters", f"{trainer.model.num_parameters():,}", ""),
-        ("trained for", f"{trainer.seconds:,.0f}", "s"),
+        ("on held-out text", bits, "bits per byte"),
+        ("order-0 entropy of that text", f"{run.corpus.entropy:.3f}", "bits per byte"),
+        ("parameters", f"{model.num_parameters():,}", ""),
+        ("trained for", f"{run.seconds:,.0f}", "s"),
         ("median training speed", f"{speed:,.0f}", "tokens/s"),
     ]
 
 
-def _facts(trainer: Trainer) -> list[tuple[str, str]]:
-    corpus, config, model = trainer.corpus, trainer.config, trainer.model
-    windows = min(config.eval_windows, len(corpus.held_out) // config.seq_len)
+def _facts(run: Run, model: FlashDeltaForCausalLM) -> list[tuple[str, str]]:
+    corpus, config, done = run.corpus, run.config, len(run.records)
+    windows = min(config.eval_windows, corpus.held_out_bytes // config.seq_len)
     return [
         ("mixers, first to last layer", ", ".join(model.config.mixers)),
-        ("corpus", f"{corpus.name}: {corpus.files:,} files, {len(corpus.train):,} bytes to train on"),
-        ("held out", f"{len(corpus.held_out):,} bytes; measured on {windows} windows of {config.seq_len} bytes"),
-        ("steps", f"{trainer.step:,} of {config.steps:,}, each {config.batch_size} windows of {config.seq_len} bytes"),
+        ("corpus", f"{corpus.name}: {corpus.files:,} files, {corpus.train_bytes:,} bytes to train on"),
+        ("held out", f"{corpus.held_out_bytes:,} bytes; measured on {windows} windows of {config.seq_len} bytes"),
+        ("steps", f"{done:,} of {config.steps:,}, each {config.batch_size} windows of {config.seq_len} bytes"),
         ("training settings", ", ".join(f"{name} {value}" for name, value in asdict(config).items())),
         ("software", f"flash_delta {flash_delta.__version__}, torch {torch.__version__}, on {model.device}"),
     ]
 
 
-def _pictures(trainer: Trainer, entropy: float) -> Iterator[Picture]:
-    records = [asdict(record) for record in trainer.records]
-    text = trainer.corpus.held_out[:PROBE_BYTES]
-    memory = probe(trainer.model, text)
+def _pictures(run: Run, model: FlashDeltaForCausalLM, text: torch.Tensor) -> Iterator[Picture]:
+    records = [asdict(record) for record in run.records]
+    memory = probe(model, text)
     scalar = [decay for decay in memory.decays if decay.half_life.dim() == 1]
     channel = [decay for decay in memory.decays if decay.half_life.dim() == 2]
     yield picture(
         "Learning",
         "How many bits the model needs per byte of text: lower is better, 8 is knowing nothing. The dashed line is the "
         "best that byte frequencies alone allow on the held-out text; what lies below it was learnt from context.",
-        lambda: loss_figure(records, entropy),
+        lambda: loss_figure(records, run.corpus.entropy),
     )
     if scalar:
         yield picture(

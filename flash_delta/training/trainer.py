@@ -10,51 +10,34 @@ bit. Under torchrun (`process_group`) all ranks do the same calls, and together 
 rounding: a run may be resumed on any number of them.
 """
 
-import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from flash_delta.models import FlashDeltaForCausalLM
 from flash_delta.parallel import ContextParallel
 from flash_delta.training.batches import IGNORED, Batch
-from flash_delta.training.checkpoint import (
-    latest_checkpoint,
-    load_optimizer,
-    load_progress,
-    require_checkpoint,
-    save_checkpoint,
-)
+from flash_delta.training.checkpoint import checkpoint_folder, latest_checkpoint, require_checkpoint
+from flash_delta.training.claim import claim_folder
 from flash_delta.training.config import Layout, TrainConfig
-from flash_delta.training.corpus import Corpus, evaluation_windows, order0_entropy, training_batch
-from flash_delta.training.figures import loss_figure
+from flash_delta.training.corpus import Corpus, evaluation_windows, training_batch
+from flash_delta.training.loading import first_not_finite, load_model, load_optimizer
 from flash_delta.training.parameter_groups import parameter_groups
 from flash_delta.training.ranks import Ranks
+from flash_delta.training.run import Diverged, Record, Run
+from flash_delta.training.saving import moments_of, save_run
 
 NATS_PER_BIT = math.log(2)
-
-
-@dataclass(frozen=True)
-class Record:
-    """One training step. Its bits per byte are those of its own batch, before its update."""
-
-    step: int  # counted from 1
-    bits_per_byte: float
-    learning_rate: float
-    grad_norm: float
-    tokens_per_second: float
-    held_out_bits_per_byte: float | None = None  # None where the step did not end with an evaluation
-    peak_gb: float | None = None  # of the run so far, on the GPU that took most; with an evaluation, None without GPUs
 
 
 @dataclass
@@ -68,8 +51,13 @@ class Trainer:
     layout: Layout = field(default_factory=Layout)
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0  # spent training and evaluating
+    keep: int = 2  # how many checkpoints stay, the newest ones
 
     def __post_init__(self):
+        if self.keep < 1:
+            raise ValueError(f"keep: expected at least 1, got {self.keep}")
+        self.stopped_by = 0  # the signal that ended `run` before its last step
+        self._newest = checkpoint_folder(self.folder, self.step) if self.records else None
         self.ranks = Ranks.of(self.layout, self.model.device)
         self.ranks.require_same("paths", self.corpus.digest)
         passes = self.ranks.rows * self.layout.accumulate
@@ -96,22 +84,34 @@ class Trainer:
         corpus: Corpus,
         config: TrainConfig,
         layout: Layout | None = None,
+        keep: int = 2,
     ) -> "Trainer":
         if checkpoint := latest_checkpoint(folder):
             raise ValueError(f"folder: expected one without a run, got {folder} with {checkpoint.name}: resume it")
-        return cls(Path(folder), model, corpus, config, layout or Layout())
+        return cls(Path(folder), model, corpus, config, layout or Layout(), keep=keep)
 
     @classmethod
-    def resume(cls, folder: str | Path, device: str | torch.device = "cpu", layout: Layout | None = None) -> "Trainer":
-        checkpoint = require_checkpoint(folder)
-        progress = load_progress(checkpoint)
-        corpus = Corpus.read(progress["paths"])
-        if corpus.digest != progress["corpus_digest"]:
+    def resume(
+        cls,
+        folder: str | Path,
+        device: str | torch.device = "cpu",
+        layout: Layout | None = None,
+        keep: int = 2,
+        steps: int | None = None,
+        learning_rate: float | None = None,
+    ) -> "Trainer":
+        """Goes on from the newest checkpoint, on the text that the run started with.
+
+        Args:
+            steps: how many steps there are to be in all, at least those that are done; None: as many as before.
+            learning_rate: another peak, for the steps to come; None: the same. See `TrainConfig.learning_rate_at`.
+        """
+        checkpoint, run = require_checkpoint(folder), Run.read(folder).going_on(steps, learning_rate)
+        corpus = Corpus.read(run.paths)
+        if corpus.digest != run.corpus_digest:
             raise ValueError(f"corpus: expected the bytes that {folder} started with, got others from {corpus.name}")
-        model = FlashDeltaForCausalLM.from_pretrained(checkpoint).to(device)
-        records = [Record(**record) for record in progress["records"]]
-        config = TrainConfig(**progress["config"])
-        trainer = cls(Path(folder), model, corpus, config, layout or Layout(), records, progress["seconds"])
+        model = load_model(checkpoint).to(device)
+        trainer = cls(Path(folder), model, corpus, run.config, layout or Layout(), run.records, run.seconds, keep)
         load_optimizer(checkpoint, trainer.optimizer)
         return trainer
 
@@ -119,19 +119,42 @@ class Trainer:
     def step(self) -> int:
         return len(self.records)
 
-    def run(self) -> Iterator[Record]:
-        """Trains to the last step, yielding each step's record after its evaluation and checkpoint."""
-        while self.step < self.config.steps:
-            began = time.perf_counter()
-            record = self._train_step()
-            last = record.step == self.config.steps
-            if last or record.step % self.config.eval_every == 0:
-                record = replace(record, held_out_bits_per_byte=self.evaluate(), peak_gb=self._peak_gb())
-            self.records.append(record)
-            self.seconds += time.perf_counter() - began
-            if last or record.step % self.config.checkpoint_every == 0:
-                self._save()
-            yield record
+    def run(self, stop: Callable[[], int] = lambda: 0) -> Iterator[Record]:
+        """Locks the folder and trains to the last step, yielding each record after its evaluation and checkpoint.
+
+        Args:
+            stop: called after each step, e.g. what `stop_signals` yields. If it is not 0 on any rank, that step is
+                saved, the run ends, and `stopped_by` is the number.
+
+        Raises:
+            ValueError: if another process trains, or has trained, in the folder, or if it cannot be written to.
+            OSError: if a checkpoint cannot be written.
+            Diverged: if a step's gradients or evaluation, or parameters to be saved, are not finite.
+        """
+        self.stopped_by = 0
+        self.ranks.largest(0)  # no folder is made before every rank got here
+        size = 12 * self.model.num_parameters()  # bytes: float32, with two moments
+        lock = self.ranks.first_does(lambda: claim_folder(self.folder, self._newest, size))
+        return self._steps(lock, stop)
+
+    def _steps(self, lock: FileLock | None, stop: Callable[[], int]) -> Iterator[Record]:
+        try:
+            while self.step < self.config.steps and not self.stopped_by:
+                began = time.perf_counter()
+                record = self._train_step()
+                last = record.step == self.config.steps
+                if last or record.step % self.config.eval_every == 0:
+                    record = replace(record, held_out_bits_per_byte=self.evaluate(), peak_gb=self._peak_gb())
+                    self._require_finite(record.step, "held-out bits per byte", record.held_out_bits_per_byte)
+                self.records.append(record)
+                self.seconds += time.perf_counter() - began
+                self.stopped_by = 0 if last else self.ranks.largest(stop())
+                if last or self.stopped_by or record.step % self.config.checkpoint_every == 0:
+                    self._save()
+                yield record
+        finally:
+            if lock is not None:
+                lock.release()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -185,13 +208,12 @@ class Trainer:
     def _clip_gradients(self) -> float:
         """Of all ranks, to the configured norm; returns what it was.
 
-        A gradient that is not finite ends the run here, before it reaches the parameters and the checkpoint.
+        A gradient that is not finite ends the run here, before it reaches the parameters.
         """
         parameters = list(self.model.parameters())
         norm = get_total_norm(p.grad for p in parameters if p.grad is not None)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not norm.isfinite():
-            raise RuntimeError(f"step {self.step + 1}: expected gradients of a finite norm, got {norm.item()}")
+        self._require_finite(self.step + 1, "norm of the gradients", norm.item())
         clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
         return norm.item()
 
@@ -202,19 +224,19 @@ class Trainer:
         return self.ranks.max(torch.tensor(torch.cuda.max_memory_allocated(device), device=device)) / 1e9
 
     def _save(self) -> None:
-        records = [asdict(record) for record in self.records]
-        progress = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "config": asdict(self.config),
-            "paths": self.corpus.paths,
-            "corpus_digest": self.corpus.digest,
-            "records": records,
-        }
-        save_checkpoint(self.folder, self.step, self.model, self.optimizer, progress)
-        if self.ranks.first:
-            (self.folder / "history.json").write_text(json.dumps(records, indent=1))
-            loss_figure(records, order0_entropy(self.corpus.held_out)).savefig(self.folder / "loss.png", dpi=150)
+        numbers = (*self.model.named_parameters(), *moments_of(self.optimizer).items())
+        wrong = self.ranks.largest(first_not_finite(numbers) is not None)
+        self._require_finite(self.step, "parameters", math.nan if wrong else 0)
+        text = self.corpus.paths, self.corpus.digest, self.corpus.summary
+        run = Run(self.config, self.records, self.seconds, *text)
+        save_run(self.folder, run, self.model, self.optimizer, self.keep, self.ranks)
+        self._newest = checkpoint_folder(self.folder, self.step)
+
+    def _require_finite(self, step: int, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            kept = f"{self._newest} is kept" if self._newest else "no checkpoint was written yet"
+            lower = f"lower --lr, {self.config.learning_rate:g} now"
+            raise Diverged(f"step {step}: {what}: {value}: the run diverged, {lower}; {kept}")
 
 
 def _adamw(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:

@@ -1,0 +1,99 @@
+"""The model that `flash-delta train` is asked for, if training it may fit into memory."""
+
+import math
+import os
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
+    from flash_delta.training import Layout, TrainConfig
+
+BYTES = 256  # the vocabulary
+MOST = {"layers": 10_000, "hidden_size": 2**20, "heads": 2**16, "head_dim": 2**16}
+
+
+def model_config(mixers: str, layers: int, hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":
+    """Of so many layers, which repeat the list of mixers."""
+    names = [name.strip() for name in mixers.split(",")]
+    sizes = {"layers": layers, "hidden_size": hidden_size, "heads": heads, "head_dim": head_dim}
+    for name, size in sizes.items():
+        least = len(names) if name == "layers" else 1
+        if size < least:
+            why = " that mixers lists" if name == "layers" else ""
+            raise ValueError(f"{name}: expected at least {'the ' * bool(why)}{least}{why}, got {size}")
+        if size > MOST[name]:
+            raise ValueError(f"{name}: expected at most {MOST[name]:,}, got {size}")
+    return _config([names[i % len(names)] for i in range(layers)], hidden_size, heads, head_dim)
+
+
+def new_model(config: "FlashDeltaConfig", seed: int) -> "FlashDeltaForCausalLM":
+    """On the CPU, with fresh parameters."""
+    import torch
+
+    from flash_delta.models import FlashDeltaForCausalLM
+
+    torch.manual_seed(seed)
+    return FlashDeltaForCausalLM(config)
+
+
+def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "Layout", device: "torch.device") -> None:
+    """Raises ValueError where even the least that training takes is more than there is: no guess, a lower bound.
+
+    That is the parameters with their gradients and moments, or without if ranks share them, and of a pass the logits
+    with their gradients and every layer's input.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    parameters, tokens = _parameters(model), config.batch_size * config.seq_len
+    held = 4 * parameters * max(1, 4 / min(ranks, layout.shard or ranks))
+    passed = 4 * tokens / (ranks * layout.accumulate) * (2 * BYTES + model.hidden_size * model.num_hidden_layers)
+    room = _memory(device)
+    for names, needed in (
+        ("hidden_size, layers, heads, head_dim", held),
+        ("batch_size, seq_len", max(passed, 16 * tokens)),  # the batch itself lies on the host
+    ):
+        if needed > room:
+            what = f"expected sizes that fit into the {room / 1e9:,.0f} GB of {device}"
+            raise ValueError(f"{names}: {what}, got such that need {needed / 1e9:,.0f} GB at least")
+
+
+def _config(pattern: list[str], hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":
+    from flash_delta.models import FlashDeltaConfig
+
+    return FlashDeltaConfig(
+        vocab_size=BYTES,
+        hidden_size=hidden_size,
+        num_hidden_layers=len(pattern),
+        mixers=pattern,
+        num_heads=heads,
+        head_dim=head_dim,
+        num_attention_heads=heads,
+    )
+
+
+def _parameters(config: "FlashDeltaConfig") -> int:
+    """How many there are, found out without memory for them and with one layer of each kind."""
+    import torch
+
+    from flash_delta.models import FlashDeltaForCausalLM
+
+    layers = Counter(config.mixers)
+    with torch.device("meta"):
+        model = FlashDeltaForCausalLM(_config(list(layers), config.hidden_size, config.num_heads, config.head_dim))
+    repeated = zip(layers.values(), model.model.layers, strict=True)
+    more = sum((count - 1) * sum(p.numel() for p in layer.parameters()) for count, layer in repeated)
+    return model.num_parameters() + more
+
+
+def _memory(device: "torch.device") -> float:
+    """Bytes in all; infinite where the system does not say."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # Windows has none of this
+        return math.inf

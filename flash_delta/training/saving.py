@@ -1,0 +1,92 @@
+"""Writes checkpoints, and beside them what a reader of the run's folder wants: its history and its curve.
+
+A checkpoint is written under another name, flushed to the disk and renamed when complete, and old ones go only after
+that, so a run killed at any moment leaves whole checkpoints.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from flash_delta.training.checkpoint import NAME, checkpoint_folder, checkpoints
+from flash_delta.training.figures import loss_figure
+from flash_delta.training.ranks import Ranks
+from flash_delta.training.run import Run
+
+ONE_FILE = 1 << 62  # bytes of parameters up to which they are not split over files
+
+
+def save_run(folder: Path, run: Run, model: PreTrainedModel, optimizer: Optimizer, keep: int, ranks: Ranks) -> None:
+    """Called by all ranks; the first one collects and writes. The newest ``keep`` checkpoints stay.
+
+    Raises:
+        OSError: on every rank, if a file cannot be written; the checkpoints before it stay.
+    """
+    parameters, moments = _collect(model.state_dict()), _collect(moments_of(optimizer))
+
+    def write() -> None:
+        _write_checkpoint(checkpoint_folder(folder, len(run.records)), model, parameters, moments, run.as_json())
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+        history, curve = folder / "history.json", folder / "loss.png"
+        records = [asdict(record) for record in run.records]
+        history.write_text(json.dumps(records, indent=1), encoding="utf-8")
+        loss_figure(records, run.corpus.entropy).savefig(curve, dpi=150)
+
+    ranks.first_does(write)
+
+
+def moments_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """`<parameter>.<moment>` -> tensor, or this rank's part of it."""
+    named = ((n, p) for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True))
+    return {f"{n}.{moment}": tensor for n, p in named for moment, tensor in optimizer.state[p].items()}
+
+
+def _write_checkpoint(
+    folder: Path, model: PreTrainedModel, parameters: dict[str, Tensor], moments: dict[str, Tensor], progress: dict
+) -> None:
+    for left in folder.parent.glob(f"{NAME}.tmp"):  # by a process that was killed
+        shutil.rmtree(left)
+    unfinished = folder.with_suffix(".tmp")
+    try:
+        model.save_pretrained(unfinished, state_dict=parameters, max_shard_size=ONE_FILE)
+        save_file(moments, unfinished / "optimizer.safetensors")
+        (unfinished / "trainer.json").write_text(json.dumps(progress, allow_nan=False), encoding="utf-8")
+        for path in (*unfinished.iterdir(), unfinished):
+            _flush(path)
+        unfinished.rename(folder)
+        _flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(f"{folder}: expected room and leave to write a checkpoint, got: {error}") from error
+
+
+def _collect(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parts put together on the first rank's host, one tensor after the other; nothing on the others."""
+    first, whole = not dist.is_initialized() or dist.get_rank() == 0, {}
+    for name, tensor in tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if first:
+            whole[name] = tensor.cpu()
+    return whole
+
+
+def _flush(path: Path) -> None:
+    """To the disk, so that no power failure leaves a checkpoint's name without its content."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
