@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_delta.layers.packing import check_inputs
+from flash_delta.layers.documents import read_documents
+from flash_delta.layers.packing import check_inputs, check_positions
 from flash_delta.layers.state import AttentionState
 from flash_delta.parallel import ContextParallel
 
@@ -64,10 +65,11 @@ class Attention(nn.Module):
         state: AttentionState | None = None,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with two differences.
+        """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
-        Packed sequences take a [T, T] mask, so memory grows with the square of the row's length; over ranks, each has
+        Queries and keys are rotated by `position_ids`, if there are any. Packed sequences and documents take a [T, T] mask, so memory grows with the square of the row's length; over ranks, each has
         the keys and values of all and its own rows of that mask. They cannot be combined with a state, because cached
         keys of different lengths have no common row.
 
@@ -89,13 +91,17 @@ class Attention(nn.Module):
         else:
             key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
             layout = _batch_layout(hidden_states, past.length, key_mask)
+            layout = layout.within(read_documents(hidden_states, position_ids, attention_mask, state is not None))
+        if position_ids is not None:
+            check_positions(hidden_states, position_ids)
+        positions = layout.positions if position_ids is None else position_ids
 
         x = layout.zero_padding(hidden_states)
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        rotation = _rotation(layout.positions, self.head_dim, self.rope_theta, q.dtype)
+        rotation = _rotation(positions, self.head_dim, self.rope_theta, q.dtype)
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         if past.keys is not None:
             k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
@@ -118,6 +124,13 @@ class _Layout(NamedTuple):
 
     def zero_padding(self, x: Tensor) -> Tensor:
         return x if self.valid is None else x.where(self.valid[..., None], 0)
+
+    def within(self, seq_idx: Tensor | None) -> _Layout:
+        """The same, and every token within its own document; seq_idx [B or 1, T]."""
+        if seq_idx is None:
+            return self
+        same = (seq_idx[:, :, None] == seq_idx[:, None, :])[:, None]  # [B or 1, 1, T, T]
+        return self._replace(allowed=same.tril() if self.allowed is None else same & self.allowed)
 
 
 def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> _Layout:

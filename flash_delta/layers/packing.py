@@ -60,7 +60,8 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
 
     Args:
         hidden_states: [B, T, D].
-        attention_mask: [B, T], or [B, past + T] of which the last T columns are used; nonzero marks a token.
+        attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; nonzero
+            marks a token.
         cu_seqlens: [N + 1], int32 or int64, for B = 1.
 
     Raises:
@@ -82,7 +83,22 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
     if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         got = list(attention_mask.shape)
         raise ValueError(f"attention_mask: expected shape [B, T] = {[B, T]} or [B, past + T], got {got}")
+    if attention_mask.is_floating_point() or attention_mask.is_complex():
+        # 0 is padding in one convention of floats and a token in the other one.
+        raise ValueError(
+            f"attention_mask: expected bool or integers, nonzero for a token, got {attention_mask.dtype}: give "
+            "`attention_mask != 0` if it holds 1 for a token and 0 for padding, `attention_mask == 0` if it is additive, "
+            "0 for a token and -inf for padding"
+        )
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
+
+
+def check_positions(hidden_states: Tensor, position_ids: Tensor) -> None:
+    """Refuse positions that are not [B, T] or, the same for all rows, [1, T]."""
+    B, T, _ = hidden_states.shape
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
+        expected, got = f"[B, T] = {[B, T]} or [1, T] = {[1, T]}", list(position_ids.shape)
+        raise ValueError(f"position_ids: expected shape {expected}, got {got}")
 
 
 def _counts_all(mask: Tensor) -> bool:

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
+from flash_delta.layers.documents import number_documents, starts
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.modules import RMSNorm, ShortConvolution
@@ -78,8 +79,9 @@ class FlashDeltaBlock(GradientCheckpointingLayer):
         state: MixerState | AttentionState | None,
         cu_seqlens: Tensor | None,
         cp_context: ContextParallel | None,
+        position_ids: Tensor | None,
     ) -> Tensor:
-        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens, cp_context)
+        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens, cp_context, position_ids)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
@@ -122,6 +124,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: FlashDeltaCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -133,8 +136,11 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         Args:
             input_ids: [B, T], or inputs_embeds [B, T, hidden_size] in its place.
             attention_mask: [B, T], or [B, past + T] behind a cache; zeros are padding, on either side.
+            position_ids: [B, T] or [1, T], as in `GatedDeltaNet.forward`: documents in a row start at 0 each. By these
+                positions softmax attention rotates queries and keys; None counts tokens from 0, padding excluded.
             past_key_values: the cache to continue from, extended in place; None starts anew.
-            use_cache: whether to return a cache. None means config.use_cache, except in training and for packed rows.
+            use_cache: whether to return a cache. None means config.use_cache, except in training, for packed rows and
+                for rows with position_ids.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1), in place of attention_mask.
             cp_context: the split of one packed row over ranks, of which input_ids are this rank's tokens, in place of
                 attention_mask and cu_seqlens; without a cache.
@@ -148,13 +154,15 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
-        cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None or cp_context is not None)
+        documents = position_ids is not None and position_ids.shape[-1] > 1
+        packed = cu_seqlens is not None or cp_context is not None or documents
+        cache = self._cache(past_key_values, use_cache, packed)
         if cache is not None and cp_context is not None:
             raise ValueError("use_cache: expected False with cp_context, where a rank has its own sequences only")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         states = [None] * len(self.layers) if cache is None else cache.layers
         for block, state in zip(self.layers, states, strict=True):
-            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens, cp_context)
+            hidden_states = block(hidden_states, attention_mask, state, cu_seqlens, cp_context, position_ids)
         if cache is not None:
             cache.seen_tokens += hidden_states.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
@@ -194,6 +202,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: FlashDeltaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -206,7 +215,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
-                first token of every packed sequence and the tokens behind the last one. Not with cp_context: a target
+                first token of every packed sequence or document and the tokens behind the last one. Not with cp_context: a target
                 may be another rank's token.
             logits_to_keep: compute the logits of the last so many tokens only; 0 means all. Not with labels.
 
@@ -223,6 +232,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -230,6 +240,8 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             cp_context=cp_context,
         )
         logits = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        if labels is not None and position_ids is not None and cu_seqlens is None:
+            labels = labels.masked_fill(starts(number_documents(position_ids, attention_mask)), -100)
         loss = None if labels is None else _next_token_loss(logits, labels, cu_seqlens)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
 
