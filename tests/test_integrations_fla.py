@@ -219,7 +219,7 @@ def test_convolution():
     assert conv(x)[1] is None
     heads = causal_conv1d(x.unflatten(-1, (2, 3)), conv.weight.squeeze(1), conv.bias, activation="silu", backend="mix")
     assert_close([heads[0]], [y.unflatten(-1, (2, 3))], 0)
-    mask = torch.ones(3, 9)
+    mask = torch.ones(3, 9, dtype=torch.bool)
     mask[0, :4] = 0
     assert_close([conv(x, mask=mask)[0][0, 4:]], [own(x[:1, 4:])[0][0]], 1e-6)
     assert conv.state_size == 24
@@ -255,6 +255,7 @@ def test_convolution_updates_its_cache(packed):
         ("seq_idx", lambda c, x: c(x, seq_idx=torch.zeros(1))),
         ("mask", lambda c, x: c(x[:1], mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))),
         ("mask", lambda c, x: c(x, mask=torch.ones(2, 4))),
+        ("mask: expected bool", lambda c, x: c(x, mask=torch.zeros(x.shape[:2]))),
         ("cu_seqlens", lambda c, x: c(x[:1], cu_seqlens=[0, 5])),
         ("weight", lambda c, x: causal_conv1d(x)),
         ("weight", lambda c, x: causal_conv1d_update(x[:, 0], torch.zeros(2, 6, 4))),
@@ -316,7 +317,7 @@ def test_layer_computes_what_ours_does(pair):
     theirs, ours = pair
     assert theirs.A_log._no_weight_decay
     assert theirs.dt_bias._no_weight_decay
-    x, mask = torch.randn(2, 20, 12, dtype=torch.float64), torch.ones(2, 20)
+    x, mask = torch.randn(2, 20, 12, dtype=torch.float64), torch.ones(2, 20, dtype=torch.bool)
     mask[0, :7] = 0
     y, weights, cache = theirs(x, attention_mask=mask)
     assert weights is None

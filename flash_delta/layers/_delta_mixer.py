@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -138,11 +137,8 @@ class DeltaMixer(nn.Module):
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
             cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
-        seq_idx = None
-        if cu_seqlens is None:
-            seq_idx = read_documents(hidden_states, position_ids, attention_mask, keeps_state=state is not None)
-        if seq_idx is not None:
-            seq_idx = packing.pack(seq_idx.unsqueeze(-1)).squeeze(-1)
+        seq_idx = read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state)
+        seq_idx = seq_idx if seq_idx is None else packing.pack(seq_idx[..., None])[..., 0]
         x = packing.pack(hidden_states)
         past = MixerState() if state is None else state
         tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context, seq_idx)
@@ -240,9 +236,3 @@ class DeltaMixer(nn.Module):
         ]
         outputs, states = zip(*results, strict=True)
         return outputs, states if keep_state else None
-
-
-def initial_dt_bias(size: int) -> Tensor:
-    """The b with softplus(b) = dt for dt log-uniform in [0.001, 0.1], the step sizes of Mamba2 (arXiv:2405.21060)."""
-    dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-    return dt + torch.log(-torch.expm1(-dt))

@@ -69,9 +69,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
-        Queries and keys are rotated by `position_ids`, if there are any. Packed sequences and documents take a [T, T] mask, so memory grows with the square of the row's length; over ranks, each has
-        the keys and values of all and its own rows of that mask. They cannot be combined with a state, because cached
-        keys of different lengths have no common row.
+        Queries and keys are rotated by `position_ids`, if there are any. Packed sequences and documents take a [T, T]
+        mask, so memory grows with the square of the row's length; over ranks, each has the keys and values of all and
+        its own rows of that mask. They cannot be combined with a state, because cached keys of different lengths have
+        no common row.
 
         Raises:
             ValueError: as `GatedDeltaNet.forward`, and if state and cu_seqlens (or cp_context) are both given.
@@ -91,7 +92,7 @@ class Attention(nn.Module):
         else:
             key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
             layout = _batch_layout(hidden_states, past.length, key_mask)
-            layout = layout.within(read_documents(hidden_states, position_ids, attention_mask, state is not None))
+            layout = layout.within(read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state))
         if position_ids is not None:
             check_positions(hidden_states, position_ids)
         positions = layout.positions if position_ids is None else position_ids

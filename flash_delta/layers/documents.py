@@ -1,8 +1,8 @@
 """Documents side by side in rows [B, T], told by positions that restart at 0, and kept apart on the device.
 
-``seq_idx`` [B, T] numbers the documents of a row: a token may see those of its own number. That takes the place of
-bounds where nobody counted the documents: its shape does not depend on how many there are, and no value is read. Bounds
-of that many sequences would have to allow for B T of them, and a kernel starts programs for every sequence there may be.
+``seq_idx`` [B, T] numbers the documents of a row: a token may see those of its own number. It takes the place of bounds
+where nobody counted the documents: its shape does not depend on how many there are, and no value is read. Bounds would
+have to allow for B * T sequences, and kernels start programs for every sequence that there may be.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def starts(seq_idx: Tensor) -> Tensor:
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
 
 
-def refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+def refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None, beside: str) -> None:
     """Refuse documents where rows have to be one each, if the host sees the values: those of a GPU it would wait for,
     and a tracer has none.
 
@@ -58,31 +58,31 @@ def refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None = None) 
         return
     if bool((number_documents(position_ids, attention_mask) > 0).any()):
         raise ValueError(
-            "position_ids: expected one document per row together with a cache or state, got positions that restart at "
-            "0: give use_cache=False, or every document a row of its own"
+            f"position_ids: expected one document per row beside {beside}, got positions that restart at 0: leave that "
+            "out (use_cache=False), or give every document a row of its own"
         )
 
 
 def read_documents(
-    hidden_states: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, keeps_state: bool
+    hidden_states: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: object | None,
 ) -> Tensor | None:
-    """The numbers of a layer's documents [B or 1, T]; None without positions, and where rows are one document each.
+    """Of a layer's arguments the documents' numbers, [B or 1, T]; None where nothing has to be kept apart by them.
 
-    Args:
-        hidden_states: [B, T, D].
-        position_ids: [B, T] or [1, T], or None.
-        attention_mask: a layer's, checked; see `number_documents`.
-        keeps_state: whether the call starts from a state or leaves one. A row is one document then.
+    That is so without positions, beside cu_seqlens, for one token, and with a state: a row is one document then.
 
     Raises:
-        ValueError: if position_ids have another shape, or restart beside a state.
+        ValueError: if position_ids have another shape than [B, T] or [1, T], or restart beside a state.
     """
     if position_ids is None:
         return None
     check_positions(hidden_states, position_ids)
-    if position_ids.shape[1] == 1:  # decoding
+    if cu_seqlens is not None or position_ids.shape[1] == 1:
         return None
-    if keeps_state:
-        refuse_restarts(position_ids, attention_mask)
+    if state is not None:
+        refuse_restarts(position_ids, attention_mask, beside="a state or cache")
         return None
     return number_documents(position_ids, attention_mask)

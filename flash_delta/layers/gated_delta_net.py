@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from flash_delta.layers._delta_mixer import DeltaMixer, initial_dt_bias
+from flash_delta.layers._delta_mixer import DeltaMixer
+from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm, RMSNorm
 from flash_delta.ops import chunk_gated_delta_rule, fused_gdn_gate, fused_recurrent_gated_delta_rule
 

@@ -215,8 +215,8 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
-                first token of every packed sequence or document and the tokens behind the last one. Not with cp_context: a target
-                may be another rank's token.
+                first token of every packed sequence or document and the tokens behind the last sequence. Not with
+                cp_context: a target may be another rank's token.
             logits_to_keep: compute the logits of the last so many tokens only; 0 means all. Not with labels.
 
         Returns:

@@ -68,9 +68,9 @@ def causal_conv1d(
 
 
 def _convolve_documents(c: Convolved, activation: str | None, backend: str | None, seq_idx: Tensor) -> Tensor:
-    """A window of W tokens meets W documents at most, so that those of one number modulo W never meet: with zeros in
-    place of all others the same kernels convolve them. Zeros are what they read in front of a row, and so no bit differs
-    from documents apart."""
+    """A window of W tokens meets at most W documents, so that two of the same number modulo W never meet: the same
+    kernels convolve these, with zeros in place of all others. Zeros are also what stands in front of a row, so that the
+    bits are those of a document alone."""
     y, W = None, c.weight.shape[1]
     place = (seq_idx % W).unsqueeze(-1)  # [B or 1, T, 1]
     for i in range(W):
