@@ -222,6 +222,8 @@ def test_convolution():
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[0, :4] = 0
     assert_close([conv(x, mask=mask)[0][0, 4:]], [own(x[:1, 4:])[0][0]], 1e-6)
+    with pytest.raises(ValueError, match=r"mask: expected bool or integers, .* got torch.float32"):
+        conv(x, mask=torch.zeros(3, 9))
     assert conv.state_size == 24
     assert modules.ShortConvolution(6, 4, device="meta", dtype=torch.bfloat16).weight.is_meta
 
@@ -255,7 +257,6 @@ def test_convolution_updates_its_cache(packed):
         ("seq_idx", lambda c, x: c(x, seq_idx=torch.zeros(1))),
         ("mask", lambda c, x: c(x[:1], mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))),
         ("mask", lambda c, x: c(x, mask=torch.ones(2, 4))),
-        ("mask: expected bool", lambda c, x: c(x, mask=torch.zeros(x.shape[:2]))),
         ("cu_seqlens", lambda c, x: c(x[:1], cu_seqlens=[0, 5])),
         ("weight", lambda c, x: causal_conv1d(x)),
         ("weight", lambda c, x: causal_conv1d_update(x[:, 0], torch.zeros(2, 6, 4))),

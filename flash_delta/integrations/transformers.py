@@ -14,13 +14,9 @@ Models of transformers 5.17.0 and 5.23.0, which are tested:
 * Kimi Delta Attention: Kimi-Linear, GLM-5-Next, Bailing-hybrid.
 
 Documents packed in rows are kept apart by ``position_ids`` that restart at 0, as ``DataCollatorWithFlattening`` makes
-them, also with several rows: models' own code does not tell linear attention of them, and here it is told
-(`_documents.py`). Softmax attention of transformers sees documents only without a cache and without ``attention_mask``;
-with one of them a restart is refused on a CPU, and on a GPU not seen, for which it would have to be waited. A model in
-training makes no cache beside ``position_ids``. With ``cu_seq_lens_q`` (``return_flash_attn_kwargs=True``) the short
-convolution costs a quarter.
-
-What an op cannot run is an error that names the argument; nothing falls back to the model's own code.
+them; ``cu_seq_lens_q`` does it at less cost. Softmax attention of transformers sees documents only without a cache and
+without ``attention_mask``: beside these a restart is refused on a CPU, and not seen on a GPU. What an op cannot run is
+an error that names the argument; nothing falls back to the model's own code.
 
 Threads: names are bound under a lock, and for all threads at once. A forward pass that runs meanwhile may take one op
 from here and the next one from there, which is right in any case: all layouts are the same, those of states too.
@@ -86,8 +82,7 @@ class enable:
     """From now on, in all threads, models of transformers run on this library; see the module for which and how.
 
     ``enable()`` is until :func:`disable`; ``with enable():`` until the end of the block, where what held before holds
-    again. To enable what is enabled changes nothing. Printed, it says what has been replaced by then, and what happens
-    to modules that are not imported yet.
+    again. To enable what is enabled changes nothing. Printed, it says what has been replaced by then, and what will be.
 
     Args:
         model: a model that has to run on this library, or is refused. Its classes may also be defined outside of
@@ -142,7 +137,7 @@ class enable:
             lines += [f"  {module}", *(f"    {entry}" for entry in _replaced if entry.module == module)]
         lines += [f"  refused: {entry}" for entry in _refused]
         later = "modelling code that is not imported yet is changed when it is"
-        return "\n".join([*lines, f"  {later if _finder in sys.meta_path else 'it is disabled'}"])
+        return "\n".join([*lines, f"  {later if _finder in sys.meta_path else 'disabled'}"])
 
 
 def disable() -> None:
