@@ -169,7 +169,6 @@ def test_flattened_documents_with_bounds(tmp_path, kind):
     assert_documents_are_apart(run)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the model does not separate documents by positions yet")
 def test_flattened_documents_with_positions(tmp_path):
     run = trainer(tmp_path, build(), DOCUMENTS, DataCollatorWithFlattening(return_tensors="pt"))
     assert_documents_are_apart(run)

@@ -219,9 +219,11 @@ def test_convolution():
     assert conv(x)[1] is None
     heads = causal_conv1d(x.unflatten(-1, (2, 3)), conv.weight.squeeze(1), conv.bias, activation="silu", backend="mix")
     assert_close([heads[0]], [y.unflatten(-1, (2, 3))], 0)
-    mask = torch.ones(3, 9)
+    mask = torch.ones(3, 9, dtype=torch.bool)
     mask[0, :4] = 0
     assert_close([conv(x, mask=mask)[0][0, 4:]], [own(x[:1, 4:])[0][0]], 1e-6)
+    with pytest.raises(ValueError, match=r"mask: expected bool or integers, .* got torch.float32"):
+        conv(x, mask=torch.zeros(3, 9))
     assert conv.state_size == 24
     assert modules.ShortConvolution(6, 4, device="meta", dtype=torch.bfloat16).weight.is_meta
 
@@ -316,7 +318,7 @@ def test_layer_computes_what_ours_does(pair):
     theirs, ours = pair
     assert theirs.A_log._no_weight_decay
     assert theirs.dt_bias._no_weight_decay
-    x, mask = torch.randn(2, 20, 12, dtype=torch.float64), torch.ones(2, 20)
+    x, mask = torch.randn(2, 20, 12, dtype=torch.float64), torch.ones(2, 20, dtype=torch.bool)
     mask[0, :7] = 0
     y, weights, cache = theirs(x, attention_mask=mask)
     assert weights is None

@@ -143,10 +143,6 @@ def test_packed(family):
 def test_packing_that_is_refused(family):
     model = build(family)
     with enable(model):
-        with pytest.raises(
-            ValueError, match=r"cu_seq_lens_q: expected the sequences' bounds \[N \+ 1\] beside seq_idx"
-        ):
-            model(tokens(1, 94), use_cache=False, seq_idx=PACKING["seq_idx"])
         cache = DynamicCache(config=model.config)
         model(tokens(1, 94), past_key_values=cache, **PACKING)
         with pytest.raises(ValueError, match="initial_state: expected None with packed sequences"):
@@ -210,7 +206,8 @@ def test_report_and_restoring():
     family = "qwen3_5"
     module = modelling(family)
     norm = module.Qwen3_5RMSNormGated
-    before = dict(vars(module)), dict(vars(norm)), list(sys.meta_path)
+    owners = module, norm, module.Qwen3_5TextModel
+    before, path = {owner: dict(vars(owner)) for owner in owners}, list(sys.meta_path)
     with enable() as first, enable() as second, enable(build(family)):
         mine = [entry for entry in first.replaced if entry.module == module.__name__]
         assert [(entry.owner, entry.name) for entry in mine] == [
@@ -219,17 +216,18 @@ def test_report_and_restoring():
             (module, "causal_conv1d_fn"),
             (module, "causal_conv1d_update"),
             (norm, "forward"),
+            (module.Qwen3_5TextModel, "forward"),
         ]
         for owner, name, old, new in mine:
             assert getattr(owner, name) is new
-            assert old is before[owner is norm][name]
+            assert old is before[owner][name]
         assert second.replaced == first.replaced  # what is enabled is not enabled again
         assert first.refused == ()
         assert f"  {module.__name__}\n" in str(first)
         assert "Qwen3_5RMSNormGated.forward: Qwen3_5RMSNormGated.forward of transformers -> gated_norm of fl" in str(
             first
         )
-    assert (dict(vars(module)), dict(vars(norm)), list(sys.meta_path)) == before
+    assert ({owner: dict(vars(owner)) for owner in owners}, list(sys.meta_path)) == (before, path)
     with enable():
         enable()
     assert first.replaced == ()
@@ -241,9 +239,9 @@ def test_report_and_restoring():
     disable()
     disable()
     assert module.causal_conv1d_fn is print  # which somebody has bound after us
-    module.causal_conv1d_fn = before[0]["causal_conv1d_fn"]
+    module.causal_conv1d_fn = before[module]["causal_conv1d_fn"]
     assert others is integration.CONVOLUTIONS["causal_conv1d_fn"]
-    assert (dict(vars(module)), dict(vars(norm)), list(sys.meta_path)) == before
+    assert ({owner: dict(vars(owner)) for owner in owners}, list(sys.meta_path)) == (before, path)
 
 
 def test_refusals(monkeypatch):
@@ -354,6 +352,16 @@ def test_import_after_enable(monkeypatch):
     assert module.causal_conv1d_fn.__module__ == module.OlmoHybridRMSNormGated.forward.__module__ == name
     monkeypatch.delitem(sys.modules, name)
     assert import_module(name).causal_conv1d_fn.__module__ == name
+
+
+def test_report_of_what_is_not_imported(monkeypatch):
+    for name in [name for name in sys.modules if integration.MODELLING.fullmatch(name)]:
+        monkeypatch.delitem(sys.modules, name)
+    with enable() as report:
+        first, *rest = str(report).splitlines()
+        assert first.endswith(": nothing is replaced so far")
+        assert rest == ["  modelling code that is not imported yet is changed when it is"]
+    assert str(report).splitlines()[1:] == ["  disabled"]
 
 
 @pytest.mark.parametrize("family", DENSE)

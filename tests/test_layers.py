@@ -163,7 +163,7 @@ def tensors_of(state):
 def test_padding_is_packed_without_reading_a_value():
     """Meta tensors have no values: an `.item()` in disguise would raise."""
     x = torch.empty(2, 9, D, device="meta")
-    packing = Packing.of(x, torch.ones(2, 9, device="meta"), None)
+    packing = Packing.of(x, torch.ones(2, 9, dtype=torch.bool, device="meta"), None)
     assert packing.pack(x).shape == (1, 18, D)
     assert packing.unpack(packing.pack(x)).shape == (2, 9, D)
 
@@ -174,6 +174,11 @@ def test_padding_is_packed_without_reading_a_value():
         ({"hidden_states": random(9, D)}, r"hidden_states: expected shape \[B, T, D\], got \[9, 12\]"),
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, r"attention_mask: expected shape \[B, T\] = \[2, 9\]"),
         ({"attention_mask": torch.ones(2, 8)}, r"attention_mask: .* got \[2, 8\]"),
+        (  # an additive one, which was read the wrong way round
+            {"attention_mask": torch.zeros(2, 9)},
+            r"attention_mask: expected bool or integers, .* got torch.float32: give `attention_mask != 0` if .* `atten"
+            "tion_mask == 0` if it is additive",
+        ),
         ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: expected B = 1 .* got B = 2"),
         ({"cu_seqlens": [0, 9]}, r"cu_seqlens: expected a tensor \[N \+ 1\], got a list"),
         ({"cu_seqlens": torch.tensor([0, 9]), "attention_mask": torch.ones(2, 9)}, "attention_mask: expected None"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flash_delta
+from flash_delta.layers.documents import forget_at_starts
 from flash_delta.modules import causal_conv1d, gated_rms_norm
 from flash_delta.modules import causal_conv1d_update as shift_in
 
@@ -34,7 +35,7 @@ def chunk_gated_delta_rule(
     seq_idx: Tensor | None = None,
 ) -> Result:
     """A row, or the sequences packed in it; ``initial_state`` [B, HV, K, V]."""
-    _check_packing("chunk_gated_delta_rule", cu_seqlens, seq_idx, initial_state)
+    g = _separated("chunk_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
     return flash_delta.chunk_gated_delta_rule(
         query,
         key,
@@ -62,7 +63,7 @@ def recurrent_gated_delta_rule(
     seq_idx: Tensor | None = None,
 ) -> Result:
     """One token of every row, in decoding."""
-    _check_packing("fused_recurrent_gated_delta_rule", cu_seqlens, seq_idx, initial_state)
+    g = _separated("fused_recurrent_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
     return flash_delta.fused_recurrent_gated_delta_rule(
         query,
         key,
@@ -90,7 +91,7 @@ def chunk_kda(
     seq_idx: Tensor | None = None,
 ) -> Result:
     """As above; these models hand the bounds on under the name that attention has for them."""
-    _check_packing("chunk_kda", cu_seq_lens_q, seq_idx, initial_state)
+    g = _separated("chunk_kda", g, cu_seq_lens_q, seq_idx, initial_state)
     return flash_delta.chunk_kda(
         query,
         key,
@@ -118,7 +119,7 @@ def recurrent_kda(
     seq_idx: Tensor | None = None,
 ) -> Result:
     """One token of every row, in decoding."""
-    _check_packing("fused_recurrent_kda", cu_seq_lens_q, seq_idx, initial_state)
+    g = _separated("fused_recurrent_kda", g, cu_seq_lens_q, seq_idx, initial_state)
     return flash_delta.fused_recurrent_kda(
         query,
         key,
@@ -141,13 +142,17 @@ def causal_conv1d_fn(
     seq_idx: Tensor | None = None,
 ) -> Tensor:
     """hidden_states [B, D, T], weight [D, W] -> [B, D, T]."""
-    _check_packing("causal_conv1d", cu_seq_lens_q, seq_idx, None)
-    W = weight.shape[-1]
-    if cu_seq_lens_q is not None and hidden_states.shape[-1] == W:
-        # With a cache models pad a row that is shorter than W to W tokens, and its bounds would be those of others.
-        raise ValueError(f"causal_conv1d: hidden_states: expected more than {W} packed tokens, got {W}")
+    W, T = weight.shape[-1], hidden_states.shape[-1]
+    if cu_seq_lens_q is not None:
+        seq_idx = None  # which says the same at a higher cost
+        if T == W:
+            # With a cache models pad a row that is shorter than W to W tokens, and its bounds would be those of others.
+            raise ValueError(f"causal_conv1d: hidden_states: expected more than {W} packed tokens, got {W}")
+    if seq_idx is not None and seq_idx.shape[-1] != T:
+        # With a cache models put inputs of earlier calls, or zeros, in front of a row.
+        raise ValueError(f"causal_conv1d: seq_idx: expected [B, T] of {T} tokens, got {list(seq_idx.shape)}")
     x = hidden_states.transpose(1, 2)
-    y, _ = causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seq_lens_q)
+    y, _ = causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seq_lens_q, seq_idx=seq_idx)
     return y.transpose(1, 2)
 
 
@@ -174,13 +179,16 @@ def gated_norm(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
     return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
 
 
-def _check_packing(op: str, bounds: Tensor | None, seq_idx: Tensor | None, initial_state: Tensor | None) -> None:
-    if bounds is None and seq_idx is not None:
-        # Bounds would have to be read from seq_idx on the host, in every layer.
-        raise ValueError(f"{op}: cu_seq_lens_q: expected the sequences' bounds [N + 1] beside seq_idx, got None")
-    if bounds is not None and initial_state is not None:
+def _separated(
+    op: str, g: Tensor, bounds: Tensor | None, seq_idx: Tensor | None, initial_state: Tensor | None
+) -> Tensor:
+    """Log decays that end the state where a document starts, if nothing but ``seq_idx`` says where that is."""
+    if bounds is None and seq_idx is None:
+        return g
+    if initial_state is not None:
         # A model's cache has one convolution window per row, so that a packed row cannot go on.
         raise ValueError(f"{op}: initial_state: expected None with packed sequences, got a tensor")
+    return g if bounds is not None else forget_at_starts(g, seq_idx)
 
 
 def _call_by_name(function: Callable) -> Callable:

@@ -13,9 +13,10 @@ Models of transformers 5.17.0 and 5.23.0, which are tested:
 * Gated DeltaNet: Qwen3-Next, Qwen3.5 (dense and MoE), Qwen4-Exp, OLMo-hybrid.
 * Kimi Delta Attention: Kimi-Linear, GLM-5-Next, Bailing-hybrid.
 
-Packed sequences need ``cu_seq_lens_q`` in the model's call, as ``DataCollatorWithFlattening(return_flash_attn_kwargs=
-True)`` makes it: ``seq_idx`` alone is refused, and of ``position_ids`` alone these models tell their linear attention
-nothing. What an op cannot run is an error that names the argument; nothing falls back to the model's own code.
+Documents packed in rows are kept apart by ``position_ids`` that restart at 0, as ``DataCollatorWithFlattening`` makes
+them; ``cu_seq_lens_q`` does it at less cost. Softmax attention of transformers sees documents only without a cache and
+without ``attention_mask``: beside these a restart is refused on a CPU, and not seen on a GPU. What an op cannot run is
+an error that names the argument; nothing falls back to the model's own code.
 
 Threads: names are bound under a lock, and for all threads at once. A forward pass that runs meanwhile may take one op
 from here and the next one from there, which is right in any case: all layouts are the same, those of states too.
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from flash_delta.integrations._documents import separating, walks_layers
 from flash_delta.integrations._functions import CONVOLUTIONS, RULES, gated_norm
 from flash_delta.integrations._imports import AfterImport
 
@@ -80,7 +82,7 @@ class enable:
     """From now on, in all threads, models of transformers run on this library; see the module for which and how.
 
     ``enable()`` is until :func:`disable`; ``with enable():`` until the end of the block, where what held before holds
-    again. To enable what is enabled changes nothing. Printed, it says what has been replaced by then.
+    again. To enable what is enabled changes nothing. Printed, it says what has been replaced by then, and what will be.
 
     Args:
         model: a model that has to run on this library, or is refused. Its classes may also be defined outside of
@@ -129,10 +131,13 @@ class enable:
 
     def __str__(self) -> str:
         modules = dict.fromkeys(entry.module for entry in _replaced)
-        lines = [f"flash_delta in transformers {self.version}: {len(_replaced)} names in {len(modules)} modules"]
+        what = f"{len(_replaced)} names in {len(modules)} modules" if modules else "nothing is replaced so far"
+        lines = [f"flash_delta in transformers {self.version}: {what}"]
         for module in modules:
             lines += [f"  {module}", *(f"    {entry}" for entry in _replaced if entry.module == module)]
-        return "\n".join(lines + [f"  refused: {entry}" for entry in _refused])
+        lines += [f"  refused: {entry}" for entry in _refused]
+        later = "modelling code that is not imported yet is changed when it is"
+        return "\n".join([*lines, f"  {later if _finder in sys.meta_path else 'disabled'}"])
 
 
 def disable() -> None:
@@ -168,6 +173,8 @@ def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callabl
     for cls in list(vars(module).values()):
         if _is_norm(cls, module.__name__) and "forward" in vars(cls):
             yield cls, "forward", gated_norm
+        if walks_layers(cls, module.__name__):
+            yield cls, "forward", separating(cls.forward)
 
 
 def _replace(module: ModuleType) -> None:
@@ -214,6 +221,8 @@ def _check_model(model: nn.Module) -> None:
             parent = path.rpartition(".")[0]
             _check_forward(parent, model.get_submodule(parent), None)
             _check_forward(path, layer, gated_norm)
+        if hasattr(type(layer).forward, "without_documents"):
+            _check_forward(path, layer, type(layer).forward)
 
 
 def _is_norm(cls: Any, module: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flash_delta.layers.documents import forget_at_starts, read_documents
 from flash_delta.layers.packing import Packing
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import ShortConvolution
@@ -100,6 +100,10 @@ class DeltaMixer(nn.Module):
         """x [B, T, D] -> the gate's activation before A_log and dt_bias, in the op's shape."""
         raise NotImplementedError
 
+    def _log_decay(self, raw: Tensor) -> Tensor:
+        """What the op makes of the raw gate, in nats."""
+        raise NotImplementedError
+
     def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
         """o [B, T, HV, V], x [B, T, D] -> normalised (and gated) o."""
         raise NotImplementedError
@@ -115,18 +119,22 @@ class DeltaMixer(nn.Module):
         state: MixerState | None = None,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens of each sequence.
 
         Args:
             hidden_states: [B, T, D].
-            attention_mask: [B, T], or [B, past + T] of which the last T columns are used; zeros are padding, on
-                either side. A token's output does not depend on padding; padding's own output is 0.
+            attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; zeros are
+                padding, on either side. A token's output does not depend on padding; padding's own output is 0.
             state: where to start from and where to leave the end; None starts from zeros and keeps nothing.
             cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
                 attention_mask. Tokens behind the last boundary give 0.
             cp_context: the split of one packed row over many ranks, of which hidden_states are this rank's tokens and
                 the state's rows this rank's sequences; excludes attention_mask and cu_seqlens, and needs mode "chunk".
+            position_ids: [B, T] or [1, T]: a 0 behind another token starts a document, and nothing crosses from the one
+                before. Not read beside cu_seqlens or cp_context, which say where documents start at less cost. With a
+                state a row is one document: there a restart is refused on a CPU, and not seen on a GPU.
 
         Returns:
             [B, T, D] in hidden_states' dtype.
@@ -141,10 +149,15 @@ class DeltaMixer(nn.Module):
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
             cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
+        seq_idx = read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state)
+        seq_idx = seq_idx if seq_idx is None else packing.pack(seq_idx[..., None])[..., 0]
         x = packing.pack(hidden_states)
         past = MixerState() if state is None else state
-        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context)
+        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context, seq_idx)
         options = self.options() | {"initial_state": past.recurrent, "output_final_state": state is not None}
+        if seq_idx is not None:  # no raw gate can say -inf: a bounded one has none, and of others the gradient is NaN
+            tokens["g"] = forget_at_starts(self._log_decay(tokens["g"]), seq_idx)
+            options |= {"use_gate_in_kernel": False} | dict.fromkeys(self.gate_options())
         if cp_context is not None:
             o, recurrent = self._op(recurrent=False)(**tokens, **options, cp_context=cp_context)
         else:
@@ -163,6 +176,7 @@ class DeltaMixer(nn.Module):
         keep_state: bool = False,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
+        seq_idx: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
         """What the op reads of the tokens.
 
@@ -172,6 +186,7 @@ class DeltaMixer(nn.Module):
             keep_state: whether to return the states after the last token.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
             cp_context: the split of which these are one rank's sequences; cu_seqlens are its own.
+            seq_idx: numbers of the tokens' documents [B, T], for the convolutions; see `documents.py`.
 
         Returns:
             The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
@@ -184,7 +199,7 @@ class DeltaMixer(nn.Module):
         g, beta = self._raw_gate(x), self.b_proj(x)  # while the halo is under way
         if halo is not None:
             projected, conv = halo.wait()
-        (q, k, v), conv = self._convolve(projected, conv, keep_state, cu_seqlens)
+        (q, k, v), conv = self._convolve(projected, conv, keep_state, cu_seqlens, seq_idx)
         return {
             "q": q.unflatten(-1, (self.num_heads, self.head_k_dim)),
             "k": k.unflatten(-1, (self.num_heads, self.head_k_dim)),
@@ -201,10 +216,12 @@ class DeltaMixer(nn.Module):
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.allow_neg_eigval,
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
             "backend": self.backend,
-        }
+        } | self.gate_options()
+
+    def gate_options(self) -> dict[str, Any]:
+        """Those of `options` that make log decays of the raw gate."""
+        return {"A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def output(self, o: Tensor, x: Tensor) -> Tensor:
         """The layer's output [B, T, D] from the op's o [B, T, HV, V] and the layer's input x [B, T, D]."""
@@ -219,20 +236,15 @@ class DeltaMixer(nn.Module):
         past: tuple[Tensor, Tensor, Tensor] | None,
         keep_state: bool,
         cu_seqlens: Tensor | None,
+        seq_idx: Tensor | None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
         """q, k, v before -> behind their convolutions, and the convolutions' states if they are kept."""
         if not self.use_short_conv:
             return tuple(F.silu(y) for y in projected), None
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
         results = [
-            convolution(y, initial_state, keep_state, cu_seqlens)
+            convolution(y, initial_state, keep_state, cu_seqlens, seq_idx)
             for convolution, y, initial_state in zip(convolutions, projected, past or (None,) * 3, strict=True)
         ]
         outputs, states = zip(*results, strict=True)
         return outputs, states if keep_state else None
-
-
-def initial_dt_bias(size: int) -> Tensor:
-    """The b with softplus(b) = dt for dt log-uniform in [0.001, 0.1], the step sizes of Mamba2 (arXiv:2405.21060)."""
-    dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-    return dt + torch.log(-torch.expm1(-dt))

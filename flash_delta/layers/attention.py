@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flash_delta.layers.documents import read_documents
 from flash_delta.layers.packing import check_inputs, check_positions
 from flash_delta.layers.state import AttentionState
 from flash_delta.parallel import ContextParallel
@@ -68,12 +69,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
-        Packed sequences take a [T, T] mask, so memory grows with the square of the row's length; over ranks, each has
-        the keys and values of all and its own rows of that mask. They cannot be combined with a state, because cached
-        keys of different lengths have no common row.
+        Packed sequences and documents take a [T, T] mask, so memory grows with the square of the row's length; over
+        ranks, each has the keys and values of all and its own rows of that mask. They cannot be combined with a state,
+        because cached keys of different lengths have no common row.
 
-        position_ids [B, T] or [1, T] say by which positions q and k are rotated, and nothing else. None means that each
-        sequence counts its tokens from 0, padding excluded, and goes on counting behind a state.
+        position_ids [B, T] or [1, T] also say by which positions q and k are rotated. None means that each sequence
+        counts its tokens from 0, padding excluded, and goes on counting behind a state.
 
         Raises:
             ValueError: as `GatedDeltaNet.forward`, if state and cu_seqlens (or cp_context) are both given, or if
@@ -94,6 +95,7 @@ class Attention(nn.Module):
         else:
             key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
             layout = _batch_layout(hidden_states, past.length, key_mask)
+            layout = layout.within(read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state))
         if position_ids is not None:
             check_positions(hidden_states, position_ids)
         positions = layout.positions if position_ids is None else position_ids
@@ -126,6 +128,13 @@ class _Layout(NamedTuple):
 
     def zero_padding(self, x: Tensor) -> Tensor:
         return x if self.valid is None else x.where(self.valid[..., None], 0)
+
+    def within(self, seq_idx: Tensor | None) -> _Layout:
+        """The same, and every token within its own document; seq_idx [B or 1, T]."""
+        if seq_idx is None:
+            return self
+        same = (seq_idx[:, :, None] == seq_idx[:, None, :])[:, None]  # [B or 1, 1, T, T]
+        return self._replace(allowed=same.tril() if self.allowed is None else same & self.allowed)
 
 
 def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> _Layout:

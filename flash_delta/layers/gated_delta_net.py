@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from flash_delta.layers._delta_mixer import DeltaMixer, initial_dt_bias
+from flash_delta.layers._delta_mixer import DeltaMixer
+from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm, RMSNorm
-from flash_delta.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from flash_delta.ops import chunk_gated_delta_rule, fused_gdn_gate, fused_recurrent_gated_delta_rule
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -93,6 +94,10 @@ class GatedDeltaNet(DeltaMixer):
 
     def _raw_gate(self, x: Tensor) -> Tensor:
         return self.a_proj(x)  # [B, T, HV]
+
+    def _log_decay(self, raw: Tensor) -> Tensor:
+        dtype = torch.promote_types(raw.dtype, torch.float32)
+        return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype)
 
     def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).view_as(o)) if self.use_gate else self.o_norm(o)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_delta.layers._delta_mixer import DeltaMixer, initial_dt_bias
+from flash_delta.layers._delta_mixer import DeltaMixer
+from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm
-from flash_delta.ops import chunk_kda, fused_recurrent_kda
+from flash_delta.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from flash_delta.ops._problem import LOWEST_BOUND
 
 
@@ -108,8 +109,12 @@ class KimiDeltaAttention(DeltaMixer):
     def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).view_as(o))
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"lower_bound": self.lower_bound}
+    def _log_decay(self, raw: Tensor) -> Tensor:
+        dtype = torch.promote_types(raw.dtype, torch.float32)
+        return fused_kda_gate(raw, **self.gate_options(), output_dtype=dtype)
+
+    def gate_options(self) -> dict[str, Any]:
+        return super().gate_options() | {"lower_bound": self.lower_bound}
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return fused_recurrent_kda if recurrent else partial(chunk_kda, safe_gate=self.safe_gate)

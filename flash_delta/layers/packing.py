@@ -60,7 +60,8 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
 
     Args:
         hidden_states: [B, T, D].
-        attention_mask: [B, T], or [B, past + T] of which the last T columns are used; nonzero marks a token.
+        attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; nonzero
+            marks a token.
         cu_seqlens: [N + 1], int32 or int64, for B = 1.
 
     Raises:
@@ -82,7 +83,17 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
     if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         got = list(attention_mask.shape)
         raise ValueError(f"attention_mask: expected shape [B, T] = {[B, T]} or [B, past + T], got {got}")
+    refuse_floats("attention_mask", attention_mask)
     return attention_mask[:, attention_mask.shape[1] - T :].bool()
+
+
+def refuse_floats(name: str, mask: Tensor) -> None:
+    """Refuse a mask that is not of bool or integers: 0 is padding in one convention of floats, a token in another."""
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"{name}: expected bool or integers, nonzero for a token, got {mask.dtype}: give `{name} != 0` if it has 1 "
+            f"for a token and 0 for padding, `{name} == 0` if it is additive, with 0 for a token and -inf for padding"
+        )
 
 
 def check_positions(hidden_states: Tensor, position_ids: Tensor) -> None:

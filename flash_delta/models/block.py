@@ -74,8 +74,6 @@ class FlashDeltaBlock(GradientCheckpointingLayer):
         cp_context: ContextParallel | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        # A delta rule knows the order of its tokens only.
-        positions = {"position_ids": position_ids} if isinstance(self.mixer, Attention) else {}
-        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens, cp_context, **positions)
+        mixed = self.mixer(self.mixer_norm(hidden_states), attention_mask, state, cu_seqlens, cp_context, position_ids)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))

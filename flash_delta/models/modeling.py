@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
-from flash_delta.layers.packing import check_positions
+from flash_delta.layers.documents import number_documents
 from flash_delta.models.block import FlashDeltaBlock
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
@@ -75,11 +75,11 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         Args:
             input_ids: [B, T], or inputs_embeds [B, T, hidden_size] in its place.
             attention_mask: [B, T], or [B, past + T] behind a cache; zeros are padding, on either side.
-            position_ids: [B, T] or [1, T], by which softmax attention rotates queries and keys; the other mixers know
-                the order of tokens only. None means that tokens are counted from 0, padding excluded. They may start
-                anew within a row only beside cu_seqlens or cp_context.
+            position_ids: [B, T] or [1, T], as in `GatedDeltaNet.forward`: documents in a row start at 0 each. By these
+                positions softmax attention rotates queries and keys; None counts tokens from 0, padding excluded.
             past_key_values: the cache to continue from, extended in place; None starts anew.
-            use_cache: whether to return a cache. None means config.use_cache, except in training and for packed rows.
+            use_cache: whether to return a cache. None means config.use_cache, except in training, for packed rows and
+                for rows with position_ids.
             output_hidden_states: whether to return hidden_states. None means config.output_hidden_states.
             output_attentions: accepted, with a warning: no mixer returns attention weights. None means
                 config.output_attentions.
@@ -96,11 +96,12 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         Raises:
             ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, if
                 a cache is asked for under gradient checkpointing or with cp_context, or if position_ids have another
-                shape or start anew within a row without cu_seqlens or cp_context.
+                shape or, on a CPU, start anew within a row that continues a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
-        packed = cu_seqlens is not None or cp_context is not None
+        documents = position_ids is not None and position_ids.shape[-1] > 1
+        packed = cu_seqlens is not None or cp_context is not None or documents
         cache = self._cache(past_key_values, use_cache, packed)
         if cache is not None and cp_context is not None:
             raise ValueError("use_cache: expected False with cp_context, where a rank has its own sequences only")
@@ -109,10 +110,6 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         if output_attentions if output_attentions is not None else self.config.output_attentions:
             logger.warning_once("output_attentions: no mixer of this model returns attention weights: they are None")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if position_ids is not None:
-            check_positions(hidden_states, position_ids)
-            if not packed:
-                _refuse_restarts(position_ids, attention_mask)
         states = [None] * len(self.layers) if cache is None else cache.layers
         inputs = ()
         for block, state in zip(self.layers, states, strict=True):
@@ -180,8 +177,8 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
-                first token of every packed sequence and the tokens behind the last one. Not with cp_context: a target
-                may be another rank's token.
+                first token of every packed sequence or document and the tokens behind the last sequence. Not with
+                cp_context: a target may be another rank's token.
             logits_to_keep: compute the logits of the last so many tokens only, 0 means all; or those of the tokens with
                 these indices [M]. Not with labels.
             num_items_in_batch: divide the sum over the targets by it, as Trainer asks for where a step has several
@@ -218,8 +215,11 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             cp_context=cp_context,
             return_dict=True,
         )
-        logits = self.lm_head(_kept(output.last_hidden_state, logits_to_keep))
-        loss = None if labels is None else next_token_loss(logits, labels, cu_seqlens, num_items_in_batch)
+        logits, loss = self.lm_head(_kept(output.last_hidden_state, logits_to_keep)), None
+        if labels is not None:
+            by_positions = position_ids is not None and cu_seqlens is None
+            seq_idx = number_documents(position_ids, attention_mask) if by_positions else None
+            loss = next_token_loss(logits, labels, cu_seqlens, seq_idx, num_items_in_batch)
         return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states)
 
 
@@ -230,15 +230,6 @@ class FlashDeltaForSequenceClassification(GenericForSequenceClassification, Flas
     """
 
     accepts_loss_kwargs = False  # its loss is a mean over rows: Trainer divides it by the batches of a step
-
-
-def _refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise where a token has position 0 and stands behind another token."""
-    starts = position_ids[:, 1:] == 0
-    if attention_mask is not None:
-        starts = starts & attention_mask[:, -position_ids.shape[1] : -1].bool()
-    if starts.any():
-        raise ValueError("position_ids: expected cu_seqlens where positions start anew within a row, got none")
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

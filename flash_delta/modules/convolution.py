@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.ops._modules import Convolved, convolve, convolve_token
+from flash_delta.ops._modules_checks import check_documents
+from flash_delta.ops._problem import refuse
 
 
 def causal_conv1d(
@@ -25,6 +27,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve every sequence with its channel's W taps:
 
@@ -44,6 +47,9 @@ def causal_conv1d(
             behind cu_seqlens[-1] are ignored, NaN included.
         backend: "triton", "torch", or as an op's ("hopper", which has no convolution of its own: Triton's); it is
             obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
+        seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, each next one by one
+            more; a token's inputs are those of its own document. For documents that nobody counted: it costs W
+            convolutions, and cu_seqlens one. Without states.
 
     Returns:
         y [B, T, D] in x's dtype, exactly 0 behind cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
@@ -52,7 +58,26 @@ def causal_conv1d(
     Raises:
         ValueError: naming the argument, what was expected and what came; or if the backend cannot run this.
     """
-    return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
+    if seq_idx is None:
+        return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
+    op = "causal_conv1d"
+    if initial_state is not None or output_final_state:
+        refuse(op, "seq_idx", "None with an initial or final state", "a tensor")
+    check_documents(op, x, seq_idx)
+    return _convolve_documents(Convolved(x, weight, bias, None, cu_seqlens), activation, backend, seq_idx), None
+
+
+def _convolve_documents(c: Convolved, activation: str | None, backend: str | None, seq_idx: Tensor) -> Tensor:
+    """A window of W tokens meets at most W documents, so that two of the same number modulo W never meet: the same
+    kernels convolve these, with zeros in place of all others. Zeros are also what stands in front of a row, so that the
+    bits are those of a document alone."""
+    y, W = None, c.weight.shape[1]
+    place = (seq_idx % W).unsqueeze(-1)  # [B or 1, T, 1]
+    for i in range(W):
+        own = place == i
+        part, _ = convolve(c._replace(x=c.x.where(own, 0)), activation, False, backend)
+        y = part if y is None else part.where(own, y)
+    return y
 
 
 def causal_conv1d_update(
@@ -135,9 +160,10 @@ class ShortConvolution(nn.Module):
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] -> (y [B, T, D], final state [N, D, W] or None); arguments as in `causal_conv1d`."""
-        options = self.activation, initial_state, output_final_state, cu_seqlens, self.backend
+        options = self.activation, initial_state, output_final_state, cu_seqlens, self.backend, seq_idx
         return causal_conv1d(x, self.weight.squeeze(1), self.bias, *options)
 
     def extra_repr(self) -> str:

@@ -32,6 +32,16 @@ def check_bounds(op: str, c: Convolved) -> None:
         read_lengths(op, Inputs(c.x, c.x, c.x, cu_seqlens=c.cu_seqlens), None)
 
 
+def check_documents(op: str, x: Tensor, seq_idx: Tensor) -> None:
+    """Numbers of tokens' documents [B or 1, T]; their values nobody reads."""
+    B, T, _ = check_shape(op, "x", x, "B", "T", "D")
+    if not isinstance(seq_idx, Tensor) or seq_idx.shape not in ((B, T), (1, T)):
+        got = f"shape {list(seq_idx.shape)}" if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        refuse(op, "seq_idx", f"a tensor {[B, T]} or {[1, T]}", got)
+    if seq_idx.dtype not in (torch.int32, torch.int64):
+        refuse(op, "seq_idx", "dtype torch.int32 or torch.int64", seq_idx.dtype)
+
+
 def check_norm(op: str, x: Normalized) -> None:
     (D,) = check_shape(op, "weight", x.weight, "D")
     if not isinstance(x.x, Tensor) or x.x.shape[-1:] != (D,):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import modules
+from flash_delta.layers.packing import refuse_floats
 from flash_delta.ops._problem import check_shape, refuse, refuse_unless_none
 
 BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
@@ -90,6 +91,7 @@ class ShortConvolution(modules.ShortConvolution):
             if cu_seqlens is not None:
                 refuse("ShortConvolution", "mask", "None beside cu_seqlens", "a tensor")
             check_shape("ShortConvolution", "mask", mask, *x.shape[:2])
+            refuse_floats("mask", mask)
             x = x * mask.unsqueeze(-1)
         N = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         in_place = cache is not None and x.shape[0] * x.shape[1] == N and not torch.is_grad_enabled()
