@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton.channel import channel
@@ -29,6 +28,7 @@ from flash_delta.kernels.triton.tiles import (
     WARP,
     Chip,
     Tile,
+    next_power_of_2,
     overlaps,
     precision,
     scan_tiles,
@@ -126,7 +126,7 @@ def walks(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tu
 
 
 def scan_grid(p: Problem, w: Walkers) -> tuple[int, int, int]:
-    return triton.cdiv(p.V, columns(p, w.tile)), p.HV, w.sequences + p.packed
+    return -(-p.V // columns(p, w.tile)), p.HV, w.sequences + p.packed
 
 
 def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
@@ -151,7 +151,7 @@ def run_scan_backward(
     def plans() -> Iterator[Plan]:
         for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
             yield plan(
-                c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N * (1 + recompute)), t,
+                c, scan_backward, (-(-p.V // columns(p, t)), p.HV, p.N * (1 + recompute)), t,
                 p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
                 states(p, dfinal), states(p, dinitial),
                 FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
@@ -243,7 +243,7 @@ def run_channel_gradients(
         chosen = t or tile("channel_gradients", p, c.shape.chip)
         W = min(chosen.BV, block(p.K))  # channels of one program
         yield plan(
-            c, channel_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
+            c, channel_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
             p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
         )  # fmt: skip
 
@@ -269,7 +269,7 @@ def run_halved_gradients(
         chosen = t or tile("halved_gradients", p, c.shape.chip)
         W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
         yield plan(
-            c, halved_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
+            c, halved_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
             p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
             W=W, BV=block(p.V), follows=True,
         )  # fmt: skip
@@ -348,7 +348,7 @@ def columns(p: Problem, t: Tile) -> int:
 
 def block(width: int) -> int:
     """The tile of a head's width: a power of two that products can take."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def strides(t: Tensor) -> tuple[int, ...]:

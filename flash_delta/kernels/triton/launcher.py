@@ -7,7 +7,7 @@ like it is used again.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,30 +47,30 @@ class Plan(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch as Triton's launcher for AMD's driver takes it, but for the addresses; as `cuda.Step`."""
+    """A launch as Triton's launcher for AMD's driver takes it; as `cuda.Step`."""
 
-    run: Any
+    compiled: Any
     grid: tuple[int, int, int]
-    function: int
-    metadata: Any
-    sources: tuple[cuda.Pointer, ...]
+    pointers: tuple[Any, ...]
     rest: tuple[Any, ...]  # the arguments behind them
 
 
-class Replay(NamedTuple):
+class Replay:
     """As `cuda.Replay`."""
 
-    steps: list[Step]
-    spare: tuple[int, tuple[int, ...]]
+    def __init__(self, steps: Sequence[Step], tensors: tuple[Tensor | None, ...], spare: tuple[int, tuple[int, ...]]):
+        self.steps = [(*step[:2], [_source(tensors, at) for at in step.pointers], step.rest) for step in steps]
+        self.size, self.places = spare
 
     def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
-        size, places = self.spare
-        memory = None if own or not places else torch.empty(size, dtype=torch.uint8, device=device)
-        starts = cuda.starts_of(groups, memory, places)
+        starts = addresses(chain(*groups))
+        if self.places and not own:
+            memory = torch.empty(self.size, dtype=torch.uint8, device=device).data_ptr()
+            starts += [memory + place for place in self.places]
         stream = driver.active.get_current_stream(device.index)
-        for run, grid, function, metadata, sources, rest in self.steps:
-            addresses = [starts[tensor] + offset for tensor, offset in sources]
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
+        for compiled, grid, sources, rest in self.steps:
+            run, pointers = compiled.run, (starts[tensor] + offset for tensor, offset in sources)  # `run` loads it
+            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *rest)
 
 
 @dataclass
@@ -91,7 +91,6 @@ class Call(NamedTuple):
     shape: Shape
     direct: bool  # launched with addresses, past Triton's own launcher
     compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
-    tensors: tuple[Tensor | None, ...] = ()  # all that kernels get, a workspace as its buffer
     steps: list[cuda.Step | Step] | None = None  # if there, launchers note what is to be launched
 
     @property
@@ -223,12 +222,12 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tu
         loading.result()
         _ready.add(c.shape.key)
     if c.shape.replay is None:
-        # As objects of their own: here one tensor may come as q and as k, in the next call two.
-        x, more = type(c.x)(*map(_alias, c.x)), tuple(map(_alias, c.more))
-        steps: list[Any] = []
-        kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own, *spare), steps=steps))
+        given, steps = _distinct((*c.x, *c.more)), []
+        count = len(c.x)
+        kernels(c._replace(x=c.x._make(given[:count]), more=tuple(given[count:]), steps=steps))
         *places, size = accumulate((0 if t is None else -(-t.nbytes // 256) * 256 for t in spare), initial=0)
-        c.shape.replay = (cuda.Replay if _on_nvidia(c) else Replay)(steps, (size, tuple(places)))
+        made = cuda.Replay if _on_nvidia(c) else Replay
+        c.shape.replay = made(steps, (*given, *own, *spare), (size, tuple(places)))
     c.shape.replay.launch(c.p.device, c.x, c.more, own, spare, own=True)
 
 
@@ -313,38 +312,41 @@ def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
     return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
 
 
-def _alias(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach()
+def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """As objects of their own: here one tensor may come as q and as k, in the next call two."""
+    found: dict[int, Tensor | None] = {}
+    for number, t in enumerate(tensors):
+        key = number if t is None else id(t)
+        found[number if key in found else key] = t.detach() if t is not None and key in found else t
+    return list(found.values())
 
 
 def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> cuda.Step | Step:
     compiled = compiled_as(_name(c, kernel, plan))
-    sources = tuple(_source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())
     if _on_nvidia(c):
-        return cuda.make_step(compiled, plan.grid, (*sources, *rest))
-    run = compiled.run  # loads it
-    return Step(run, plan.grid, compiled.function, compiled.packed_metadata, sources, rest)
+        return cuda.make_step(compiled, plan.grid, (*pointers, *rest))
+    return Step(compiled, plan.grid, pointers, rest)
 
 
 def _on_nvidia(c: Call) -> bool:
     return c.shape.chip.target.startswith("sm_")
 
 
-def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> cuda.Pointer:
+def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> tuple[int, int]:
     """A pointer as one of the tensors and an offset in bytes; a number points into a workspace, which is bytes.
 
     None is a constant of the compiled kernel, whose launcher looks at no value for it.
     """
     if at is None:
-        return cuda.Pointer(0, 0)
+        return 0, 0
     for number, t in enumerate(tensors):
         if t is at:
-            return cuda.Pointer(number, 0)
+            return number, 0
         if isinstance(at, int) and t is not None and t.dtype == torch.uint8:
             offset = at - t.data_ptr()
             if 0 <= offset < max(1, t.nbytes):  # without tokens it has no bytes
-                return cuda.Pointer(number, offset)
+                return number, offset
     raise ValueError(f"expected a pointer into one of the call's tensors, got {at}")
 
 

@@ -5,7 +5,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from flash_delta.ops._problem import DTYPES, Options, check_shape, make_problem, refuse
+from flash_delta.ops import _problem
+from flash_delta.ops._problem import DTYPES, Options, check_shape, refuse
 from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
@@ -20,7 +21,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         refuse(op, "scale", "a number or None", "a tensor")
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
-    p = make_problem(x, options._asdict(), None)
+    p = _problem.describe(x, options, None)
     if p.recurrent and not 1 <= p.T <= MOST_TOKENS:
         refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
     for name in ("q", "k", "v", "g", "beta"):
