@@ -29,9 +29,10 @@ _kept: list[Any] = []  # as long as there may be launches
 
 
 def fake_driver(place: Path) -> ctypes.CDLL:
-    """Compiled in ``place``; whoever asks for libcuda.so.1 from now on finds it."""
+    """Compiled in ``place``, unless it is there; whoever asks for libcuda.so.1 from now on finds it."""
     source, library = Path(__file__).with_name("fake_cuda.c"), place / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    if not library.exists():
+        subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     knobs.nvidia.libcuda_path, knobs.cache.dir = str(place), str(place / "cache")
     for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda.library):

@@ -115,7 +115,7 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
 def replay_of(compiled, q, bounds, memory=None):
     """``memory``: what q is a part of."""
     plan = again.Plan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
-    return cuda.Replay([again.step_of(compiled, plan)], (q if memory is None else memory, bounds))
+    return cuda.Replay([again.step_of(compiled, plan, {})], (q if memory is None else memory, bounds))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -121,7 +121,7 @@ static PyObject *copy(PyObject *self, PyObject *from) {
   return made;
 }
 
-PyDoc_STRVAR(done_doc, "done(frame) -> int: of a call that was refused, the launches before that; -1: a descriptor was.");
+PyDoc_STRVAR(done_doc, "done(frame) -> int: of a call that was refused, the launches before; -1: a descriptor was.");
 static PyObject *done(PyObject *self, PyObject *frame) {
   const Frame *f = frame_of(frame);
   return f ? PyLong_FromLongLong(f->done) : NULL;

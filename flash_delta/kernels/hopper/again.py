@@ -31,10 +31,11 @@ class Plan(NamedTuple):
 
 def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: dict[str, Any]) -> None:
     """Of the ``plans`` there is one, but while compiling."""
+    described: dict[int, tuple] = {}
     for plan in plans():
         name = (id(kernel), c.shape.key, *plan.constants.values())
         if c.steps is not None:
-            c.steps.append(step_of(compiled_as(name), plan))
+            c.steps.append(step_of(compiled_as(name), plan, described))
             continue
         arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
         if c.compiling is not None:
@@ -43,12 +44,19 @@ def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: d
             kernel[plan.grid](*arguments, **plan.constants, **options)
 
 
-def step_of(compiled: Any, plan: Plan) -> Step:
-    described = iter(compiled.metadata.tensordesc_meta)
-    values = [_described(a, next(described)) if isinstance(a, Descriptor) else a for a in plan.arguments]
+def step_of(compiled: Any, plan: Plan, described: dict[int, tuple]) -> Step:
+    """``described``: descriptors that plans share, by who they are."""
+    meta, values = iter(compiled.metadata.tensordesc_meta), []
+    for value in plan.arguments:
+        if isinstance(value, Descriptor):
+            own, key = next(meta), id(value)
+            if key not in described:
+                described[key] = value, _describe(value, own)
+            value = described[key][1]
+        values.append(value)
     return make_step(compiled, (*plan.grid, 1)[:3], (*values, *plan.constants.values()))
 
 
-def _described(d: Descriptor, meta: dict[str, Any]) -> tuple[Any, ...]:
+def _describe(d: Descriptor, meta: dict[str, Any]) -> tuple[Any, ...]:
     element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
     return describe(d.base, d.shape, d.strides, meta["swizzle"], element, meta["block_size"])

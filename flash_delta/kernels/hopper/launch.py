@@ -65,12 +65,14 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
     columns = 0 if table_of is None else table_of.shape[1]
     where = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C), *table(table_of))
 
+    states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
+    q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
+
     def plans() -> Iterator[Plan]:
         for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
             arguments = (
-                *boxes(x, o, 64 * w.tile.groups), lines(rates), None, None, None, None, pool(p, slots.state_pool),
-                pool(p, slots.state_pool), x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where,
-                *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens), p.HV // p.H,
+                q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
+                x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where, *apart, p.HV // p.H,
             )  # fmt: skip
             yield loop_plan(c, w.tile, w.sequences, arguments, INITIAL=True, KEEP=False, SAVE=False)
 

@@ -296,17 +296,28 @@ def plan(
     c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
 ) -> Plan:
     """With the constants that the kernel names; ``own``: those that are the launch's, not the problem's."""
-    p, x, overlap = c.p, c.x, overlaps(c.p, c.shape.chip)
+    overlap = overlaps(c.p, c.shape.chip)
+    given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
+    used = _constants.get(given)
+    if used is None:
+        used = _constants[given] = _constants_of(c, kernel, t, own)
+    return Plan(grid, t, scalars, used, follows and overlap)
+
+
+_constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels
+
+
+def _constants_of(c: Call, kernel: Any, t: Tile, own: dict[str, Any]) -> dict[str, Any]:
+    p, x = c.p, c.x
     constants = {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
         "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
         "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
-        "OVERLAP": overlap, "SHORT": short(p),
+        "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p),
     } | own  # fmt: skip
-    used = {name: constants[name] for name in kernel.arg_names if name in constants}
-    return Plan(grid, t, scalars, used, follows and overlap)
+    return {name: constants[name] for name in kernel.arg_names if name in constants}
 
 
 def short(p: Problem) -> int:

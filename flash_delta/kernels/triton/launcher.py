@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, zip_longest
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
 POOLS = ("state_pool", "conv_pool")
+NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # of the tensors of a call that serves
 
 
 class Plan(NamedTuple):
@@ -73,7 +74,7 @@ class Replay:
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *rest)
 
 
-@dataclass
+@dataclass(slots=True)
 class Shape:
     """What calls have in common that differ in their tensors' values only."""
 
@@ -105,6 +106,7 @@ class Call(NamedTuple):
 
 _compiled: dict[tuple, Any] = {}  # by `_name`
 _keys: dict[Key, int] = {}  # numbered as they come
+_flags: dict[Flags | ModuleFlags, Flags | ModuleFlags] = {}  # each of them once, however many calls have them
 _ready: set[int] = set()
 
 
@@ -112,21 +114,20 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
     """``kind`` tells forward and backward apart; ``memo``: of the problem, if x is what it was made of."""
     shape = None if memo is None else memo.get(kind)
     if shape is None:
-        shape = _shape(
-            chip_of(p.device),
-            Flags(
-                kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
-                p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
-                kind in (DECODE, STEP) and alone(p),
-            ),
-            (  # with gradients a call has other memory
-                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
-                *(None if t is None else t.shape for t in more),
-            ),
-            *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
+        flags = Flags(
+            kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
+            p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
+            kind in (DECODE, STEP) and alone(p),
         )  # fmt: skip
+        tensors = _laid_out(*x, *more)
         if memo is not None:
-            memo[kind] = shape
+            shape = memo[kind] = Shape(_key(flags, tensors), chip_of(p.device))
+        else:
+            sizes = (  # with gradients a call has other memory
+                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
+                *(None if t is None else tuple(t.shape) for t in more),
+            )  # fmt: skip
+            shape = _shape(chip_of(p.device), _flags.setdefault(flags, flags), sizes, tensors)
     return Call(p, x, more, shape, _direct(p.device))
 
 
@@ -135,11 +136,10 @@ def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tup
     flags = ModuleFlags(
         kind, p.device, *(p.W, p.packed) if isinstance(p, Convolution) else (1, False), p.D, p.activation
     )
-    shape = _shape(
-        chip_of(p.device), flags, (p._replace(memo=None), *(None if t is None else t.shape for t in (*x, *more))),
-        # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
-        *[None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)],
-    )  # fmt: skip
+    sizes = (*p[:-1], *(None if t is None else tuple(t.shape) for t in (*x, *more)))
+    # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
+    tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
+    shape = _shape(chip_of(p.device), _flags.setdefault(flags, flags), sizes, tensors)
     return Call(p, x, more, shape, _direct(p.device))
 
 
@@ -153,16 +153,26 @@ def _profiled() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.compilation.instrumentation_mode)
 
 
+def _laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
+    """What `_layout` asks."""
+    return tuple([None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
+
+
 @lru_cache(maxsize=1024)
-def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, *tensors: tuple | None) -> Shape:
-    """``sizes`` change what is launched, not what is compiled for it."""
-    names = (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind[0] in SERVING else Inputs._fields
+def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, tensors: tuple[tuple | None, ...]) -> Shape:
+    """Of calls without a memo. ``sizes`` change what is launched, not what is compiled for it."""
+    return Shape(_key(flags, tensors), chip)
+
+
+def _key(flags: Flags | ModuleFlags, tensors: tuple[tuple | None, ...]) -> int:
+    """The number of what compiled code depends on."""
+    names = NAMES if flags.kind[0] in SERVING else Inputs._fields
     counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
-    layouts = (
+    layouts = tuple([
         None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
-        for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
-    )
-    return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip)
+        for name, t in zip_longest(names[: len(tensors)], tensors)
+    ])  # fmt: skip
+    return _keys.setdefault((flags, layouts), len(_keys))
 
 
 def _layout(
@@ -172,19 +182,20 @@ def _layout(
     are numbers like any other, and parameters lie side by side; where tokens are ``counted`` their unit says it all.
     Within a slot of a pool strides are ``fixed``: to `decode` they are constants."""
 
-    def classes(*strides: int) -> tuple:
-        return tuple((stride % 16, stride == 1, stride < 2**31) for stride in strides)
-
-    if not dtype.is_floating_point or len(strides) < 3:
+    if len(strides) < 3 or not dtype.is_floating_point:
         return Layout(dtype, alignment == 0, ())
     if fixed:
-        return Layout(dtype, alignment == 0, (*classes(strides[0]), *strides[1:]))
+        return Layout(dtype, alignment == 0, (*_classes(strides[:1]), *strides[1:]))
     if not counted:
-        return Layout(dtype, alignment == 0, classes(*strides))
+        return Layout(dtype, alignment == 0, _classes(strides))
     row, token, *others = strides
     size = unit(row, token, alone)
     counts = tuple(stride // size < 2**31 for stride in (row, token))
-    return Layout(dtype, alignment == 0, (size, *counts, *classes(*others)))
+    return Layout(dtype, alignment == 0, (size, *counts, *_classes(others)))
+
+
+def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
+    return tuple([(stride % 16, stride == 1, stride < 2**31) for stride in strides])
 
 
 def alone(p: Problem) -> bool:
