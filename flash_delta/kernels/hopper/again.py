@@ -46,17 +46,14 @@ def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: d
 
 def step_of(compiled: Any, plan: Plan, described: dict[int, tuple]) -> Step:
     """``described``: descriptors that plans share, by who they are."""
-    meta, values = iter(compiled.metadata.tensordesc_meta), []
-    for value in plan.arguments:
-        if isinstance(value, Descriptor):
-            own, key = next(meta), id(value)
-            if key not in described:
-                described[key] = value, _describe(value, own)
-            value = described[key][1]
-        values.append(value)
+    metas = iter(compiled.metadata.tensordesc_meta)
+    values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]
     return make_step(compiled, (*plan.grid, 1)[:3], (*values, *plan.constants.values()))
 
 
-def _describe(d: Descriptor, meta: dict[str, Any]) -> tuple[Any, ...]:
-    element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return describe(d.base, d.shape, d.strides, meta["swizzle"], element, meta["block_size"])
+def _described(d: Descriptor, meta: dict[str, Any], described: dict[int, tuple]) -> tuple[Any, ...]:
+    if id(d) not in described:
+        element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        found = describe(d.base, d.shape, d.strides, meta["swizzle"], element, meta["block_size"])
+        described[id(d)] = d, found  # as long as this is there, nobody else is who it is
+    return described[id(d)][1]

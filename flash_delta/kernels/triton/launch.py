@@ -380,7 +380,10 @@ def tokens(t: Tensor | None) -> tuple[int, ...]:
 
 def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
     """Strides of (sequence, head, key, value) in either layout."""
-    return (0, 0, 0, 0) if t is None else (t.mT if p.state_v_first else t).stride()
+    if t is None:
+        return 0, 0, 0, 0
+    sequence, head, *matrix = t.stride()
+    return sequence, head, *(reversed(matrix) if p.state_v_first else matrix)
 
 
 def table(t: Tensor | None) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, zip_longest
 from math import gcd
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -244,7 +245,7 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tu
 
 def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
     """For `replayed`, if kernels got the tensors that were ``given``, and no copies; whether it is so."""
-    same = c.p.memo is not None and addresses(c.x) == addresses(given)
+    same = c.p.memo is not None and (all(map(is_, c.x, given)) or addresses(c.x) == addresses(given))
     if same:
         c.p.memo["replay", kind] = c.shape
     return same
