@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
-from struct import unpack
+from struct import pack, unpack
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,6 @@ from triton.runtime.driver import driver
 from flash_delta.kernels import known
 from flash_delta.kernels.hopper import again, layouts
 from flash_delta.kernels.triton import cuda
-from flash_delta.kernels.triton.cuda import Pointer
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is there"),
@@ -33,6 +33,14 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda", 0)
 ELEMENT = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False, "block_size": [64, 128]}
+
+
+class Kernel(SimpleNamespace):
+    """As if compiled. Found again by who it is."""
+
+    __hash__ = object.__hash__
+
+
 Metadata = namedtuple(
     "Metadata",
     "num_warps num_ctas shared launch_pdl launch_cooperative_grid global_scratch_size global_scratch_align "
@@ -79,7 +87,7 @@ def kernel(scratch=0, overlaps=True, signature=SIGNATURE, sizes=BYTES):
     function = (ctypes.c_uint64 * (len(sizes) + 1))(len(sizes), *sizes)
     loaded.append(function)
     source = SimpleNamespace(signature=signature, constants={})
-    return SimpleNamespace(src=source, metadata=metadata, function=ctypes.addressof(function), name="kernel")
+    return Kernel(src=source, metadata=metadata, function=ctypes.addressof(function), name="kernel")
 
 
 def taken(fake):
@@ -91,7 +99,7 @@ def taken(fake):
 
 
 def described(t):
-    return TensorDescriptor(t, [640, 128], [128, 1], [64, 128], layouts.TILE.value)
+    return again.Descriptor(t, [640, 128], [128, 1], [64, 128], layouts.TILE.value)
 
 
 def launched_by_triton(fake, compiled, stream, q, bounds):
@@ -99,15 +107,15 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
     m = compiled.metadata
     run(
         3, 2, 1, stream, compiled.function, (m.num_warps, m.num_ctas, m.shared), None, None, None,
-        described(q), q, bounds, None, *SCALARS,
+        TensorDescriptor(*described(q)), q, bounds, None, *SCALARS,
     )  # fmt: skip
     return taken(fake)
 
 
-def step_of(compiled, q, bounds, memory=None):
+def replay_of(compiled, q, bounds, memory=None):
     """``memory``: what q is a part of."""
     plan = again.Plan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
-    return again._step(compiled, plan, (q if memory is None else memory, bounds))
+    return cuda.Replay([again.step_of(compiled, plan, {})], (q if memory is None else memory, bounds))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -115,7 +123,7 @@ def test_the_driver_gets_what_tritons_launcher_hands_over(fake, overlaps):
     """Called again and again: with the same addresses, with others, on another stream."""
     compiled = kernel(overlaps=overlaps)
     q, bounds, other = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32), torch.empty(640, 128).half()
-    replay = cuda.Replay([step_of(compiled, q, bounds)])
+    replay = replay_of(compiled, q, bounds)
     for stream, first in ((77, q), (77, q), (77, other), (78, other), (78, q)):
         driver.active.get_current_stream = lambda index, stream=stream: stream
         replay.launch(DEVICE, (first,), (bounds,))
@@ -131,7 +139,7 @@ def test_descriptors_and_pointers_into_a_workspace(fake):
     driver.active.get_current_stream = lambda index: 77
     memories = [torch.empty(256 + 640 * 128 * 2, dtype=torch.uint8) for _ in range(2)]
     parts = [memory[256:].view(torch.bfloat16).view(640, 128) for memory in memories]
-    replay = cuda.Replay([step_of(compiled, parts[0], bounds, memories[0])])
+    replay = replay_of(compiled, parts[0], bounds, memories[0])
     for n in (0, 1, 0):
         replay.launch(DEVICE, (memories[n],), (bounds,))
         assert taken(fake) == launched_by_triton(fake, compiled, 77, parts[n], bounds)
@@ -153,11 +161,12 @@ def test_scratch_memory_lies_behind_the_tensors(fake, monkeypatch):
     memory, asked = torch.empty(96, dtype=torch.uint8), []
     monkeypatch.setattr(cuda.torch, "empty", lambda size, **options: asked.append((size, options)) or memory)
     signature = {"x": "*i8", "n": "i64"}
+    workspace = torch.zeros(64, dtype=torch.uint8)
     steps = [
-        cuda.make_step(kernel(scratch, False, signature, (8, 8, 8, 8)), (grid, 1, 1), (Pointer(0, 16), 5))
+        cuda.make_step(kernel(scratch, False, signature, (8, 8, 8, 8)), (grid, 1, 1), (workspace.data_ptr() + 16, 5))
         for scratch, grid in ((16, 2), (16, 6), (0, 1))
     ]
-    replay, start = cuda.Replay(steps), memory.data_ptr()
+    replay, start = cuda.Replay(steps, (workspace,)), memory.data_ptr()
     for own in (False, True):
         replay.launch(DEVICE, (at(4096),), own=own)
         assert words(taken(fake), 3) == [(4112, 5, start, 0), (4112, 5, start, 0), (4112, 5, 0, 0)]
@@ -169,8 +178,9 @@ def test_what_only_kernels_use_is_one_allocation(fake, monkeypatch):
     memory, asked = torch.empty(1024, dtype=torch.uint8), []
     monkeypatch.setattr(cuda.torch, "empty", lambda size, **options: asked.append(size) or memory)
     compiled = kernel(64, False, {"x": "*i8", "y": "*i8", "z": "*i8"}, (8,) * 5)
-    step = cuda.make_step(compiled, (1, 1, 1), (Pointer(0, 0), Pointer(1, 0), Pointer(2, 32)))
-    replay, start = cuda.Replay([step], (512, (0, 256))), memory.data_ptr()
+    x, *spare = (torch.zeros(256, dtype=torch.uint8) for _ in range(3))
+    step = cuda.make_step(compiled, (1, 1, 1), (x, spare[0], spare[1].data_ptr() + 32))
+    replay, start = cuda.Replay([step], (x, *spare), (512, (0, 256))), memory.data_ptr()
     replay.launch(DEVICE, (at(4096), at(8192)), (at(16),), own=True)
     assert words(taken(fake), 1) == [(4096, 8192, 48, start, 0)]
     for first in (4096, 12288):
@@ -194,32 +204,80 @@ def test_kernels_get_tensors_where_they_lie(fake):
         x,
     )  # fmt: skip
     signature = {f"x{n}": "*i8" for n in range(len(tensors))}
-    pointers = tuple(Pointer(n, 0) for n in range(len(tensors)))
-    step = cuda.make_step(kernel(0, False, signature, (8,) * (len(tensors) + 2)), (1, 1, 1), pointers)
-    replay = cuda.Replay([step])
+    parameters = tuple(at(16 * n) for n in range(len(tensors)))
+    step = cuda.make_step(kernel(0, False, signature, (8,) * (len(tensors) + 2)), (1, 1, 1), parameters)
+    replay = cuda.Replay([step], parameters)
     for given in (tensors, tensors[::-1]):
         replay.launch(DEVICE, given)
         assert words(taken(fake), 1) == [(*(0 if t is None else t.data_ptr() for t in given), 0, 0)]
 
 
+def of_one_tensor(*functions):
+    """A launch of every kernel, of that tensor."""
+    compiled, x = kernel(0, False, {"x": "*i8"}, (8,) * 3), at(4096)
+    step = cuda.make_step(compiled, (1, 1, 1), (x,))
+    steps = [step._replace(kernel=step.kernel._replace(function=function)) for function in functions]
+    return cuda.Replay(steps or [step], (x,))
+
+
 def test_no_call_is_launched_with_other_tensors_than_it_has(fake):
     """What is wrong is said, and the memory it would have been written to is left alone."""
-    step = cuda.make_step(kernel(0, False, {"x": "*i8"}, (8,) * 3), (1, 1, 1), (Pointer(0, 0),))
-    replay = cuda.Replay([step])
-    replay.frames.append(cuda.Frame([step], (), [4096]))
+    replay = of_one_tensor()
     for groups, error in (((), "got 0"), (((at(1), at(2)),), "got more"), (([at(1)],), "expected tuples")):
         with pytest.raises((TypeError, ValueError), match=error):
             replay.launch(DEVICE, *groups)
-        replay.frames.append(cuda.Frame([step], (), [4096]))
+        assert replay.frames == []
     with pytest.raises(AttributeError, match="data_ptr"):
         replay.launch(DEVICE, (7,))
     assert replay.frames == []
     assert taken(fake) == b""
+    replay.launch(DEVICE, (at(4096),))
+    assert words(taken(fake), 1) == [(4096, 0, 0)]
+
+
+WRONG = [
+    ("*i8", 4096 + 64, ValueError, "expected a pointer into one of the call's tensors, got 4160"),
+    ("*i8", None, ValueError, "expected a pointer into one of the call's tensors, got None"),
+    ("*i8", torch.empty(3), ValueError, "expected a pointer into one of the call's tensors, got tensor"),
+    ("*i8", 0.5, AttributeError, "data_ptr"),
+    ("i32", 2**31, OverflowError, "expected a number of 32 bits, got 2147483648"),
+    ("i32", -(2**31) - 1, OverflowError, "expected a number of 32 bits"),
+    ("u32", 2**32, OverflowError, "expected a number of 32 bits"),
+    ("u64", -1, OverflowError, "int too big|negative int"),
+    ("i64", 2**63, OverflowError, "int too big|negative int"),
+    ("i8", -129, OverflowError, "expected a number of 8 bits"),
+    ("i32", 0.5, TypeError, "float"),
+    ("fp32", None, TypeError, "must be real number"),
+    (("i32", "i32"), (1,), ValueError, "expected more parameters"),
+    (("i32",), (1, 2), ValueError, "expected fewer parameters, got 2"),
+    (("i32",), 1, TypeError, "expected a tuple of parameters, got 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "error", "message"), WRONG)
+def test_what_kernels_do_not_take_is_refused(fake, kind, value, error, message):
+    step = cuda.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value,))
+    with pytest.raises(error, match=message):
+        cuda.Replay([step], (at(4096), torch.empty(64, dtype=torch.uint8), None))
+    good = cuda.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value, 1))
+    with pytest.raises((error, ValueError)):
+        cuda.Replay([good], (at(4096),))
+
+
+def test_numbers_of_every_size(fake):
+    """The least and the greatest."""
+    signed, unsigned = (tuple(f"{sign}{bits}" for bits in (8, 16, 32, 64)) for sign in "iu")
+    kinds = dict(enumerate((*signed, *signed, *unsigned, *unsigned, "fp64", "fp32", "i1")))
+    values = (-(2**7), -(2**15), -(2**31), -(2**63), 2**7 - 1, 2**15 - 1, 2**31 - 1, 2**63 - 1, 0, 0, 0, 0)
+    values += (2**8 - 1, 2**16 - 1, 2**32 - 1, 2**64 - 1, 1e300, 0.1, True)
+    sizes = (1, 2, 4, 8) * 4
+    compiled = kernel(0, False, kinds, (*sizes, 8, 4, 1, 8, 8))
+    cuda.Replay([cuda.make_step(compiled, (1, 1, 1), values)], ()).launch(DEVICE)
+    assert taken(fake)[40:] == pack("<bhiqbhiqBHIQBHIQdfb", *values) + bytes(16)
 
 
 def test_launches_keep_nothing(fake):
-    step = cuda.make_step(kernel(0, False, {"x": "*i8"}, (8,) * 3), (1, 1, 1), (Pointer(0, 0),))
-    replay, x, other = cuda.Replay([step]), torch.empty(3), at(2**40)
+    replay, x, other = of_one_tensor(), torch.empty(3), at(2**40)
 
     def calls(number):
         for _ in range(number):
@@ -237,18 +295,25 @@ def test_launches_keep_nothing(fake):
 
 
 def test_a_call_without_launches(fake):
-    cuda.Replay([]).launch(DEVICE, (at(4096),))
-    cuda.Replay([]).launch(DEVICE)
+    cuda.Replay([], (at(4096),)).launch(DEVICE, (at(8192),))
+    cuda.Replay([], ()).launch(DEVICE)
     assert taken(fake) == b""
 
 
-def test_memory_is_as_c_takes_it():
-    assert ctypes.sizeof(cuda.Layout) == known.load().FRAME_BYTES
+def test_a_frame_keeps_no_tensor_and_nothing_that_is_collected(fake):
+    q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
+    alive, replay = [weakref.ref(t) for t in (q, bounds)], replay_of(kernel(), q, bounds)
+    driver.active.get_current_stream = lambda index: 77
+    replay.launch(DEVICE, (q, bounds))
+    del q, bounds
+    assert [ref() for ref in alive] == [None, None]
+    assert not any(map(gc.is_tracked, replay.frames))
+    taken(fake)
 
 
 def test_errors_name_the_kernel(fake):
     q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
-    replay = cuda.Replay([step_of(kernel(), q, bounds)])
+    replay = replay_of(kernel(), q, bounds)
     failing = ctypes.c_int.in_dll(fake, "failing")
     failing.value = 700
     with pytest.raises(RuntimeError, match="CUDA could not launch kernel: error 700, all is fake"):
@@ -268,15 +333,14 @@ def test_a_call_goes_on_where_it_was_refused(fake, monkeypatch):
         return cuda.INVALID_CONTEXT if len(launched) == 2 else 0
 
     stands_in(monkeypatch, launch)
-    step = cuda.make_step(kernel(0, False, {"x": "*i8"}, (8,) * 3), (1, 1, 1), (Pointer(0, 0),))
-    cuda.Replay([step._replace(function=number) for number in (1, 2, 3)]).launch(DEVICE, (at(4096),))
+    of_one_tensor(1, 2, 3).launch(DEVICE, (at(4096),))
     assert launched == [1, 2, 2, 3]
 
 
 def test_a_descriptor_that_is_refused(fake, monkeypatch):
     q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
     stands_in(monkeypatch, lambda *_: 0, lambda *_: 1)
-    replay = cuda.Replay([step_of(kernel(), q, bounds)])
+    replay = replay_of(kernel(), q, bounds)
     replay.launch(DEVICE, (q, bounds))
     with pytest.raises(RuntimeError, match="CUDA could not describe a tensor: error 1, all is fake"):
         replay.launch(DEVICE, (q.clone(), bounds))
@@ -285,7 +349,7 @@ def test_a_descriptor_that_is_refused(fake, monkeypatch):
 def stands_in(monkeypatch, launch, replace=lambda *_: 0):
     """For the driver's functions."""
     number, pointer = ctypes.c_int, ctypes.c_void_p
-    functions = SimpleNamespace(
+    functions = Kernel(
         cuLaunchKernelEx=ctypes.CFUNCTYPE(number, *[pointer] * 4)(launch),
         cuTensorMapReplaceAddress=ctypes.CFUNCTYPE(number, pointer, pointer)(replace),
     )
@@ -303,15 +367,16 @@ def test_threads_do_not_share_what_they_write(fake, monkeypatch):
     """Both have written their addresses before one launches, for which neither keeps Python's lock; streams are each
     thread's own."""
     q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
-    replay, meet, seen = cuda.Replay([step_of(kernel(), q, bounds)]), threading.Barrier(2), []
+    meet, seen = threading.Barrier(2), []
 
     def launch(config, function, parameters, extra):
         meet.wait(10)
         address = ctypes.c_void_p.from_address(parameters + 5 * 8).value
-        seen.append((ctypes.c_uint64.from_address(address).value, cuda.Config.from_address(config).stream))
+        seen.append((ctypes.c_uint64.from_address(address).value, ctypes.c_uint64.from_address(config + 32).value))
         return 0
 
     stands_in(monkeypatch, launch)
+    replay = replay_of(kernel(), q, bounds)
     streams = threading.local()
     monkeypatch.setattr(driver.active, "get_current_stream", lambda index: streams.own)
 

@@ -1,8 +1,9 @@
 """A call like an earlier one is not looked at again: what is launched from memory, what makes a call another one."""
 
 import threading
+import weakref
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
 
 from flash_delta.kernels.triton import launcher
-from flash_delta.kernels.triton.cuda import Pointer
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
 from flash_delta.ops import _backend, _modules, _remembered
@@ -64,14 +64,16 @@ def test_what_only_kernels_use_is_one_allocation(monkeypatch):
     launched, memory, asked = [], torch.empty(1024, dtype=torch.uint8), []
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
     monkeypatch.setattr(launcher.torch, "empty", lambda size, **options: asked.append(size) or memory)
-    pointers = tuple(Pointer(tensor, 16) for tensor in range(5))
-    step = launcher.Step(lambda *args: launched.append(args[9:]), (1, 1, 1), 1, 2, pointers, (3,))
-    replay, x, y = launcher.Replay([step], (1024, (0, 256, 768))), torch.randn(4), torch.randn(4)
+    x, y, spare = torch.randn(4), torch.randn(4), [torch.zeros(64, dtype=torch.uint8) for _ in range(3)]
+    compiled = SimpleNamespace(run=lambda *args: launched.append(args[9:]), function=1, packed_metadata=2)
+    step = launcher.Step(compiled, (1, 1, 1), (x, None, *(t.data_ptr() + 16 for t in spare)), (3,))
+    replay = launcher.Replay([step], (x, None, *spare), (1024, (0, 256, 768)))
     replay.launch(x.device, (x, None))
     replay.launch(x.device, (x, None), (y, y), (y,), own=True)
     assert asked == [1024]
-    assert launched[0] == (x.data_ptr() + 16, 16, *(memory.data_ptr() + n + 16 for n in (0, 256, 768)), 3)
-    assert launched[1] == (x.data_ptr() + 16, 16, *[y.data_ptr() + 16] * 3, 3)
+    none = x.data_ptr()  # whatever it is: a constant of the kernel
+    assert launched[0] == (x.data_ptr(), none, *(memory.data_ptr() + n + 16 for n in (0, 256, 768)), 3)
+    assert launched[1] == (x.data_ptr(), none, *[y.data_ptr() + 16] * 3, 3)
 
 
 def test_copies_are_made_again(call):
@@ -157,6 +159,33 @@ def test_a_call_around_the_rule_is_looked_at_once(monkeypatch):
     monkeypatch.setenv(_backend.ENVIRONMENT, "torch")
     causal_conv1d(x, w)
     assert len(described) == 5
-    monkeypatch.setattr(_remembered, "MOST", len(_modules._remembered))
-    causal_conv1d(x, w, backend="torch", output_final_state=True)
-    assert len(_modules._remembered) == 1
+
+
+class Found:
+    def __init__(self, key):
+        self.key = key
+
+
+def test_a_call_that_comes_again_and_again_is_not_forgotten():
+    """However many others come; they are, one by one, those that were not asked for."""
+    known, kept = _remembered.Remembered(), weakref.WeakSet()
+
+    def remember(key):
+        known[key] = found = Found(key)
+        kept.add(found)
+
+    remember("decode")
+    decode, sizes = known["decode"], [1]
+    for length in range(20 * _remembered.MOST):
+        assert known[length] is None
+        remember(length)
+        assert known[length].key == length
+        if length % (_remembered.MOST // 4) == 0:
+            assert known["decode"] is decode
+        sizes.append(len(kept))
+    assert max(abs(b - a) for a, b in pairwise(sizes)) == 1
+    assert max(sizes) <= 2 * _remembered.MOST
+    assert known[length - _remembered.MOST] is not None, "of an older generation"
+    assert known[0] is None
+    known.clear()
+    assert known["decode"] is None

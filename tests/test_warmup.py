@@ -1,5 +1,7 @@
 """Before the first request: all that calls can need is compiled, what they take is known, and then nothing compiles."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,6 +25,29 @@ SPECS = {
     "gdn": Serving("gated_delta_rule", 1, 2, 16, 24, True, torch.float32, decode=EVERY),
     "kda-bounded": Serving("kda", 1, 2, 16, 24, True, torch.float32, **RAW, lower_bound=-5.0, decode=EVERY),
 }
+
+
+@pytest.fixture(autouse=True)
+def unfrozen():
+    """Other tests' objects are collected as ever."""
+    yield
+    gc.unfreeze()
+
+
+def test_what_is_there_is_not_collected_again():
+    """Nor what was garbage before kept alive by that."""
+    loop = Loop()
+    loop.own, garbage = loop, weakref.ref(loop)
+    del loop
+    before = gc.get_freeze_count()
+    warmup(replace(SPECS["gdn"], decode=(), prefill=()), "cpu")
+    assert gc.get_freeze_count() > before + 10_000
+    assert garbage() is None
+    assert len(gc.get_objects()) < 10_000
+
+
+class Loop:
+    own = None
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])

@@ -1,8 +1,8 @@
-// What a known call takes of the host, in C: the key under which it is remembered, and its launches.
+// What a call takes of the host, in C: the key under which it is remembered, and its launches.
 //
 // Tensors are read through DLPack's exchange API of torch.Tensor, which torch keeps stable: in some tens of
-// nanoseconds a tensor's data pointer, sizes and strides, of which nothing is owned here. The launches' memory belongs
-// to Python (cuda.py, whose `Frame` is the one below); here only addresses are written.
+// nanoseconds a tensor's data pointer, sizes and strides, of which nothing is owned here. All that the driver needs of
+// a call's launches is one bytearray (`Frame`), so that Python's garbage collector has nothing to walk through.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -114,23 +114,6 @@ static PyObject *make_key(PyObject *self, PyObject *const *args, Py_ssize_t coun
   return PyBytes_FromStringAndSize((const char *)key.bytes, (Py_ssize_t)key.used);
 }
 
-// A call's launches on NVIDIA's driver. Laid out as the structures of these names in cuda.py.
-typedef struct { int64_t from; uint64_t offset; } Inner;              // an address inside of what word `from` is of
-typedef struct { int64_t from; uint64_t address; void *map; } Moved;  // a descriptor, and whose it is now
-typedef struct { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; } Config;
-typedef struct { Config *config; void *function; void **parameters; } Launch;
-typedef struct {
-  int (*launch)(const Config *, void *function, void **parameters, void **extra);  // cuLaunchKernelEx
-  int (*replace)(void *map, void *address);                                        // cuTensorMapReplaceAddress
-  uint64_t *words;  // addresses: of tensors, of the places in spare memory, and inner ones
-  const uint64_t *places;
-  const Inner *inner;
-  Moved *moved;
-  const Launch *launches;
-  int64_t tensors, spare, inners, moves, count;
-  int64_t done;  // launches of a call that was refused, to go on with; -1: a descriptor was
-} Frame;
-
 // 1, or 0 with an exception.
 static int address_of(PyObject *t, uint64_t *address) {
   Described d;
@@ -146,104 +129,4 @@ static int address_of(PyObject *t, uint64_t *address) {
   *address = PyLong_AsUnsignedLongLong(number);
   Py_DECREF(number);
   return !PyErr_Occurred();
-}
-
-static int write_group(const Frame *f, PyObject *group, int64_t *written) {
-  if (!PyTuple_Check(group)) {
-    PyErr_Format(PyExc_TypeError, "launch: expected tuples of tensors, got %R", group);
-    return 0;
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(group); i++) {
-    if (*written == f->tensors + f->spare) {
-      PyErr_Format(PyExc_ValueError, "launch: expected %lld tensors, got more", (long long)*written);
-      return 0;
-    }
-    if (!address_of(PyTuple_GET_ITEM(group, i), f->words + (*written)++)) return 0;
-  }
-  return 1;
-}
-
-static int write_addresses(const Frame *f, PyObject *memory, PyObject *const *groups, Py_ssize_t count) {
-  int64_t written = 0;
-  for (Py_ssize_t g = 0; g < count; g++)
-    if (!write_group(f, groups[g], &written)) return 0;
-  if (memory != Py_None) {
-    uint64_t start;
-    if (!address_of(memory, &start)) return 0;
-    for (int64_t i = 0; i < f->spare && written == f->tensors + i; i++) f->words[written++] = start + f->places[i];
-  }
-  if (written != f->tensors + f->spare) {
-    PyErr_Format(PyExc_ValueError, "launch: expected %lld tensors, got %lld", (long long)(f->tensors + f->spare),
-                 (long long)written);
-    return 0;
-  }
-  for (int64_t i = 0; i < f->inners; i++) f->words[written + i] = f->words[f->inner[i].from] + f->inner[i].offset;
-  return 1;
-}
-
-// The driver's first refusal, or 0. Nothing of Python is touched here.
-static int launch_all(Frame *f, void *stream) {
-  int status = 0;
-  const int64_t first = f->done < 0 ? 0 : f->done;
-  f->done = -1;
-  for (Moved *m = f->moved; m < f->moved + f->moves; m++) {
-    const uint64_t address = f->words[m->from];
-    if (address == m->address) continue;
-    if ((status = f->replace(m->map, (void *)(uintptr_t)address))) return status;
-    m->address = address;
-  }
-  for (f->done = first; f->done < f->count; f->done++) {
-    const Launch *l = f->launches + f->done;
-    l->config->stream = stream;
-    if ((status = f->launch(l->config, l->function, l->parameters, NULL))) return status;
-  }
-  f->done = 0;
-  return 0;
-}
-
-PyDoc_STRVAR(launch_doc, "launch(frame, stream, memory, *groups) -> int: the driver's status. `frame`: the address of\n"
-                         "a Frame that nobody else is using; `memory`: what its places are in, or None where tensors\n"
-                         "stand for them at the groups' end. After a refusal the next call goes on where it was.");
-static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  if (count < 3) return PyErr_Format(PyExc_TypeError, "launch: expected a frame, a stream, memory and groups");
-  Frame *f = PyLong_AsVoidPtr(args[0]);
-  if (!f) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "launch: expected a frame's address, got 0");
-  void *stream = PyLong_AsVoidPtr(args[1]);
-  if (PyErr_Occurred() || !write_addresses(f, args[2], args + 3, count - 3)) return NULL;
-  int status;
-  Py_BEGIN_ALLOW_THREADS  // a launch waits where a queue is full, and what empties it may need another thread
-  status = launch_all(f, stream);
-  Py_END_ALLOW_THREADS
-  return PyLong_FromLong(status);
-}
-
-PyDoc_STRVAR(setup_doc, "setup(capsule, Tensor, Parameter, variable, look): before all else, once.");
-static PyObject *setup(PyObject *self, PyObject *args) {
-  PyObject *capsule, *tensor, *parameter, *variable, *python;
-  if (!PyArg_ParseTuple(args, "OOOSO", &capsule, &tensor, &parameter, &variable, &python)) return NULL;
-  const Exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  if (!found) return NULL;
-  if (found->major != 1 || !found->describe)
-    return PyErr_Format(PyExc_ImportError, "expected version 1 of DLPack, got %u", (unsigned)found->major);
-  exchange = found;  // what is kept here is never freed, as modules of C are not
-  plain[0] = Py_NewRef(tensor);
-  plain[1] = Py_NewRef(parameter);
-  environment = Py_NewRef(variable);
-  look = Py_NewRef(python);
-  Py_RETURN_NONE;
-}
-
-static PyMethodDef methods[] = {{"setup", setup, METH_VARARGS, setup_doc},
-                                {"key", (PyCFunction)(void (*)(void))make_key, METH_FASTCALL, key_doc},
-                                {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
-                                {NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "flash_delta_known", NULL, -1, methods, 0, 0, 0, 0};
-
-PyMODINIT_FUNC PyInit_flash_delta_known(void) {
-  requires_grad = PyUnicode_InternFromString("requires_grad");
-  data_ptr = PyUnicode_InternFromString("data_ptr");
-  if (!requires_grad || !data_ptr) return NULL;
-  PyObject *module = PyModule_Create(&definition);
-  if (module && PyModule_AddIntConstant(module, "FRAME_BYTES", sizeof(Frame))) Py_CLEAR(module);
-  return module;
 }

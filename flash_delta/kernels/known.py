@@ -16,6 +16,8 @@ from torch import Tensor
 
 from flash_delta.problem import ENVIRONMENT, needs_gradient, signature
 
+SOURCES = ("known.c", "frames.c", "building.c", "module.c")  # one module; each stands on those before it
+
 _loaded: ModuleType | None = None
 _lock = Lock()
 
@@ -32,13 +34,15 @@ key = look  # to be called as ``known.key``: it changes
 
 
 def load() -> ModuleType:
-    """The module of C: ``key``, ``launch``. It is compiled once, as Triton's own is, and kept in Triton's cache."""
+    """The module of C: ``key``, ``frame``, ``copy``, ``launch``. It is compiled once, as Triton's own is, and kept in
+    Triton's cache."""
     global _loaded, key
     with _lock:
         if _loaded is None:
             from triton.runtime.build import compile_module_from_src
 
-            module = compile_module_from_src(Path(__file__).with_suffix(".c").read_text(), "flash_delta_known")
+            source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
+            module = compile_module_from_src(source, "flash_delta_known")
             api = torch.Tensor.__dlpack_c_exchange_api__
             module.setup(api, torch.Tensor, torch.nn.Parameter, ENVIRONMENT.encode(), look)
             _loaded, key = module, module.key

@@ -51,8 +51,8 @@ def _load(name: str, backends: dict[str, str]) -> ModuleType:
 
 def refusal(name: str, problem: Call, load: Load | None = None) -> str | None:
     """Why a backend cannot run ``problem``; None if it can."""
-    kernels = name == "hopper" or (name == "triton" and not os.environ.get("TRITON_INTERPRET"))
-    if kernels and problem.device.type == "cpu":
+    on_cpu = problem.device.type == "cpu"
+    if on_cpu and (name == "hopper" or (name == "triton" and not os.environ.get("TRITON_INTERPRET"))):
         return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
     try:
         return (load or load_backend)(name).unsupported(problem)

@@ -86,7 +86,7 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: s
         return Known(p, library if _is_traced(p, backend) else in_torch, needs_gradient(x))  # which no tracer imports
     try:
         key = (backend, options, known.key(torch.is_grad_enabled(), x))
-        found = _remembered.get(key)
+        found = _remembered[key]
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
         return _describe(describe, x, backend, options)
     if found is None:

@@ -53,22 +53,22 @@ def make_problem(x: Inputs, options: dict[str, Any], cu_seqlens_cpu: Tensor | Se
     the same order for an op.
     """
     if torch.compiler.is_compiling() or not getattr(x.q, "is_cuda", False) or isinstance(options["scale"], Tensor):
-        return _describe(x, Options(**options), cu_seqlens_cpu)
+        return describe(x, Options(**options), cu_seqlens_cpu)
     try:
         key = (*options.values(), known.key(torch.is_grad_enabled(), x))
-        problem = _remembered.get(key)
+        problem = _remembered[key]
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
-        return _describe(x, Options(**options), cu_seqlens_cpu)
+        return describe(x, Options(**options), cu_seqlens_cpu)
     if problem is None:
-        problem = _describe(x, Options(**options), None)._replace(memo={})
+        problem = describe(x, Options(**options), None)._replace(memo={})
         _remembered[key] = problem
     if cu_seqlens_cpu is None:
         return problem
     return problem._replace(lengths=read_lengths(problem.op, x, cu_seqlens_cpu))  # these are values
 
 
-def _describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
-    """What a call asks for, if all is as it has to be."""
+def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
+    """What a call asks for, if all is as it has to be: `make_problem`, which remembers nothing."""
     op, gate, erase, scale, raw_gate = options.op, options.gate, options.erase, options.scale, options.raw_gate
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
     check_shape(op, "k", x.k, B, T, H, K)

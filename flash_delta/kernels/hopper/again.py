@@ -1,15 +1,24 @@
 """How the loop is launched: as ``triton/launcher.py`` does it, but with descriptors for the copy engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_delta.kernels.triton.cuda import Map, Pointer, Step, make_step
+from flash_delta.kernels.triton.cuda import Step, describe, make_step
 from flash_delta.kernels.triton.launcher import Call, compiled_as
+
+
+class Descriptor(NamedTuple):
+    """What Triton's ``TensorDescriptor`` is made of, which takes 4 us to check it: once, when a kernel is compiled."""
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: list[int]
+    layout: Any
 
 
 class Plan(NamedTuple):
@@ -22,38 +31,29 @@ class Plan(NamedTuple):
 
 def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: dict[str, Any]) -> None:
     """Of the ``plans`` there is one, but while compiling."""
+    described: dict[int, tuple] = {}
     for plan in plans():
         name = (id(kernel), c.shape.key, *plan.constants.values())
         if c.steps is not None:
-            c.steps.append(_step(compiled_as(name), plan, c.tensors))
-        elif c.compiling is not None:
-            c.compiling[name] = kernel.warmup(*plan.arguments, grid=plan.grid, **plan.constants, **options)
+            c.steps.append(step_of(compiled_as(name), plan, described))
+            continue
+        arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
+        if c.compiling is not None:
+            c.compiling[name] = kernel.warmup(*arguments, grid=plan.grid, **plan.constants, **options)
         else:
-            kernel[plan.grid](*plan.arguments, **plan.constants, **options)
+            kernel[plan.grid](*arguments, **plan.constants, **options)
 
 
-def _step(compiled: Any, plan: Plan, tensors: tuple[Tensor | None, ...]) -> Step:
-    described = iter(compiled.metadata.tensordesc_meta)
-    values: list[Any] = []
-    for value in (*plan.arguments, *plan.constants.values()):
-        if isinstance(value, TensorDescriptor):
-            values.append(_map(value, _where(value.base, tensors), next(described)))
-        else:
-            values.append(_where(value, tensors) if isinstance(value, Tensor) else value)
-    return make_step(compiled, (*plan.grid, 1)[:3], values)
+def step_of(compiled: Any, plan: Plan, described: dict[int, tuple]) -> Step:
+    """``described``: descriptors that plans share, by who they are."""
+    metas = iter(compiled.metadata.tensordesc_meta)
+    values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]
+    return make_step(compiled, (*plan.grid, 1)[:3], (*values, *plan.constants.values()))
 
 
-def _where(tensor: Tensor, tensors: tuple[Tensor | None, ...]) -> Pointer:
-    """One of the call's tensors, or where it lies in a workspace, which is bytes."""
-    for number, t in enumerate(tensors):
-        if t is tensor:
-            return Pointer(number, 0)
-    for number, t in enumerate(tensors):
-        if t is not None and t.dtype == torch.uint8 and 0 <= (offset := tensor.data_ptr() - t.data_ptr()) < t.nbytes:
-            return Pointer(number, offset)
-    raise ValueError(f"expected one of the call's tensors, got one of shape {list(tensor.shape)}")
-
-
-def _map(d: TensorDescriptor, at: Pointer, meta: dict[str, Any]) -> Map:
-    element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    return Map(at, meta["swizzle"], element, tuple(meta["block_size"]), tuple(d.shape), tuple(d.strides))
+def _described(d: Descriptor, meta: dict[str, Any], described: dict[int, tuple]) -> tuple[Any, ...]:
+    if id(d) not in described:
+        element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        found = describe(d.base, d.shape, d.strides, meta["swizzle"], element, meta["block_size"])
+        described[id(d)] = d, found  # as long as this is there, nobody else is who it is
+    return described[id(d)][1]

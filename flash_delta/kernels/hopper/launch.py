@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.hopper import layouts
-from flash_delta.kernels.hopper.again import Plan
+from flash_delta.kernels.hopper.again import Descriptor, Plan
 from flash_delta.kernels.hopper.again import launch as launch_described
 from flash_delta.kernels.hopper.loop import forward_loop
 from flash_delta.kernels.hopper.rates import rates
@@ -18,6 +16,7 @@ from flash_delta.kernels.triton import launcher
 from flash_delta.kernels.triton.chunk import C, count_slots
 from flash_delta.kernels.triton.launch import short, table
 from flash_delta.kernels.triton.launcher import Call, launch
+from flash_delta.kernels.triton.tiles import next_power_of_2
 from flash_delta.kernels.triton.workspace import Residual, Solved
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -31,7 +30,7 @@ def new_rates(p: Problem) -> Tensor:
 
 def new_walks(p: Problem) -> Tensor:
     """What `rates` says of the sequences that the loop walks on a pool (walks.py)."""
-    numbers = triton.cdiv(1 + 3 * p.N, 64) * 64  # whole lines of memory, as `launcher.run` rounds them
+    numbers = -(-(1 + 3 * p.N) // 64) * 64  # whole lines of memory, as `launcher.run` rounds them
     return torch.empty(numbers, dtype=torch.int32, device=p.device)
 
 
@@ -48,7 +47,7 @@ def run_rates(
     )  # fmt: skip
     constants = {
         # Never one column: Triton 3.6 has no scan for a layout with more warps than columns.
-        "H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C, "HEADS": heads, "BH": max(2, triton.next_power_of_2(heads)),
+        "H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C, "HEADS": heads, "BH": max(2, next_power_of_2(heads)),
         "PACKED": p.packed, "GATE": x.g is not None, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "OVERLAP": p.device.type != "cpu",
         "SHORT": short(p),
@@ -66,12 +65,14 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
     columns = 0 if table_of is None else table_of.shape[1]
     where = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C), *table(table_of))
 
+    states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
+    q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
+
     def plans() -> Iterator[Plan]:
         for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
             arguments = (
-                *boxes(x, o, 64 * w.tile.groups), lines(rates), None, None, None, None, pool(p, slots.state_pool),
-                pool(p, slots.state_pool), x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where,
-                *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens), p.HV // p.H,
+                q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
+                x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where, *apart, p.HV // p.H,
             )  # fmt: skip
             yield loop_plan(c, w.tile, w.sequences, arguments, INITIAL=True, KEEP=False, SAVE=False)
 
@@ -113,7 +114,7 @@ def loop_plan(
     return Plan((min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)), arguments, constants)
 
 
-def boxes(x: Inputs, o: Tensor, columns: int) -> tuple[TensorDescriptor, ...]:
+def boxes(x: Inputs, o: Tensor, columns: int) -> tuple[Descriptor, ...]:
     """Describe q, k, v with as many value columns, and o."""
     width = x.q.shape[-1]
     return ragged(x.q, width), ragged(x.k, width), ragged(x.v, columns), ragged(o, 64)
@@ -129,7 +130,7 @@ def token_stride(t: Tensor) -> int:
     return t.stride(0) // t.stride(1)
 
 
-def ragged(t: Tensor, width: int) -> TensorDescriptor:
+def ragged(t: Tensor, width: int) -> Descriptor:
     """Describes all heads' tokens so that the copy engine clips at the end of any sequence: zeros come from behind it,
     and nothing goes there.
 
@@ -139,30 +140,30 @@ def ragged(t: Tensor, width: int) -> TensorDescriptor:
     """
     _, token, head, _ = t.stride()
     shape = [0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3]]
-    return TensorDescriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layouts.BOX.value)
+    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layouts.BOX.value)
 
 
-def lines(rates: Tensor) -> TensorDescriptor:
+def lines(rates: Tensor) -> Descriptor:
     """Describes rates, four vectors a row."""
-    return TensorDescriptor.from_tensor(rates, [1, 4 * C], layouts.LINES.value)
+    return Descriptor(rates, rates.shape, rates.stride(), [1, 4 * C], layouts.LINES.value)
 
 
-def squares(t: Tensor) -> TensorDescriptor:
+def squares(t: Tensor) -> Descriptor:
     """Describes the matrices of chunks."""
     return blocks(t, C)
 
 
-def saved(r: Residual | None, keys: int = C) -> tuple[TensorDescriptor | None, ...]:
+def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
     """Describe what the backward pass gets of chunks; of a state ``keys`` columns at a time."""
     return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))
 
 
-def blocks(t: Tensor, columns: int) -> TensorDescriptor:
+def blocks(t: Tensor, columns: int) -> Descriptor:
     width = t.shape[-1]
-    return TensorDescriptor(t, [t.numel() // width, width], [width, 1], [C, columns], layouts.TILE.value)
+    return Descriptor(t, [t.numel() // width, width], [width, 1], [C, columns], layouts.TILE.value)
 
 
-def pool(p: Problem, t: Tensor) -> TensorDescriptor:
+def pool(p: Problem, t: Tensor) -> Descriptor:
     """Describes a pool of states, slot by slot and row by row; a slot may have gaps behind it."""
     rows, width = (64, 32) if p.state_v_first else (32, 64)
     layout = layouts.ROW_STATE
@@ -170,10 +171,10 @@ def pool(p: Problem, t: Tensor) -> TensorDescriptor:
         layout = layouts.ROW_HALF if p.state_v_first else layouts.ROW_TILE
     slots, HV, *head = t.shape
     slot = t.stride(0) if slots > 1 else t.numel()
-    return TensorDescriptor(t, [slots, HV * head[0], head[1]], [slot, head[1], 1], [1, rows, width], layout.value)
+    return Descriptor(t, [slots, HV * head[0], head[1]], [slot, head[1], 1], [1, rows, width], layout.value)
 
 
-def states(p: Problem, t: Tensor) -> TensorDescriptor:
+def states(p: Problem, t: Tensor) -> Descriptor:
     """Describes states, row by row."""
     box = [64, 32] if p.state_v_first else [32, 64]
-    return TensorDescriptor(t, [p.N * p.HV * p.K, p.V], [p.V, 1], box, layouts.STATE.value)
+    return Descriptor(t, [p.N * p.HV * p.K, p.V], [p.V, 1], box, layouts.STATE.value)

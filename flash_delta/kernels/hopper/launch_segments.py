@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.hopper import layouts
-from flash_delta.kernels.hopper.again import Plan, launch
+from flash_delta.kernels.hopper.again import Descriptor, Plan, launch
 from flash_delta.kernels.hopper.factor import factor
 from flash_delta.kernels.hopper.hand_over import hand_over
 from flash_delta.kernels.hopper.launch import lines, ragged, saved, squares, states, token_stride
@@ -160,12 +159,12 @@ def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, resi
     launch(c, walk, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
 
 
-def rows(t: Tensor) -> TensorDescriptor:
+def rows(t: Tensor) -> Descriptor:
     """Describes transposed states, row by row."""
     width = t.shape[-1]
-    return TensorDescriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
+    return Descriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
 
 
-def parts(t: Tensor) -> TensorDescriptor:
+def parts(t: Tensor) -> Descriptor:
     """Describes Phi, row by row."""
     return squares(t)

@@ -19,7 +19,7 @@ C = 64  # tokens of a chunk, in every kernel
 def count_slots(problem: Problem, length: int = C) -> int:
     """Upper bound of the chunks, or of the segments of ``length`` tokens, with those behind the last sequence."""
     T = problem.T
-    return T // length + problem.N + 1 if problem.packed else problem.N * triton.cdiv(T, length)
+    return T // length + problem.N + 1 if problem.packed else problem.N * -(-T // length)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton.channel import channel
@@ -29,6 +28,7 @@ from flash_delta.kernels.triton.tiles import (
     WARP,
     Chip,
     Tile,
+    next_power_of_2,
     overlaps,
     precision,
     scan_tiles,
@@ -126,7 +126,7 @@ def walks(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tu
 
 
 def scan_grid(p: Problem, w: Walkers) -> tuple[int, int, int]:
-    return triton.cdiv(p.V, columns(p, w.tile)), p.HV, w.sequences + p.packed
+    return -(-p.V // columns(p, w.tile)), p.HV, w.sequences + p.packed
 
 
 def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
@@ -151,7 +151,7 @@ def run_scan_backward(
     def plans() -> Iterator[Plan]:
         for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
             yield plan(
-                c, scan_backward, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N * (1 + recompute)), t,
+                c, scan_backward, (-(-p.V // columns(p, t)), p.HV, p.N * (1 + recompute)), t,
                 p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
                 states(p, dfinal), states(p, dinitial),
                 FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
@@ -243,7 +243,7 @@ def run_channel_gradients(
         chosen = t or tile("channel_gradients", p, c.shape.chip)
         W = min(chosen.BV, block(p.K))  # channels of one program
         yield plan(
-            c, channel_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
+            c, channel_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
             p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
         )  # fmt: skip
 
@@ -269,7 +269,7 @@ def run_halved_gradients(
         chosen = t or tile("halved_gradients", p, c.shape.chip)
         W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
         yield plan(
-            c, halved_gradients, (count_slots(p) * triton.cdiv(p.K, W), p.HV, 1), chosen,
+            c, halved_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
             p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
             W=W, BV=block(p.V), follows=True,
         )  # fmt: skip
@@ -296,17 +296,28 @@ def plan(
     c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
 ) -> Plan:
     """With the constants that the kernel names; ``own``: those that are the launch's, not the problem's."""
-    p, x, overlap = c.p, c.x, overlaps(c.p, c.shape.chip)
+    overlap = overlaps(c.p, c.shape.chip)
+    given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
+    used = _constants.get(given)
+    if used is None:
+        used = _constants[given] = _constants_of(c, kernel, t, own)
+    return Plan(grid, t, scalars, used, follows and overlap)
+
+
+_constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels
+
+
+def _constants_of(c: Call, kernel: Any, t: Tile, own: dict[str, Any]) -> dict[str, Any]:
+    p, x = c.p, c.x
     constants = {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
         "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
         "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
-        "OVERLAP": overlap, "SHORT": short(p),
+        "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p),
     } | own  # fmt: skip
-    used = {name: constants[name] for name in kernel.arg_names if name in constants}
-    return Plan(grid, t, scalars, used, follows and overlap)
+    return {name: constants[name] for name in kernel.arg_names if name in constants}
 
 
 def short(p: Problem) -> int:
@@ -348,7 +359,7 @@ def columns(p: Problem, t: Tile) -> int:
 
 def block(width: int) -> int:
     """The tile of a head's width: a power of two that products can take."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def strides(t: Tensor) -> tuple[int, ...]:
@@ -369,7 +380,10 @@ def tokens(t: Tensor | None) -> tuple[int, ...]:
 
 def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
     """Strides of (sequence, head, key, value) in either layout."""
-    return (0, 0, 0, 0) if t is None else (t.mT if p.state_v_first else t).stride()
+    if t is None:
+        return 0, 0, 0, 0
+    sequence, head, *matrix = t.stride()
+    return sequence, head, *(reversed(matrix) if p.state_v_first else matrix)
 
 
 def table(t: Tensor | None) -> tuple[int, int]:

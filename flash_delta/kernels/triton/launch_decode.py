@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton.decode import decode
@@ -26,7 +25,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
         rows = p.N if p.packed else p.B
         slot, *inner = states(p, s.state_pool)
         for chosen in choice or decode_tiles(p, c.shape.chip, every(c)):
-            programs = rows * (p.HV // heads) * triton.cdiv(p.V, columns(p, chosen)) + beside
+            programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
             yield plan(
                 c, decode, (programs, 1, 1), chosen,
                 p.N, p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,

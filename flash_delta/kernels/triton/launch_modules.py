@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton.convolution import convolve, convolve_backward, convolve_token
 from flash_delta.kernels.triton.launcher import Call, Plan, launch
 from flash_delta.kernels.triton.norm import normalize, normalize_backward, total
-from flash_delta.kernels.triton.tiles import Tile, family
+from flash_delta.kernels.triton.tiles import Tile, family, next_power_of_2
 from flash_delta.problem import Convolution
 
 
@@ -40,13 +39,13 @@ def walk(kernel: str, c: Call) -> Walk:
     amd = family(c.shape.chip.target) == "gfx942"
     w = WALKS[kernel, "amd" if amd else "nvidia"]
     much = c.p.W > 4 or c.x.x.element_size() > 2  # for a thread's registers
-    BD = min(w.BD // 2 if much else w.BD, triton.next_power_of_2(c.p.D))
+    BD = min(w.BD // 2 if much else w.BD, next_power_of_2(c.p.D))
     return w._replace(BD=BD, G=min(w.G, 4) if c.p.W > 4 else w.G)
 
 
 def count_walks(p: Convolution, BT: int) -> int:
     """Programs along the tokens: an upper bound, as that of chunks (chunk.count_slots)."""
-    return p.T // BT + p.N + 1 if p.packed else p.N * triton.cdiv(p.T, BT)
+    return p.T // BT + p.N + 1 if p.packed else p.N * -(-p.T // BT)
 
 
 def count_parts(c: Call) -> int:
@@ -80,11 +79,11 @@ def run_convolve_backward(
 def run_convolve_token(c: Call, y: Tensor) -> None:
     """One token of each row, x [N, D]; the state moves on in place."""
     p, x = c.p, c.x
-    BD = min(TOKEN.BV, triton.next_power_of_2(p.D))
+    BD = min(TOKEN.BV, next_power_of_2(p.D))
 
     def plans() -> Iterator[Plan]:
         constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
-        grid = (p.N * triton.cdiv(p.D, BD), 1, 1)
+        grid = (p.N * -(-p.D // BD), 1, 1)
         yield Plan(grid, TOKEN, (x.x.stride(), x.initial_state.stride()), constants, follows=False)
 
     launch(c, convolve_token, (x.x, x.initial_state, x.weight, x.bias, y), plans)
@@ -98,7 +97,7 @@ def run_normalize(c: Call, y: Tensor) -> None:
         M = len(x.x)
         scalars = M, c.p.eps, x.x.stride(0), strides(x.gate)[0]
         constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
-        yield Plan((triton.cdiv(M, rows), 1, 1), t, scalars, constants, follows=False)
+        yield Plan((-(-M // rows), 1, 1), t, scalars, constants, follows=False)
 
     launch(c, normalize, (x.x, x.gate, x.weight, y), plans)
 
@@ -106,7 +105,7 @@ def run_normalize(c: Call, y: Tensor) -> None:
 def count_row_parts(c: Call) -> int:
     """Programs of `run_normalize_backward`."""
     _, rows, _ = _rows(c, BACKWARD_ROWS)
-    return min(PROGRAMS, triton.cdiv(len(c.x.x), rows))
+    return min(PROGRAMS, -(-len(c.x.x) // rows))
 
 
 def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor) -> None:
@@ -127,7 +126,7 @@ def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> 
 
     def plans() -> Iterator[Plan]:
         constants = {"D": D, "W": dweight.numel() // D, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
-        yield Plan((triton.cdiv(D, TOTAL.BV), rows, 1), TOTAL, (P,), constants, follows=False)
+        yield Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants, follows=False)
 
     launch(c, total, (parts, dweight, dbias), plans)
 
@@ -137,7 +136,7 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
 
 
 def _along(c: Call, w: Walk, *scalars: int | tuple[int, ...], **constants: int | bool) -> Plan:
-    grid = (count_walks(c.p, w.BT) * triton.cdiv(c.p.D, w.BD), 1, 1)
+    grid = (count_walks(c.p, w.BT) * -(-c.p.D // w.BD), 1, 1)
     return Plan(grid, Tile(w.warps, 1), scalars, constants, follows=False)
 
 
@@ -150,5 +149,5 @@ def _of(c: Call, w: Walk) -> dict[str, int | bool]:
 
 def _rows(c: Call, numbers: int) -> tuple[int, int, Tile]:
     """Columns and rows of a norm's tile, and its warps."""
-    BD = triton.next_power_of_2(c.p.D)
+    BD = next_power_of_2(c.p.D)
     return BD, max(1, numbers // BD), Tile(4 if numbers >= BD else 8, 1)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from flash_delta.kernels.triton.chunk import count_slots
@@ -65,7 +64,7 @@ def run_compose(c: Call, w: Walk) -> None:
 
     def plans() -> Iterator[Plan]:
         yield plan(
-            c, compose, (triton.cdiv(p.V, columns(p, t)), p.HV, p.N), t,
+            c, compose, (-(-p.V // columns(p, t)), p.HV, p.N), t,
             p.N, p.T, w.split.length, by_value(w.maps), by_value(w.starts), states(p, x.initial_state),
             INITIAL=x.initial_state is not None, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
         )  # fmt: skip
@@ -88,7 +87,7 @@ def _scan_plan(
 ) -> Plan:
     """Of a scan of segments, ``width`` columns; ``start``, ``end``: strides of the states that it reads and writes."""
     p, x = c.p, c.x
-    grid = triton.cdiv(width, columns(p, t)), p.HV, count_slots(p, w.split.length)
+    grid = -(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)
     return plan(
         c, scan, grid, t,
         p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v), start, end,

@@ -7,13 +7,14 @@ like it is used again.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, zip_longest
 from math import gcd
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
 POOLS = ("state_pool", "conv_pool")
+NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # of the tensors of a call that serves
 
 
 class Plan(NamedTuple):
@@ -47,33 +49,33 @@ class Plan(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A launch as Triton's launcher for AMD's driver takes it, but for the addresses; as `cuda.Step`."""
+    """A launch as Triton's launcher for AMD's driver takes it; as `cuda.Step`."""
 
-    run: Any
+    compiled: Any
     grid: tuple[int, int, int]
-    function: int
-    metadata: Any
-    sources: tuple[cuda.Pointer, ...]
+    pointers: tuple[Any, ...]
     rest: tuple[Any, ...]  # the arguments behind them
 
 
-class Replay(NamedTuple):
+class Replay:
     """As `cuda.Replay`."""
 
-    steps: list[Step]
-    spare: tuple[int, tuple[int, ...]]
+    def __init__(self, steps: Sequence[Step], tensors: tuple[Tensor | None, ...], spare: tuple[int, tuple[int, ...]]):
+        self.steps = [(*step[:2], [_source(tensors, at) for at in step.pointers], step.rest) for step in steps]
+        self.size, self.places = spare
 
     def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
-        size, places = self.spare
-        memory = None if own or not places else torch.empty(size, dtype=torch.uint8, device=device)
-        starts = cuda.starts_of(groups, memory, places)
+        starts = addresses(chain(*groups))
+        if self.places and not own:
+            memory = torch.empty(self.size, dtype=torch.uint8, device=device).data_ptr()
+            starts += [memory + place for place in self.places]
         stream = driver.active.get_current_stream(device.index)
-        for run, grid, function, metadata, sources, rest in self.steps:
-            addresses = [starts[tensor] + offset for tensor, offset in sources]
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *rest)
+        for compiled, grid, sources, rest in self.steps:
+            run, pointers = compiled.run, (starts[tensor] + offset for tensor, offset in sources)  # `run` loads it
+            run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *rest)
 
 
-@dataclass
+@dataclass(slots=True)
 class Shape:
     """What calls have in common that differ in their tensors' values only."""
 
@@ -91,7 +93,6 @@ class Call(NamedTuple):
     shape: Shape
     direct: bool  # launched with addresses, past Triton's own launcher
     compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
-    tensors: tuple[Tensor | None, ...] = ()  # all that kernels get, a workspace as its buffer
     steps: list[cuda.Step | Step] | None = None  # if there, launchers note what is to be launched
 
     @property
@@ -106,6 +107,7 @@ class Call(NamedTuple):
 
 _compiled: dict[tuple, Any] = {}  # by `_name`
 _keys: dict[Key, int] = {}  # numbered as they come
+_flags: dict[Flags | ModuleFlags, Flags | ModuleFlags] = {}  # each of them once, however many calls have them
 _ready: set[int] = set()
 
 
@@ -113,21 +115,20 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
     """``kind`` tells forward and backward apart; ``memo``: of the problem, if x is what it was made of."""
     shape = None if memo is None else memo.get(kind)
     if shape is None:
-        shape = _shape(
-            chip_of(p.device),
-            Flags(
-                kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
-                p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
-                kind in (DECODE, STEP) and alone(p),
-            ),
-            (  # with gradients a call has other memory
-                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
-                *(None if t is None else t.shape for t in more),
-            ),
-            *[None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in (*x, *more)],
+        flags = Flags(
+            kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
+            p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
+            kind in (DECODE, STEP) and alone(p),
         )  # fmt: skip
+        tensors = _laid_out(*x, *more)
         if memo is not None:
-            memo[kind] = shape
+            shape = memo[kind] = Shape(_key(flags, tensors), chip_of(p.device))
+        else:
+            sizes = (  # with gradients a call has other memory
+                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
+                *(None if t is None else tuple(t.shape) for t in more),
+            )  # fmt: skip
+            shape = _shape(chip_of(p.device), _flags.setdefault(flags, flags), sizes, tensors)
     return Call(p, x, more, shape, _direct(p.device))
 
 
@@ -136,11 +137,10 @@ def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tup
     flags = ModuleFlags(
         kind, p.device, *(p.W, p.packed) if isinstance(p, Convolution) else (1, False), p.D, p.activation
     )
-    shape = _shape(
-        chip_of(p.device), flags, (p._replace(memo=None), *(None if t is None else t.shape for t in (*x, *more))),
-        # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
-        *[None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)],
-    )  # fmt: skip
+    sizes = (*p[:-1], *(None if t is None else tuple(t.shape) for t in (*x, *more)))
+    # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
+    tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
+    shape = _shape(chip_of(p.device), _flags.setdefault(flags, flags), sizes, tensors)
     return Call(p, x, more, shape, _direct(p.device))
 
 
@@ -154,16 +154,26 @@ def _profiled() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.compilation.instrumentation_mode)
 
 
+def _laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
+    """What `_layout` asks."""
+    return tuple([None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
+
+
 @lru_cache(maxsize=1024)
-def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, *tensors: tuple | None) -> Shape:
-    """``sizes`` change what is launched, not what is compiled for it."""
-    names = (*Inputs._fields, *Slots._fields, *Around._fields) if flags.kind[0] in SERVING else Inputs._fields
+def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, tensors: tuple[tuple | None, ...]) -> Shape:
+    """Of calls without a memo. ``sizes`` change what is launched, not what is compiled for it."""
+    return Shape(_key(flags, tensors), chip)
+
+
+def _key(flags: Flags | ModuleFlags, tensors: tuple[tuple | None, ...]) -> int:
+    """The number of what compiled code depends on."""
+    names = NAMES if flags.kind[0] in SERVING else Inputs._fields
     counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
-    layouts = (
+    layouts = tuple([
         None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
-        for name, t in zip(chain(names, repeat(None)), tensors, strict=False)
-    )
-    return Shape(_keys.setdefault((flags, tuple(layouts)), len(_keys)), chip)
+        for name, t in zip_longest(names[: len(tensors)], tensors)
+    ])  # fmt: skip
+    return _keys.setdefault((flags, layouts), len(_keys))
 
 
 def _layout(
@@ -173,19 +183,20 @@ def _layout(
     are numbers like any other, and parameters lie side by side; where tokens are ``counted`` their unit says it all.
     Within a slot of a pool strides are ``fixed``: to `decode` they are constants."""
 
-    def classes(*strides: int) -> tuple:
-        return tuple((stride % 16, stride == 1, stride < 2**31) for stride in strides)
-
-    if not dtype.is_floating_point or len(strides) < 3:
+    if len(strides) < 3 or not dtype.is_floating_point:
         return Layout(dtype, alignment == 0, ())
     if fixed:
-        return Layout(dtype, alignment == 0, (*classes(strides[0]), *strides[1:]))
+        return Layout(dtype, alignment == 0, (*_classes(strides[:1]), *strides[1:]))
     if not counted:
-        return Layout(dtype, alignment == 0, classes(*strides))
+        return Layout(dtype, alignment == 0, _classes(strides))
     row, token, *others = strides
     size = unit(row, token, alone)
     counts = tuple(stride // size < 2**31 for stride in (row, token))
-    return Layout(dtype, alignment == 0, (size, *counts, *classes(*others)))
+    return Layout(dtype, alignment == 0, (size, *counts, *_classes(others)))
+
+
+def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
+    return tuple([(stride % 16, stride == 1, stride < 2**31) for stride in strides])
 
 
 def alone(p: Problem) -> bool:
@@ -223,18 +234,18 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tu
         loading.result()
         _ready.add(c.shape.key)
     if c.shape.replay is None:
-        # As objects of their own: here one tensor may come as q and as k, in the next call two.
-        x, more = type(c.x)(*map(_alias, c.x)), tuple(map(_alias, c.more))
-        steps: list[Any] = []
-        kernels(c._replace(x=x, more=more, tensors=(*x, *more, *own, *spare), steps=steps))
+        given, steps = _distinct((*c.x, *c.more)), []
+        count = len(c.x)
+        kernels(c._replace(x=c.x._make(given[:count]), more=tuple(given[count:]), steps=steps))
         *places, size = accumulate((0 if t is None else -(-t.nbytes // 256) * 256 for t in spare), initial=0)
-        c.shape.replay = (cuda.Replay if _on_nvidia(c) else Replay)(steps, (size, tuple(places)))
+        made = cuda.Replay if _on_nvidia(c) else Replay
+        c.shape.replay = made(steps, (*given, *own, *spare), (size, tuple(places)))
     c.shape.replay.launch(c.p.device, c.x, c.more, own, spare, own=True)
 
 
 def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
     """For `replayed`, if kernels got the tensors that were ``given``, and no copies; whether it is so."""
-    same = c.p.memo is not None and addresses(c.x) == addresses(given)
+    same = c.p.memo is not None and (all(map(is_, c.x, given)) or addresses(c.x) == addresses(given))
     if same:
         c.p.memo["replay", kind] = c.shape
     return same
@@ -313,38 +324,41 @@ def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
     return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
 
 
-def _alias(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach()
+def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """As objects of their own: here one tensor may come as q and as k, in the next call two."""
+    found: dict[int, Tensor | None] = {}
+    for number, t in enumerate(tensors):
+        key = number if t is None else id(t)
+        found[number if key in found else key] = t.detach() if t is not None and key in found else t
+    return list(found.values())
 
 
 def _step(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> cuda.Step | Step:
     compiled = compiled_as(_name(c, kernel, plan))
-    sources = tuple(_source(c.tensors, at) for at in pointers)
     rest = (*plan.scalars, *plan.constants.values())
     if _on_nvidia(c):
-        return cuda.make_step(compiled, plan.grid, (*sources, *rest))
-    run = compiled.run  # loads it
-    return Step(run, plan.grid, compiled.function, compiled.packed_metadata, sources, rest)
+        return cuda.make_step(compiled, plan.grid, (*pointers, *rest))
+    return Step(compiled, plan.grid, pointers, rest)
 
 
 def _on_nvidia(c: Call) -> bool:
     return c.shape.chip.target.startswith("sm_")
 
 
-def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> cuda.Pointer:
+def _source(tensors: tuple[Tensor | None, ...], at: Tensor | int | None) -> tuple[int, int]:
     """A pointer as one of the tensors and an offset in bytes; a number points into a workspace, which is bytes.
 
     None is a constant of the compiled kernel, whose launcher looks at no value for it.
     """
     if at is None:
-        return cuda.Pointer(0, 0)
+        return 0, 0
     for number, t in enumerate(tensors):
         if t is at:
-            return cuda.Pointer(number, 0)
+            return number, 0
         if isinstance(at, int) and t is not None and t.dtype == torch.uint8:
             offset = at - t.data_ptr()
             if 0 <= offset < max(1, t.nbytes):  # without tokens it has no bytes
-                return cuda.Pointer(number, offset)
+                return number, offset
     raise ValueError(f"expected a pointer into one of the call's tensors, got {at}")
 
 

@@ -54,7 +54,7 @@ def run(
         return operator(*(given[name] for name in TENSORS), *fields, wished(backend))
     try:
         key = (backend, *options.values(), known.key(False, x, s, around))
-        found = _remembered.get(key)
+        found = _remembered[key]
     except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
         found = None
     if found is None:

@@ -5,7 +5,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from flash_delta.ops._problem import DTYPES, Options, check_shape, make_problem, refuse
+from flash_delta.ops import _problem
+from flash_delta.ops._problem import DTYPES, Options, check_shape, refuse
 from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
@@ -20,7 +21,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         refuse(op, "scale", "a number or None", "a tensor")
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
-    p = make_problem(x, options._asdict(), None)
+    p = _problem.describe(x, options, None)
     if p.recurrent and not 1 <= p.T <= MOST_TOKENS:
         refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
     for name in ("q", "k", "v", "g", "beta"):
@@ -68,8 +69,14 @@ def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
 
 def _is_plain(pool: Tensor) -> bool:
     """Whether a copy engine can describe it."""
-    apart = 0 if len(pool) == 1 else pool.stride(0) * pool.element_size()
-    return len(pool) > 0 and pool[0].is_contiguous() and apart % 16 == 0 and pool.data_ptr() % 16 == 0
+    (slots, *sizes), (apart, *strides) = pool.shape, pool.stride()
+    expected = 1  # as torch has it: of one number along an axis, a stride says nothing
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    apart = 0 if slots == 1 else apart * pool.element_size()
+    return slots > 0 and apart % 16 == 0 and pool.data_ptr() % 16 == 0
 
 
 def _check_rows(p: Problem, s: Slots) -> None:

@@ -1,0 +1,248 @@
+// How a frame is put together. A kernel's parameters are told by letters: those of Python's `struct` for numbers, P for
+// a pointer, M for a descriptor, x for a constant, which it does not take; what a tuple holds stands in parentheses.
+typedef struct { PyObject *tensor; uint64_t start, stop; } Given;  // `stop`: of a workspace, into which others point
+typedef struct {
+  Frame *frame;
+  const Given *given;
+  Py_ssize_t count;    // of those
+  uint64_t *constant;  // the next one; so are these
+  void **parameter;
+  unsigned char *map;
+  Config *config;  // of the first launch
+} Builder;
+
+static int find(const Builder *b, PyObject *value, int64_t *word, uint64_t *offset) {
+  uint64_t address = 0;
+  *offset = 0;
+  for (*word = 0; value != Py_None && *word < b->count; (*word)++)
+    if (b->given[*word].tensor == value) return 1;
+  if (PyLong_Check(value)) address = PyLong_AsUnsignedLongLong(value);
+  else if (!address_of(value, &address)) return 0;
+  for (*word = 0; *word < b->count; (*word)++) {
+    *offset = address - b->given[*word].start;
+    if (b->given[*word].start <= address && address < b->given[*word].stop) return 1;
+  }
+  if (!PyErr_Occurred())
+    PyErr_Format(PyExc_ValueError, "expected a pointer into one of the call's tensors, got %R", value);
+  return 0;
+}
+
+// The word that will hold the value's address; -1 with an exception.
+static int64_t word_of(const Builder *b, PyObject *value) {
+  Frame *f = b->frame;
+  Inner at;
+  if (!find(b, value, &at.word, &at.offset)) return -1;
+  if (!at.offset) return at.word;
+  f->inner[f->inners] = at;
+  return f->tensors + f->spare + f->inners++;
+}
+
+static int put_pointer(Builder *b, PyObject *value) {
+  const int64_t word = word_of(b, value);
+  if (word < 0) return 0;
+  *b->parameter++ = b->frame->words + word;
+  return 1;
+}
+
+// `value`: Triton's object around the driver's descriptor, which lies at its end, and the tensor that it describes.
+static int put_map(Builder *b, PyObject *value) {
+  PyObject *described, *tensor;
+  Moved *m = b->frame->moved + b->frame->moves;
+  if (!PyArg_ParseTuple(value, "OO", &described, &tensor)) return 0;
+  memcpy(b->map, (char *)described + Py_TYPE(described)->tp_basicsize - MAP, MAP);
+  if ((m->word = word_of(b, tensor)) < 0 || !address_of(tensor, &m->address)) return 0;
+  *b->parameter++ = m->map = b->map;
+  b->map += MAP;
+  b->frame->moves++;
+  return 1;
+}
+
+static int put_number(Builder *b, char kind, PyObject *value) {
+  const int is_signed = kind >= 'a', lower = kind | 32;
+  const int bits = lower == 'b' ? 8 : lower == 'h' ? 16 : lower == 'i' ? 32 : lower == 'q' ? 64 : 0;
+  int64_t number = 0;
+  if (kind == 'f') {
+    const float real = (float)PyFloat_AsDouble(value);
+    memcpy(&number, &real, sizeof real);
+  } else if (kind == 'd') {
+    const double real = PyFloat_AsDouble(value);
+    memcpy(&number, &real, sizeof real);
+  } else if (bits) {
+    number = is_signed ? PyLong_AsLongLong(value) : (int64_t)PyLong_AsUnsignedLongLong(value);
+    const int64_t above = is_signed ? number >> (bits - 1) : bits == 64 ? 0 : (int64_t)((uint64_t)number >> bits);
+    if (!PyErr_Occurred() && above != 0 && !(is_signed && above == -1))
+      PyErr_Format(PyExc_OverflowError, "expected a number of %d bits, got %R", bits, value);
+  } else {
+    PyErr_Format(PyExc_ValueError, "expected a kind of parameters, got %c", kind);
+  }
+  if (PyErr_Occurred()) return 0;
+  *b->constant = (uint64_t)number;
+  *b->parameter++ = b->constant++;
+  return 1;
+}
+
+static int refuse(const char *how_many, PyObject *value) {
+  PyErr_Format(PyExc_ValueError, "expected %s parameters, got %R", how_many, value);
+  return 0;
+}
+
+static int put_value(Builder *b, const char **letters, PyObject *value);
+
+static int put_tuple(Builder *b, const char **letters, PyObject *values) {
+  if (!PyTuple_Check(values)) {
+    PyErr_Format(PyExc_TypeError, "expected a tuple of parameters, got %R", values);
+    return 0;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++)
+    if (!put_value(b, letters, PyTuple_GET_ITEM(values, i))) return 0;
+  if (*(*letters)++ == ')') return 1;
+  return refuse("more", values);
+}
+
+static int put_value(Builder *b, const char **letters, PyObject *value) {
+  const char kind = *(*letters)++;
+  switch (kind) {
+    case 'x': return 1;
+    case '(': return put_tuple(b, letters, value);
+    case 'P': return put_pointer(b, value);
+    case 'M': return put_map(b, value);
+    case '\0':
+    case ')': return refuse("fewer", value);
+    default: return put_number(b, kind, value);
+  }
+}
+
+// As in cuda.py; there a kernel is a tuple of its own.
+typedef struct {
+  unsigned grid[3];
+  const char *name;
+  void *function;
+  unsigned threads, shared, scratch;
+  int overlaps;
+  const char *letters;
+  PyObject *values;
+} Step;
+
+static int read_step(PyObject *from, Step *s) {
+  return PyArg_ParseTuple(from, "(sKIIpIy)(III)O", &s->name, &s->function, &s->threads, &s->shared, &s->overlaps,
+                          &s->scratch, &s->letters, s->grid, s->grid + 1, s->grid + 2, &s->values);
+}
+
+static int put_launch(Builder *b, const Step *s) {
+  Frame *f = b->frame;
+  Launch *l = f->launches + f->count++;
+  const char *letters = s->letters + 1;  // behind the parenthesis around all
+  *l->config = (Config){{s->grid[0], s->grid[1], s->grid[2]}, {s->threads, 1, 1}, s->shared, NULL, &overlapping,
+                        (unsigned)s->overlaps};
+  l->function = s->function;
+  l->parameters = b->parameter;
+  if (!put_tuple(b, &letters, s->values)) return 0;
+  void *const scratch = f->words + f->tensors + f->spare - 1, *const none = b->constant++;  // which is 0
+  *b->parameter++ = s->scratch ? scratch : none;
+  *b->parameter++ = none;  // a profiler's
+  return 1;
+}
+
+// What launches take of every kind.
+typedef struct { size_t pointers, maps, numbers, launches; } Counts;
+
+static int count_values(PyObject *steps, Counts *counts) {
+  Step s;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
+    if (!read_step(PyTuple_GET_ITEM(steps, i), &s)) return 0;
+    for (const char *letter = s.letters; *letter; letter++) {
+      counts->pointers += *letter == 'P';
+      counts->maps += *letter == 'M';
+      counts->numbers += *letter != 'P' && *letter != 'M' && *letter != 'x' && *letter != '(' && *letter != ')';
+    }
+    counts->launches++;
+  }
+  return 1;
+}
+
+static void *take(char **at, size_t number, size_t bytes) {
+  void *taken = *at;
+  *at += number * bytes;
+  return taken;
+}
+
+// Hands out the memory, and first of all counts it, from 0 on; how many bytes.
+static size_t lay_out(char *start, const Counts *n, Builder *b, Frame *f) {
+  char *at = start;
+  const size_t words = (size_t)(f->tensors + f->spare), inner = n->pointers + n->maps;
+  take(&at, 1, sizeof(Frame));
+  f->words = take(&at, words + inner, sizeof *f->words);
+  f->places = take(&at, (size_t)f->spare, sizeof *f->places);
+  f->inner = take(&at, inner, sizeof *f->inner);
+  f->moved = take(&at, n->maps, sizeof *f->moved);
+  f->launches = take(&at, n->launches, sizeof *f->launches);
+  f->parameters = b->parameter = take(&at, inner + n->numbers + 2 * n->launches, sizeof *b->parameter);
+  b->constant = take(&at, n->numbers + n->launches, sizeof *b->constant);
+  b->config = take(&at, n->launches, sizeof *b->config);
+  at = start + (at - start + ALIGNED - 1) / ALIGNED * ALIGNED;
+  b->map = take(&at, n->maps, MAP);
+  return (size_t)(at - start);
+}
+
+static int fill(Builder *b, PyObject *steps, PyObject *places) {
+  Frame *f = b->frame;
+  Step s;
+  for (Py_ssize_t i = 0; i < f->spare; i++) f->places[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(places, i));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
+    f->launches[i].config = b->config + i;
+    if (!read_step(PyTuple_GET_ITEM(steps, i), &s) || !put_launch(b, &s)) return 0;
+  }
+  f->values = b->parameter - f->parameters;
+  return !PyErr_Occurred();
+}
+
+// Where tensors lie; those of bytes are workspaces, and have room for at least one address.
+static int look_at(PyObject *tensors, Given *given) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
+    Given *g = given + i;
+    Described d;
+    g->tensor = PyTuple_GET_ITEM(tensors, i);
+    if (!address_of(g->tensor, &g->start)) return 0;
+    g->stop = g->start;
+    if (!is_plain(g->tensor)) continue;
+    if (exchange->describe(g->tensor, &d)) return 0;
+    if (d.dtype.code != 1 || d.dtype.bits != 8) continue;
+    uint64_t bytes = 1;
+    for (int32_t axis = 0; axis < d.axes; axis++) bytes *= (uint64_t)d.sizes[axis];
+    g->stop += bytes ? bytes : 1;
+  }
+  return 1;
+}
+
+PyDoc_STRVAR(frame_doc, "frame(launch, replace, steps, tensors, places, scratch) -> bytearray, to be launched. The\n"
+                        "driver's functions; what is launched (cuda.Step); all tensors, of which the last ones may\n"
+                        "lie in spare memory at the places; whether one more place is scratch memory.");
+static PyObject *make_frame(PyObject *self, PyObject *args) {
+  PyObject *steps, *tensors, *places, *made = NULL;
+  Frame f = {0};
+  Builder b = {0};
+  Counts counts = {0};
+  int scratch;
+  if (!PyArg_ParseTuple(args, "KKO!O!O!p", &f.launch, &f.replace, &PyTuple_Type, &steps, &PyTuple_Type, &tensors,
+                        &PyTuple_Type, &places, &scratch))
+    return NULL;
+  b.count = PyTuple_GET_SIZE(tensors);
+  f.spare = PyTuple_GET_SIZE(places);
+  f.tensors = b.count + scratch - f.spare;
+  if (f.tensors < 0) return PyErr_Format(PyExc_ValueError, "frame: expected a tensor for every place");
+  if (!count_values(steps, &counts)) return NULL;
+  const size_t bytes = lay_out(NULL, &counts, &b, &f);
+  Given *given = PyMem_Calloc((size_t)b.count + 1, sizeof *given);
+  if (!given) return PyErr_NoMemory();
+  b.given = given;
+  if (look_at(tensors, given) && (made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes + ALIGNED))) {
+    b.frame = frame_of(made);
+    memset(b.frame, 0, bytes);
+    lay_out((char *)b.frame, &counts, &b, &f);
+    f.bytes = (int64_t)bytes;
+    *b.frame = f;
+    if (!fill(&b, steps, places)) Py_CLEAR(made);
+  }
+  PyMem_Free(given);
+  return made;
+}

@@ -1,0 +1,128 @@
+// A call's launches on NVIDIA's driver: this, and behind it all that it points to.
+typedef struct { unsigned id; char padding[4]; int value[16]; } Attribute;  // CUlaunchAttribute
+typedef struct {                                                            // CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void *stream;
+  const Attribute *attributes;
+  unsigned count;
+} Config;
+typedef struct { int64_t word; uint64_t offset; } Inner;              // an address behind the one in `word`
+typedef struct { int64_t word; uint64_t address; void *map; } Moved;  // a descriptor, and whose it is now
+typedef struct { Config *config; void *function; void **parameters; } Launch;
+typedef struct {
+  int (*launch)(const Config *, void *function, void **parameters, void **extra);  // cuLaunchKernelEx
+  int (*replace)(void *map, void *address);                                        // cuTensorMapReplaceAddress
+  uint64_t *words;  // addresses: of tensors, of the places in spare memory, and inner ones
+  uint64_t *places;
+  Inner *inner;
+  Moved *moved;
+  Launch *launches;
+  void **parameters;  // of all launches
+  int64_t tensors, spare, inners, moves, count, values, bytes;
+  int64_t done;  // launches of a call that was refused, to go on with; -1: a descriptor was
+} Frame;
+
+enum { ALIGNED = 64, MAP = 128 };  // bytes: what descriptors have to be multiples of, and how long they are
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: it may start under the end of the launch before.
+static const Attribute overlapping = {6, {0}, {1}};
+
+static Frame *frame_of(PyObject *bytes) {
+  if (!PyByteArray_Check(bytes)) return (void *)PyErr_Format(PyExc_TypeError, "expected a frame, got %R", bytes);
+  return (Frame *)(((uintptr_t)PyByteArray_AS_STRING(bytes) + ALIGNED - 1) / ALIGNED * ALIGNED);
+}
+
+static int write_group(const Frame *f, PyObject *group, int64_t *written) {
+  if (!PyTuple_Check(group)) {
+    PyErr_Format(PyExc_TypeError, "launch: expected tuples of tensors, got %R", group);
+    return 0;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(group); i++) {
+    if (*written == f->tensors + f->spare) {
+      PyErr_Format(PyExc_ValueError, "launch: expected %lld tensors, got more", (long long)*written);
+      return 0;
+    }
+    if (!address_of(PyTuple_GET_ITEM(group, i), f->words + (*written)++)) return 0;
+  }
+  return 1;
+}
+
+static int write_addresses(const Frame *f, PyObject *memory, PyObject *const *groups, Py_ssize_t count) {
+  int64_t written = 0;
+  for (Py_ssize_t g = 0; g < count; g++)
+    if (!write_group(f, groups[g], &written)) return 0;
+  if (memory != Py_None) {
+    uint64_t start;
+    if (!address_of(memory, &start)) return 0;
+    for (int64_t i = 0; i < f->spare && written == f->tensors + i; i++) f->words[written++] = start + f->places[i];
+  }
+  if (written != f->tensors + f->spare) {
+    PyErr_Format(PyExc_ValueError, "launch: expected %lld tensors, got %lld", (long long)(f->tensors + f->spare),
+                 (long long)written);
+    return 0;
+  }
+  for (int64_t i = 0; i < f->inners; i++) f->words[written + i] = f->words[f->inner[i].word] + f->inner[i].offset;
+  return 1;
+}
+
+// The driver's first refusal, or 0. Nothing of Python is touched here.
+static int launch_all(Frame *f, void *stream) {
+  int status = 0;
+  const int64_t first = f->done < 0 ? 0 : f->done;
+  f->done = -1;
+  for (Moved *m = f->moved; m < f->moved + f->moves; m++) {
+    const uint64_t address = f->words[m->word];
+    if (address == m->address) continue;
+    if ((status = f->replace(m->map, (void *)(uintptr_t)address))) return status;
+    m->address = address;
+  }
+  for (f->done = first; f->done < f->count; f->done++) {
+    const Launch *l = f->launches + f->done;
+    l->config->stream = stream;
+    if ((status = f->launch(l->config, l->function, l->parameters, NULL))) return status;
+  }
+  f->done = 0;
+  return 0;
+}
+
+PyDoc_STRVAR(launch_doc, "launch(frame, stream, memory, *groups) -> int: the driver's status. `frame`: one that is in\n"
+                         "nobody else's use; `memory`: what its places are in, or None where tensors stand for them\n"
+                         "at the groups' end. After a refusal the next call goes on where it was.");
+static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  if (count < 3) return PyErr_Format(PyExc_TypeError, "launch: expected a frame, a stream, memory and groups");
+  Frame *f = frame_of(args[0]);
+  if (!f) return NULL;
+  void *stream = PyLong_AsVoidPtr(args[1]);
+  if (PyErr_Occurred() || !write_addresses(f, args[2], args + 3, count - 3)) return NULL;
+  int status;
+  Py_BEGIN_ALLOW_THREADS  // a launch waits where a queue is full, and what empties it may need another thread
+  status = launch_all(f, stream);
+  Py_END_ALLOW_THREADS
+  return PyLong_FromLong(status);
+}
+
+// Pointers into a frame that was copied ``by`` bytes further.
+#define MOVE(pointer) ((pointer) = (void *)((char *)(pointer) + by))
+
+PyDoc_STRVAR(copy_doc, "copy(frame) -> bytearray: another one of the same call. Somebody may be launching from the\n"
+                       "first: what that changes, addresses and the stream, is written anew before each launch.");
+static PyObject *copy(PyObject *self, PyObject *from) {
+  const Frame *old = frame_of(from);
+  if (!old) return NULL;
+  PyObject *made = PyByteArray_FromStringAndSize(NULL, PyByteArray_GET_SIZE(from));
+  if (!made) return NULL;
+  Frame *f = frame_of(made);
+  memcpy(f, old, (size_t)old->bytes);
+  const intptr_t by = (char *)f - (char *)old;
+  MOVE(f->words), MOVE(f->places), MOVE(f->inner), MOVE(f->moved), MOVE(f->launches), MOVE(f->parameters);
+  for (int64_t i = 0; i < f->count; i++) MOVE(f->launches[i].config), MOVE(f->launches[i].parameters);
+  for (int64_t i = 0; i < f->values; i++) MOVE(f->parameters[i]);
+  for (int64_t i = 0; i < f->moves; i++) MOVE(f->moved[i].map), f->moved[i].address = 0;
+  f->done = 0;
+  return made;
+}
+
+PyDoc_STRVAR(done_doc, "done(frame) -> int: of a call that was refused, the launches before; -1: a descriptor was.");
+static PyObject *done(PyObject *self, PyObject *frame) {
+  const Frame *f = frame_of(frame);
+  return f ? PyLong_FromLongLong(f->done) : NULL;
+}

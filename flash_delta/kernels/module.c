@@ -1,0 +1,33 @@
+// The module, of all that stands before it (known.py).
+
+PyDoc_STRVAR(setup_doc, "setup(capsule, Tensor, Parameter, variable, look): before all else, once.");
+static PyObject *setup(PyObject *self, PyObject *args) {
+  PyObject *capsule, *tensor, *parameter, *variable, *python;
+  if (!PyArg_ParseTuple(args, "OOOSO", &capsule, &tensor, &parameter, &variable, &python)) return NULL;
+  const Exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  if (!found) return NULL;
+  if (found->major != 1 || !found->describe)
+    return PyErr_Format(PyExc_ImportError, "expected version 1 of DLPack, got %u", (unsigned)found->major);
+  exchange = found;  // what is kept here is never freed, as modules of C are not
+  plain[0] = Py_NewRef(tensor);
+  plain[1] = Py_NewRef(parameter);
+  environment = Py_NewRef(variable);
+  look = Py_NewRef(python);
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"setup", setup, METH_VARARGS, setup_doc},
+                                {"key", (PyCFunction)(void (*)(void))make_key, METH_FASTCALL, key_doc},
+                                {"frame", make_frame, METH_VARARGS, frame_doc},
+                                {"copy", copy, METH_O, copy_doc},
+                                {"done", done, METH_O, done_doc},
+                                {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
+                                {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "flash_delta_known", NULL, -1, methods, 0, 0, 0, 0};
+
+PyMODINIT_FUNC PyInit_flash_delta_known(void) {
+  requires_grad = PyUnicode_InternFromString("requires_grad");
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  if (!requires_grad || !data_ptr) return NULL;
+  return PyModule_Create(&definition);
+}

@@ -1,0 +1,115 @@
+"""A GPU that is none: tensors say that they lie on it, kernels count as compiled, and the driver is fake_cuda.c.
+
+What a call takes of the host is all real: checks, keys, plans, and what is handed to the driver. To be used in a
+process in which nothing interprets kernels.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from flash_delta.kernels.triton import cuda
+
+DEVICE = torch.device("cuda", 0)
+H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+_kept: list[Any] = []  # as long as there may be launches
+
+
+def fake_driver(place: Path) -> ctypes.CDLL:
+    """Compiled in ``place``, unless it is there; whoever asks for libcuda.so.1 from now on finds it."""
+    source, library = Path(__file__).with_name("fake_cuda.c"), place / "libcuda.so.1"
+    if not library.exists():
+        subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    knobs.nvidia.libcuda_path, knobs.cache.dir = str(place), str(place / "cache")
+    for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda.library):
+        cached.cache_clear()
+    target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    driver._active = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda index: 77
+    )
+    driver._active.utils = nvidia.CudaUtils()
+    return loaded
+
+
+@contextmanager
+def pretended_gpu(place: Path) -> Iterator[ctypes.CDLL]:
+    """Every tensor says that it is on a GPU."""
+    new = torch.empty
+
+    def empty(*size: Any, device: Any = None, **options: Any) -> Tensor:
+        return new(*size, **options)
+
+    with ExitStack() as stack, knobs.nvidia.scope(), knobs.cache.scope(), patch.object(driver, "_active", None):
+        loaded = fake_driver(place)
+        for where, name, stand_in in (
+            (torch.Tensor, "is_cuda", True),
+            (torch.Tensor, "device", DEVICE),
+            (torch, "empty", empty),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "get_device_properties", lambda index: H200),
+            (JITFunction, "warmup", compiled),
+            (cuda, "load", lambda compiled: compiled.function),
+        ):
+            stack.enter_context(patch.object(where, name, stand_in, create=True))
+        yield loaded
+
+
+class Compiled(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def compiled(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> Any:
+    """As if ``kernel`` had been compiled for these arguments."""
+    given = dict(zip(kernel.arg_names, values, strict=False)) | options
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    signature = {
+        name: "constexpr" if name in constant else type_of(given[name]) for name in kernel.arg_names if name in given
+    }
+    described = [
+        {"swizzle": 3, "elem_size": t.base.element_size(), "elem_type": 10, "fp4_padded": False,
+         "block_size": list(t.block_shape)}
+        for t in given.values() if isinstance(t, TensorDescriptor)
+    ]  # fmt: skip
+    sizes = [8] * 200
+    function = (ctypes.c_uint64 * 2)(0)
+    _kept.append((function, sizes))
+    metadata = SimpleNamespace(
+        num_warps=4, shared=4096, launch_pdl=False, tensordesc_meta=described, global_scratch_size=0
+    )
+    return Compiled(
+        src=SimpleNamespace(signature=signature), metadata=metadata, function=ctypes.addressof(function),
+        name=kernel.__name__,
+    )  # fmt: skip
+
+
+def type_of(value: Any) -> Any:
+    match value:
+        case None:
+            return "constexpr"
+        case bool():
+            return "i1"
+        case int():
+            return "i32" if abs(value) < 2**31 else "i64"
+        case float():
+            return "fp32"
+        case tuple():
+            return tuple(map(type_of, value))
+        case TensorDescriptor():
+            return "tensordesc"
+        case _:
+            return "*i8"

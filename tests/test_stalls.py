@@ -1,0 +1,82 @@
+"""What calls of ever new lengths leave behind: little for Python's collector, and what comes again stays known.
+
+On a GPU that is none (pretended_gpu.py); how long they take on one: test_stalls_gpu.py.
+"""
+
+import gc
+import shutil
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+KINDS = ("forward", "training", "prefill", "decode", "convolution", "norm")
+LENGTHS, OBJECTS = 50, 8  # of which the collector walks through so many a length, at the most
+
+
+def tracked():
+    gc.collect()  # it stops tracking tuples that hold no containers
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Of what is compiled once."""
+    return tmp_path_factory.mktemp("driver")
+
+
+def objects_left(kind, place):
+    """By each of some new lengths."""
+    from new_lengths import MOST, Calls
+    from pretended_gpu import pretended_gpu
+
+    with pretended_gpu(place):
+        make = getattr(Calls(), kind)
+        first, sizes = (3000, range(3008, 3008 + LENGTHS)) if kind != "decode" else (8, range(16, 16 + LENGTHS))
+        for size in (1, 2, first, MOST):
+            make(size)()
+        calls, before = [make(size) for size in sizes], tracked()
+        for call in calls:
+            call()
+        return (tracked() - before) / LENGTHS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_length_leaves_few_objects(process, place, kind):
+    assert 0 < process.submit(objects_left, kind, place).result() <= OBJECTS
+
+
+def looked_at(prompts, place):
+    """How often decoding is, and prefill, among so many prompts of new lengths; and how many calls' launches stay."""
+    from new_lengths import Calls
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.kernels.triton import cuda
+    from flash_delta.ops.serving import _run
+
+    def kept():
+        return sum(isinstance(o, cuda.Replay) for o in gc.get_objects())
+
+    _run._remembered.clear()
+    described, describe, before = [], _run.describe, kept()
+    _run.describe = lambda *call: described.append(call[-1].op) or describe(*call)
+    with pretended_gpu(place):
+        calls = Calls()
+        step = calls.decode(64)
+        step(), step()  # by Python's key, and by C's
+        described.clear()
+        for length in range(17, 17 + prompts):
+            calls.prefill(length)()
+            step()
+    _run.describe = describe
+    return *(described.count(f"{op}_gated_delta_rule") for op in ("decode", "prefill")), kept() - before
+
+
+@pytest.mark.parametrize("prompts", [1500, pytest.param(5000, marks=pytest.mark.long)])
+def test_decoding_stays_known_among_new_prompts(process, place, prompts):
+    decodings, prefills, kept = process.submit(looked_at, prompts, place).result()
+    assert decodings == 0
+    assert prefills == prompts
+    assert kept <= 1024
