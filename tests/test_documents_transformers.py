@@ -39,7 +39,7 @@ def test_rows(family):
 def test_evaluation_makes_no_cache_by_itself():
     """Transformers' models make one unless they are told not to, and beside it their attention mixes documents."""
     model, x = build("qwen3_5"), tokens(2, T)
-    assert model.config.use_cache and not model.training
+    assert (model.config.use_cache, model.training) == (True, False)
     with enable(model):
         output = model(x, position_ids=POSITIONS)
         assert output.past_key_values is None
