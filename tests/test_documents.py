@@ -12,7 +12,9 @@ from flash_delta.layers import AttentionState, GatedDeltaNet, KimiDeltaAttention
 from flash_delta.layers.documents import forget_at_starts, number_documents
 from flash_delta.models import FlashDeltaForCausalLM
 from flash_delta.modules import causal_conv1d
+from flash_delta.testing import relative_error
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of kernels; a CPU for Triton's interpreter
 ROWS = [[5, 1, 1, 2, 9, 66, 1], [66, 9, 1, 3, 4, 1, 1]]  # lengths of documents: around a chunk, around the taps
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ROWS])
 T = POSITIONS.shape[1]
@@ -63,15 +65,20 @@ def test_convolution(W):
         assert_close(got, expected)
 
 
+def number(lengths):
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(DEVICE)
+
+
 def test_kernels_of_the_convolution():
     """Bit for bit: what stands in place of other documents is what stands in front of a row."""
     pytest.importorskip("triton")
     torch.use_deterministic_algorithms(True)
     lengths = [3, 1, 1, 9]
-    leaves = [t.float().requires_grad_() for t in (random(1, 14, 5), random(5, 4, seed=1), random(5, seed=2))]
-    seq_idx = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    tensors = random(1, 14, 5), random(5, 4, seed=1), random(5, seed=2)
+    leaves = [t.to(DEVICE, torch.float32).requires_grad_() for t in tensors]
+    seq_idx = number(lengths)
     y, _ = causal_conv1d(*leaves, "silu", seq_idx=seq_idx, backend="triton")
-    bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(DEVICE)
     want, _ = causal_conv1d(*leaves, "silu", cu_seqlens=bounds, backend="triton")
     assert torch.equal(y, want)
     for got, expected in zip(with_gradients(y, leaves), with_gradients(want, leaves), strict=True):
@@ -155,12 +162,12 @@ def test_kernels(op):
     torch.use_deterministic_algorithms(True)
     lengths, K = [3, 66, 1, 5], 16
     n = sum(lengths)
-    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    q, k, v = (random(1, n, 1, K, seed=i).float() for i in range(3))
-    g = -random(1, n, 1, K, seed=3).abs().float()
+    seq_idx = number(lengths)
+    q, k, v = (random(1, n, 1, K, seed=i).to(DEVICE, torch.float32) for i in range(3))
+    g = -random(1, n, 1, K, seed=3).abs().to(DEVICE, torch.float32)
     g[:, ::2], g[:, 1::2] = g[:, ::2] * 0.01, g[:, 1::2] * 90
     g = g if op is chunk_kda else g[..., 0].clone()
-    beta = random(1, n, 1, seed=4).sigmoid().float()
+    beta = random(1, n, 1, seed=4).sigmoid().to(DEVICE, torch.float32)
     v[:, :3] *= 1e20
     leaves = [t.requires_grad_() for t in (q, k, v, g, beta)]
 
@@ -170,7 +177,7 @@ def test_kernels(op):
     options = {"backend": "triton"}
     o = run(q, k, v, forget_at_starts(g, seq_idx), beta, **options)
     bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-    want = run(*leaves, cu_seqlens=bounds, cu_seqlens_cpu=bounds, **options)
+    want = run(*leaves, cu_seqlens=bounds.to(DEVICE), cu_seqlens_cpu=bounds, **options)
     torch.testing.assert_close(o[:, 3:], want[:, 3:], rtol=1e-5, atol=1e-5)
     do = torch.ones_like(o)
     do[:, :3] = 0
@@ -178,6 +185,36 @@ def test_kernels(op):
         assert got.isfinite().all()
         assert (got[:, :3] == 0).all()
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
+@pytest.mark.parametrize(
+    ("op", "backend"), [(chunk_gated_delta_rule, None), (chunk_gated_delta_rule, "triton"), (chunk_kda, None)]
+)
+def test_half_precision_on_a_gpu(op, backend):
+    """By whichever backend goes first, too: what the first document holds changes no bit of the others and of their
+    gradients, and these are near those of bounds."""
+    lengths, H, K = [100, 1, 300, 64, 47], 16, 128
+    seq_idx, n = number(lengths), sum(lengths)
+    q, k, v = (random(1, n, H, K, seed=i).to(DEVICE, torch.bfloat16) for i in range(3))
+    g = -random(1, n, H, K, seed=3).abs().to(DEVICE, torch.float32)
+    g = g if op is chunk_kda else g[..., 0].clone()
+    beta = random(1, n, H, seed=4).sigmoid().to(DEVICE, torch.float32)
+
+    def run(v, g, **options):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
+        gate = forget_at_starts(leaves[3], seq_idx) if not options else leaves[3]
+        o, _ = op(*leaves[:3], gate, leaves[4], use_qk_l2norm_in_kernel=True, backend=backend, **options)
+        do = torch.ones_like(o)
+        do[:, : lengths[0]] = 0
+        return [t[:, lengths[0] :] for t in (o, *torch.autograd.grad(o, leaves, do))]
+
+    other = v.clone()
+    other[:, : lengths[0]] *= 1e4
+    bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(DEVICE)
+    for got, same, want in zip(run(v, g), run(other, g), run(v, g, cu_seqlens=bounds), strict=True):
+        assert torch.equal(got, same)
+        assert relative_error(got, want) < 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
