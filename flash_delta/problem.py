@@ -40,6 +40,7 @@ class Problem(NamedTuple):
     scale: float
     chunk_size: int = 64
     recurrent: bool = False  # the forward runs token by token
+    erase_keys: bool = False  # Inputs.p is there: what a token erases is not what it writes
     # Of the N sequences; None: known on the device only. While torch.compile traces, the tensor cu_seqlens_cpu.
     lengths: tuple[int, ...] | None = None
     packed: bool = False  # B = 1 and the row holds N sequences

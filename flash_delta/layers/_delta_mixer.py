@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_delta.layers.packing import Packing
+from flash_delta.layers.packing import Packing, check_width
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import ShortConvolution
+from flash_delta.ops._options import as_bool, as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 # Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as
@@ -46,21 +47,23 @@ class DeltaMixer(nn.Module):
         backend: str | None,
     ) -> None:
         super().__init__()
-        num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        for name, size in (("num_heads", num_heads), ("num_v_heads", num_v_heads), ("head_dim", head_dim)):
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+        layer = type(self).__name__
+        hidden_size = as_size(layer, "hidden_size", hidden_size)
+        num_heads, head_dim = as_size(layer, "num_heads", num_heads), as_size(layer, "head_dim", head_dim)
+        num_v_heads = num_heads if num_v_heads is None else as_size(layer, "num_v_heads", num_v_heads)
+        expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
+        use_short_conv = as_bool(layer, "use_short_conv", use_short_conv)
         if num_v_heads % num_heads != 0:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
-        if not float(head_dim * expand_v).is_integer():
+        if not (head_dim * expand_v).is_integer():
             raise ValueError(f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}")
         if mode not in ("chunk", "fused_recurrent"):
             raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
         self.mode = mode
         self.use_short_conv = use_short_conv
-        self.allow_neg_eigval = allow_neg_eigval
+        self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
         self.layer_idx = layer_idx
         self.backend = backend
 
@@ -129,6 +132,7 @@ class DeltaMixer(nn.Module):
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
             cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
+        check_width(hidden_states, self.hidden_size)
         x = packing.pack(hidden_states)
         past = MixerState() if state is None else state
         tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_delta.layers.packing import check_inputs
+from flash_delta.layers.packing import check_inputs, check_width
 from flash_delta.layers.state import AttentionState
+from flash_delta.ops._options import as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 
@@ -41,16 +42,18 @@ class Attention(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        layer = type(self).__name__
+        hidden_size, num_heads = as_size(layer, "hidden_size", hidden_size), as_size(layer, "num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else as_size(layer, "num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
         if head_dim is None and hidden_size % num_heads != 0:
             raise ValueError(f"num_heads: expected a divisor of hidden_size = {hidden_size}, got {num_heads}")
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        head_dim = hidden_size // num_heads if head_dim is None else as_size(layer, "head_dim", head_dim)
         if head_dim % 2 != 0:
             raise ValueError(f"head_dim: expected an even width to rotate in pairs, got {head_dim}")
-        self.head_dim = head_dim
-        self.rope_theta = rope_theta
+        self.hidden_size, self.head_dim = hidden_size, head_dim
+        self.rope_theta = as_float(layer, "rope_theta", rope_theta, "a number of at least 1", lowest=1.0)
         self.layer_idx = layer_idx
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
@@ -89,6 +92,7 @@ class Attention(nn.Module):
         else:
             key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
             layout = _batch_layout(hidden_states, past.length, key_mask)
+        check_width(hidden_states, self.hidden_size)
 
         x = layout.zero_padding(hidden_states)
         q, k, v = (

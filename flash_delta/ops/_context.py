@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import check_shape, make_problem, refuse, refuse_unless_none
+from flash_delta.ops._options import refuse
+from flash_delta.ops._problem import check_shape, make_problem, refuse_unless_none
 from flash_delta.problem import Inputs
 
 

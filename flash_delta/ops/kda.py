@@ -6,7 +6,8 @@ from torch import Tensor
 
 from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import make_problem, refuse, refuse_unless_none, state_layout
+from flash_delta.ops._options import refuse
+from flash_delta.ops._problem import make_problem, refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 
