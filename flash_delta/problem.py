@@ -69,6 +69,11 @@ class Problem(NamedTuple):
         return (self.N, self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V)))
 
     @property
+    def decodable(self) -> bool:
+        """Whether serving knows this member: a decay, and keys that erase what they write from the decayed state."""
+        return self.gate != "none" and self.erase == "decayed" and not self.erase_keys
+
+    @property
     def accumulate(self) -> torch.dtype:
         """The dtype of states and sums: float64 for float64 inputs, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
