@@ -53,6 +53,7 @@ class DeltaMixer(nn.Module):
         num_v_heads = num_heads if num_v_heads is None else as_size(layer, "num_v_heads", num_v_heads)
         expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
         use_short_conv = as_bool(layer, "use_short_conv", use_short_conv)
+        conv_size, conv_bias = as_size(layer, "conv_size", conv_size), as_bool(layer, "conv_bias", conv_bias)
         if num_v_heads % num_heads != 0:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
         if not (head_dim * expand_v).is_integer():

@@ -6,6 +6,7 @@ from torch import Tensor
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, wished
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._library import call_operator
+from flash_delta.ops._options import as_bool
 from flash_delta.ops._transforms import differentiable_once, is_traced
 from flash_delta.problem import Inputs, Problem
 
@@ -22,7 +23,7 @@ def run(
         o, final_state, states = DeltaRule.apply(problem, choose_backend(problem, backend), *inputs)
     else:  # autograd's bookkeeping would be a good part of a decoding step
         o, final_state, _, states = forward(problem, choose_backend(problem, backend), inputs)
-    result = (o, final_state if output_final_state else None)
+    result = (o, final_state if as_bool(problem.op, "output_final_state", output_final_state) else None)
     return (*result, states) if problem.keep_states else result
 
 

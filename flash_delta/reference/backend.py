@@ -1,4 +1,4 @@
-"""The ``torch`` backend: every member of the family, in plain PyTorch; whole sequences on any device, serving on the CPU."""
+"""The ``torch`` backend: every member, in plain PyTorch; whole sequences on any device, serving on the CPU."""
 
 from flash_delta.problem import Problem
 from flash_delta.reference.chunked import backward, forward

@@ -71,6 +71,8 @@ def around_of(
         return Around(*conv), None, None
     if norm.activation not in ACTIVATIONS:
         refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
+    if norm.eps is None:  # which to a problem is no norm
+        refuse(op, "output_norm.eps", "a number from 0 on", "None")
     return Around(*conv, norm.gate, norm.weight), norm.eps, ACTIVATIONS[norm.activation]
 
 
