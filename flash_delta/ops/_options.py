@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-LARGEST = torch.finfo(torch.float32).max  # kernels take numbers in float32
 LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
@@ -79,7 +78,8 @@ def cast(options: Options) -> Options:
 
 def as_float(op: str, name: str, value: Any, expected: str = "a number", lowest: float | None = None) -> float:
     """A number from ``lowest`` on, which NaN and the infinities are not."""
-    is_one = _is_a(value, (Real, torch.SymFloat, torch.SymInt)) and -LARGEST <= value <= LARGEST
+    largest = torch.finfo(torch.float32).max  # as kernels take it; a global float would be a symbol to torch.compile
+    is_one = _is_a(value, (Real, torch.SymFloat, torch.SymInt)) and -largest <= value <= largest
     if not is_one or (lowest is not None and value < lowest):
         refuse(op, name, expected, repr(value))
     return float(value)
