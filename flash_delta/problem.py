@@ -40,6 +40,7 @@ class Problem(NamedTuple):
     scale: float
     chunk_size: int = 64
     recurrent: bool = False  # the forward runs token by token
+    erase_keys: bool = False  # Inputs.p is there: what a token erases is not what it writes
     # Of the N sequences; None: known on the device only. While torch.compile traces, the tensor cu_seqlens_cpu.
     lengths: tuple[int, ...] | None = None
     packed: bool = False  # B = 1 and the row holds N sequences
@@ -66,6 +67,11 @@ class Problem(NamedTuple):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return (self.N, self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V)))
+
+    @property
+    def decodable(self) -> bool:
+        """Whether serving knows this member: a decay, and keys that erase what they write from the decayed state."""
+        return self.gate != "none" and self.erase == "decayed" and not self.erase_keys
 
     @property
     def accumulate(self) -> torch.dtype:

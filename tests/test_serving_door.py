@@ -48,7 +48,10 @@ WRONG = [  # changed arguments, what the message must contain
         {"parent_idx": index(2, 3), "write_indices": index(2)},
         "write_indices: expected a tensor [2, 3] beside parent_idx: tokens go on from these slots, got shape [2]",
     ),
-    ({"scale": torch.tensor(1.0)}, "scale: expected a number or None, got a tensor"),
+    (
+        {"scale": torch.tensor(1.0)},
+        "scale: expected a number or None (o is proportional to it: multiply o by a tensor), got a tensor",
+    ),
     ({"g": None}, "g: expected a tensor [2, 3, 2], got None"),
     ({"use_gate_in_kernel": True}, "A_log: expected a tensor of 2 elements with use_gate_in_kernel=True, got None"),
     ({"backend": "cuda"}, "backend: expected one of triton, hopper, torch, got 'cuda'"),

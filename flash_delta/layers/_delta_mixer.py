@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flash_delta.layers._gate import GateMarks
 from flash_delta.layers.documents import forget_at_starts, read_documents
-from flash_delta.layers.packing import Packing
+from flash_delta.layers.packing import Packing, check_width
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import ShortConvolution
+from flash_delta.ops._options import as_bool, as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 # Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as
@@ -20,7 +22,7 @@ from flash_delta.parallel import ContextParallel
 RECURRENT_TOKENS = 16
 
 
-class DeltaMixer(nn.Module):
+class DeltaMixer(GateMarks):
     """Projections, short convolutions, packing and state around a gated delta rule:
 
         q, k, v = silu(conv(proj(x)))     o = delta_rule(q, k, v, raw_gate(x), b_proj(x))     y = o_proj(norm(o, x))
@@ -46,21 +48,24 @@ class DeltaMixer(nn.Module):
         backend: str | None,
     ) -> None:
         super().__init__()
-        num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        for name, size in (("num_heads", num_heads), ("num_v_heads", num_v_heads), ("head_dim", head_dim)):
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+        layer = type(self).__name__
+        hidden_size = as_size(layer, "hidden_size", hidden_size)
+        num_heads, head_dim = as_size(layer, "num_heads", num_heads), as_size(layer, "head_dim", head_dim)
+        num_v_heads = num_heads if num_v_heads is None else as_size(layer, "num_v_heads", num_v_heads)
+        expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
+        use_short_conv = as_bool(layer, "use_short_conv", use_short_conv)
+        conv_size, conv_bias = as_size(layer, "conv_size", conv_size), as_bool(layer, "conv_bias", conv_bias)
         if num_v_heads % num_heads != 0:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
-        if not float(head_dim * expand_v).is_integer():
+        if not (head_dim * expand_v).is_integer():
             raise ValueError(f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}")
         if mode not in ("chunk", "fused_recurrent"):
             raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
         self.mode = mode
         self.use_short_conv = use_short_conv
-        self.allow_neg_eigval = allow_neg_eigval
+        self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
         self.layer_idx = layer_idx
         self.backend = backend
 
@@ -77,20 +82,6 @@ class DeltaMixer(nn.Module):
 
     def _add_gate(self) -> None:
         self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
-
-    # Training code written for fla or Mamba leaves parameters with the mark `_no_weight_decay` out of weight decay.
-    # copy.deepcopy and from_pretrained make new parameters, without the marks of the old ones.
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._mark_gate()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark_gate()
-
-    def _mark_gate(self) -> None:
-        for name in {"A_log", "dt_bias"} & self._parameters.keys():
-            self._parameters[name]._no_weight_decay = True
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """Fresh fp32 values for A_log and dt_bias."""
@@ -149,6 +140,7 @@ class DeltaMixer(nn.Module):
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
             cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
+        check_width(hidden_states, self.hidden_size)
         seq_idx = read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state)
         seq_idx = seq_idx if seq_idx is None else packing.pack(seq_idx[..., None])[..., 0]
         x = packing.pack(hidden_states)

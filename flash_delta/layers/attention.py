@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_delta.layers.documents import read_documents
-from flash_delta.layers.packing import check_inputs, check_positions
+from flash_delta.layers.packing import check_inputs, check_positions, check_width
 from flash_delta.layers.state import AttentionState
+from flash_delta.ops._options import as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 
@@ -42,16 +43,18 @@ class Attention(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        layer = type(self).__name__
+        hidden_size, num_heads = as_size(layer, "hidden_size", hidden_size), as_size(layer, "num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else as_size(layer, "num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}")
         if head_dim is None and hidden_size % num_heads != 0:
             raise ValueError(f"num_heads: expected a divisor of hidden_size = {hidden_size}, got {num_heads}")
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        head_dim = hidden_size // num_heads if head_dim is None else as_size(layer, "head_dim", head_dim)
         if head_dim % 2 != 0:
             raise ValueError(f"head_dim: expected an even width to rotate in pairs, got {head_dim}")
-        self.head_dim = head_dim
-        self.rope_theta = rope_theta
+        self.hidden_size, self.head_dim = hidden_size, head_dim
+        self.rope_theta = as_float(layer, "rope_theta", rope_theta, "a number of at least 1", lowest=1.0)
         self.layer_idx = layer_idx
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
@@ -99,6 +102,7 @@ class Attention(nn.Module):
         if position_ids is not None:
             check_positions(hidden_states, position_ids)
         positions = layout.positions if position_ids is None else position_ids
+        check_width(hidden_states, self.hidden_size)
 
         x = layout.zero_padding(hidden_states)
         q, k, v = (

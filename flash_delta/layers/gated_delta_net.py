@@ -11,6 +11,7 @@ from flash_delta.layers._delta_mixer import DeltaMixer
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm, RMSNorm
 from flash_delta.ops import chunk_gated_delta_rule, fused_gdn_gate, fused_recurrent_gated_delta_rule
+from flash_delta.ops._options import as_bool
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -77,10 +78,10 @@ class GatedDeltaNet(DeltaMixer):
             layer_idx=layer_idx,
             backend=backend,
         )
-        self.use_gate = use_gate
+        self.use_gate = as_bool(type(self).__name__, "use_gate", use_gate)
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self._add_gate()
-        if use_gate:
+        if self.use_gate:
             self.g_proj = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
             self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation, backend)
         else:

@@ -13,7 +13,7 @@ from flash_delta.layers._delta_mixer import DeltaMixer
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm
 from flash_delta.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
-from flash_delta.ops._problem import LOWEST_BOUND
+from flash_delta.ops._options import as_bool, as_lower_bound
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -82,8 +82,9 @@ class KimiDeltaAttention(DeltaMixer):
             layer_idx=layer_idx,
             backend=backend,
         )
-        if lower_bound is not None and not LOWEST_BOUND <= lower_bound < 0:
-            raise ValueError(f"lower_bound: expected a number in [{LOWEST_BOUND:g}, 0) or None, got {lower_bound}")
+        layer = type(self).__name__
+        lower_bound = None if lower_bound is None else as_lower_bound(layer, lower_bound)
+        safe_gate = as_bool(layer, "safe_gate", safe_gate)
         if safe_gate and lower_bound is None:
             raise ValueError("safe_gate: expected a lower_bound with it, got lower_bound=None")
         self.safe_gate, self.lower_bound = safe_gate, lower_bound

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flash_delta.ops._transforms import is_traced
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -104,6 +106,12 @@ def check_positions(hidden_states: Tensor, position_ids: Tensor) -> None:
         raise ValueError(f"position_ids: expected shape {expected}, got {got}")
 
 
+def check_width(hidden_states: Tensor, width: int) -> None:
+    """Refuse hidden states [B, T, D] of another width than the layer's."""
+    if hidden_states.shape[-1] != width:
+        raise ValueError(f"hidden_states: expected shape [B, T, {width}], got {list(hidden_states.shape)}")
+
+
 def _counts_all(mask: Tensor) -> bool:
     """Whether the host sees that there is no padding: a GPU would have to be waited for, and a tracer has no values."""
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
+    return mask.device.type == "cpu" and not is_traced(mask) and bool(mask.all())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flash_delta.ops._modules import Convolved, convolve, convolve_token
 from flash_delta.ops._modules_checks import check_documents
-from flash_delta.ops._problem import refuse
+from flash_delta.ops._options import as_bool, as_size, refuse
 
 
 def causal_conv1d(
@@ -123,7 +123,7 @@ class ShortConvolution(nn.Module):
         backend: as `causal_conv1d`'s. Default None.
 
     Raises:
-        ValueError: if kernel_size or the activation is not as above.
+        ValueError: if a size, the bias or the activation is not as above.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class ShortConvolution(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        if kernel_size < 1:
-            raise ValueError(f"ShortConvolution: kernel_size: expected at least 1, got {kernel_size}")
+        op = type(self).__name__
+        hidden_size, kernel_size = as_size(op, "hidden_size", hidden_size), as_size(op, "kernel_size", kernel_size)
         if activation not in (None, "silu"):
-            raise ValueError(f"ShortConvolution: activation: expected 'silu' or None, got {activation!r}")
+            refuse(op, "activation", "'silu' or None", repr(activation))
         self.backend = backend
         self.hidden_size = hidden_size
         self.kernel_size = kernel_size
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(hidden_size, 1, kernel_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if as_bool(op, "bias", bias) else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

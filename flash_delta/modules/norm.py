@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.ops._modules import Normalized, normalize
+from flash_delta.ops._options import as_eps, as_size
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
@@ -16,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) 
     Args:
         x: float16, bfloat16, float32 or float64.
         weight: [D], any of these dtypes.
-        eps: added to the mean square.
+        eps: added to the mean square; at least 0.
         backend: "triton", "torch", or as an op's ("hopper", which has no norm of its own: Triton's); it is obeyed or
             refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
 
@@ -52,12 +53,16 @@ class RMSNorm(nn.Module):
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
         backend: as :func:`rms_norm`'s. Default None.
+
+    Raises:
+        ValueError: if hidden_size is below 1 or eps below 0, or they are no numbers.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, backend: str | None = None) -> None:
         super().__init__()
-        self.eps, self.backend = eps, backend
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        op = type(self).__name__
+        self.eps, self.backend = as_eps(op, "eps", eps), backend
+        self.weight = nn.Parameter(torch.ones(as_size(op, "hidden_size", hidden_size)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
@@ -77,7 +82,7 @@ class GatedRMSNorm(RMSNorm):
         backend: as :func:`rms_norm`'s. Default None.
 
     Raises:
-        ValueError: if the activation is none of these.
+        ValueError: if the activation is none of these; and as :class:`RMSNorm`.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import check_shape, make_problem, refuse, refuse_unless_none
+from flash_delta.ops._options import as_bool, refuse
+from flash_delta.ops._problem import check_shape, make_problem, refuse_unless_none
 from flash_delta.problem import Inputs
 
 
@@ -73,4 +74,4 @@ def run_split(
 
     o, final_state = context.delta_rule(run_here, x)
     final_state = final_state.mT.contiguous() if options["state_v_first"] else final_state
-    return o, final_state if output_final_state else None
+    return o, final_state if as_bool(op, "output_final_state", output_final_state) else None

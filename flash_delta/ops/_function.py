@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, wished
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._library import call_operator
+from flash_delta.ops._options import as_bool
+from flash_delta.ops._transforms import differentiable_once, is_traced
 from flash_delta.problem import Inputs, Problem
 
 
@@ -16,13 +17,13 @@ def run(
     """``(o, final_state)``, and the chunk states behind them if the problem keeps them."""
     if isinstance(backend, Explain):
         return backend.of(problem)
-    if torch.compiler.is_compiling():  # one opaque operator, whose dispatch other calls need not pay
+    if is_traced(inputs.q):  # one opaque operator, whose dispatch other calls need not pay
         o, final_state, states = call_operator(problem, inputs, wished(backend))
     elif problem.needs_grad:
         o, final_state, states = DeltaRule.apply(problem, choose_backend(problem, backend), *inputs)
     else:  # autograd's bookkeeping would be a good part of a decoding step
         o, final_state, _, states = forward(problem, choose_backend(problem, backend), inputs)
-    result = (o, final_state if output_final_state else None)
+    result = (o, final_state if as_bool(problem.op, "output_final_state", output_final_state) else None)
     return (*result, states) if problem.keep_states else result
 
 
@@ -38,9 +39,8 @@ class DeltaRule(torch.autograd.Function):
         return out.o, out.final_state, out.states
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, do: Tensor | None, dfinal: Tensor | None, _):
-        tensors = ctx.saved_tensors  # read once: checkpointing lets each tensor be unpacked only once
+    @differentiable_once
+    def backward(ctx, tensors: tuple[Tensor | None, ...], do: Tensor | None, dfinal: Tensor | None, _):
         count = len(Inputs._fields)
         inputs, saved = Inputs(*tensors[:count]), tensors[count:]
         return None, None, *backward(ctx.problem, ctx.backend, inputs, saved, do, dfinal)

@@ -122,7 +122,8 @@ def _describe(x: Inputs, lengths: tuple[int, ...] | None, options: tuple) -> tup
     *values, wish = options
     problem = Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
-        device=x.q.device, lengths=lengths, packed=packed, **dict(zip(FIELDS, values, strict=True)),
+        device=x.q.device, erase_keys=x.p is not None, lengths=lengths, packed=packed,
+        **dict(zip(FIELDS, values, strict=True)),
     )  # fmt: skip
     return problem, choose_backend(problem, wish)
 

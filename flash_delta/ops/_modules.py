@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_delta.kernels import known
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
 from flash_delta.ops._modules_checks import check_bounds, check_convolution, check_norm, check_token
 from flash_delta.ops._remembered import Remembered
+from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import (
     MOST_TAPS,
     WIDEST_ROW,
@@ -48,7 +48,7 @@ def convolve(
     """y ``[B, T, D]`` and the final state ``[N, D, W]`` or None."""
     op = "causal_conv1d"
     found = _look_at(_describe_convolution, x, backend, op, activation, output_final_state)
-    if x.cu_seqlens is not None and not torch.compiler.is_compiling():  # these are values, which no one remembers
+    if x.cu_seqlens is not None and not is_traced(x.x):  # these are values, which no one remembers
         check_bounds(op, x)
     if found.module is library:
         y, *final = library.convolve(*x, *library.options(found.p), wished(backend))
@@ -81,13 +81,18 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
 def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: str | None, *options: Any) -> Known:
     """Checks a call, or knows it from an earlier one: on a GPU checks take as long as launches. While compiling its
     module may be `library`, the operators."""
-    if torch.compiler.is_compiling():
+    if is_traced(x.x):
         p = describe(x, *options)
-        return Known(p, library if _is_traced(p, backend) else in_torch, needs_gradient(x))  # which no tracer imports
+        if not _is_operator(p, backend):
+            return Known(p, in_torch, needs_gradient(x))  # which no tracer imports
+        refuse_transforms(p.op, x._fields, x)
+        return Known(p, library, needs_gradient(x))
+    if has_tangents():
+        return _describe(describe, x, backend, options)
     try:
         key = (backend, options, known.key(torch.is_grad_enabled(), x))
         found = _remembered[key]
-    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
         return _describe(describe, x, backend, options)
     if found is None:
         found = _describe(describe, x, backend, options)
@@ -98,11 +103,13 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: s
 def _describe(describe: Callable[..., Any], x: Convolved | Normalized, backend: str | None, options: tuple) -> Known:
     p = describe(x, *options)._replace(memo={})
     name, needs_grad = choose_backend(p, backend, load_modules), needs_gradient(x)
+    if name != "torch":
+        refuse_transforms(p.op, x._fields, x)
     return Known(p, load_modules(name), needs_grad, needs_grad and name != "torch")
 
 
 def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> Convolution:
-    check_convolution(op, x, activation)
+    final = check_convolution(op, x, activation, final)
     return library.describe_convolution(x, op, activation, final)
 
 
@@ -112,11 +119,11 @@ def _describe_token(x: Convolved, op: str, activation: str | None) -> Convolutio
 
 
 def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> Norm:
-    check_norm(op, x)
+    eps = check_norm(op, x, eps)
     return library.describe_norm(x, op, activation, eps)
 
 
-def _is_traced(p: Convolution | Norm, backend: str | None) -> bool:
+def _is_operator(p: Convolution | Norm, backend: str | None) -> bool:
     """Whether this becomes an operator while compiling; PyTorch's own operations the compiler had better see. Sizes
     decide here as in the backend, which no tracer can ask."""
     wish = wished(backend)
@@ -135,10 +142,9 @@ class Convolve(torch.autograd.Function):
         return module.convolve(problem, Convolved(*tensors))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor | None, dfinal: Tensor | None):
-        x = Convolved(*ctx.saved_tensors)
-        return None, None, *ctx.module.convolve_backward(ctx.problem, x, dy, dfinal)
+    @differentiable_once
+    def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor | None, dfinal: Tensor | None):
+        return None, None, *ctx.module.convolve_backward(ctx.problem, Convolved(*tensors), dy, dfinal)
 
 
 class Normalize(torch.autograd.Function):
@@ -149,6 +155,6 @@ class Normalize(torch.autograd.Function):
         return module.normalize(problem, Normalized(*tensors))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        return None, None, *ctx.module.normalize_backward(ctx.problem, Normalized(*ctx.saved_tensors), dy)
+    @differentiable_once
+    def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor):
+        return None, None, *ctx.module.normalize_backward(ctx.problem, Normalized(*tensors), dy)

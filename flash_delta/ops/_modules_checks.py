@@ -5,17 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_delta.ops._problem import DTYPES, check_shape, read_lengths, refuse
+from flash_delta.ops._options import as_bool, as_eps, refuse
+from flash_delta.ops._problem import DTYPES, check_shape, read_lengths
 from flash_delta.problem import Convolved, Inputs, Normalized
 
 
-def check_convolution(op: str, c: Convolved, activation: str | None) -> None:
+def check_convolution(op: str, c: Convolved, activation: str | None, output_final_state: bool) -> bool:
+    """``output_final_state``, as a bool."""
     B, _, D = check_shape(op, "x", c.x, "B", "T", "D")
     N = B if c.cu_seqlens is None else _count_sequences(op, c)
     _check_taps(op, c, D, activation)
     if c.initial_state is not None:
         check_shape(op, "initial_state", c.initial_state, N, *c.weight.shape)
     _check_tensors(op, c[:4], ("x", "weight", "bias", "initial_state"))
+    return as_bool(op, "output_final_state", output_final_state)
 
 
 def check_token(op: str, c: Convolved, activation: str | None) -> None:
@@ -42,7 +45,8 @@ def check_documents(op: str, x: Tensor, seq_idx: Tensor) -> None:
         refuse(op, "seq_idx", "dtype torch.int32 or torch.int64", seq_idx.dtype)
 
 
-def check_norm(op: str, x: Normalized) -> None:
+def check_norm(op: str, x: Normalized, eps: float) -> float:
+    """``eps``, as a float."""
     (D,) = check_shape(op, "weight", x.weight, "D")
     if not isinstance(x.x, Tensor) or x.x.shape[-1:] != (D,):
         got = f"shape {list(x.x.shape)}" if isinstance(x.x, Tensor) else type(x.x).__name__
@@ -50,6 +54,7 @@ def check_norm(op: str, x: Normalized) -> None:
     if x.gate is not None:
         check_shape(op, "gate", x.gate, *x.x.shape)
     _check_tensors(op, x, x._fields)
+    return as_eps(op, "eps", eps)
 
 
 def _check_taps(op: str, c: Convolved, D: int, activation: str | None) -> None:

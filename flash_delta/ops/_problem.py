@@ -2,45 +2,18 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_delta.kernels import known
+from flash_delta.ops._options import Options, as_bool, cast, refuse
 from flash_delta.ops._remembered import Remembered
+from flash_delta.ops._transforms import has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import Inputs, Problem, needs_gradient
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CHUNK_SIZES = (16, 32, 64)
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
-
-
-class Options(NamedTuple):
-    """What an op asks for, beside its tensors."""
-
-    op: str
-    gate: Literal["none", "scalar", "channel"]
-    erase: Literal["decayed", "undecayed"] | None
-    optional_beta: bool = False
-    scale: float | None = None
-    chunk_size: int = 64
-    recurrent: bool = False
-    l2norm: bool = False
-    raw_gate: bool = False
-    lower_bound: float | None = None
-    raw_beta: bool = False
-    neg_eigval: bool = False
-    state_v_first: bool = False
-    keep_states: bool = False
-    disable_recompute: bool = False
-    checkpoint_every: int | None = None
-    max_prompts: int | None = None
-    batch_invariant: bool = False
-    eps: float | None = None
-    activation: str | None = None
-
 
 _remembered: Remembered[tuple, Problem] = Remembered()
 
@@ -52,15 +25,15 @@ def make_problem(x: Inputs, options: dict[str, Any], cu_seqlens_cpu: Tensor | Se
     in their tensors' values only. ``options``: fields of `Options`, which takes 1 us to make; always the same ones in
     the same order for an op.
     """
-    if torch.compiler.is_compiling() or not getattr(x.q, "is_cuda", False) or isinstance(options["scale"], Tensor):
-        return describe(x, Options(**options), cu_seqlens_cpu)
+    if is_traced(x.q) or has_tangents() or not getattr(x.q, "is_cuda", False):
+        return describe(x, cast(Options(**options)), cu_seqlens_cpu)
     try:
         key = (*options.values(), known.key(torch.is_grad_enabled(), x))
         problem = _remembered[key]
-    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
-        return describe(x, Options(**options), cu_seqlens_cpu)
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
+        return describe(x, cast(Options(**options)), cu_seqlens_cpu)
     if problem is None:
-        problem = describe(x, Options(**options), None)._replace(memo={})
+        problem = describe(x, cast(Options(**options)), None)._replace(memo={})
         _remembered[key] = problem
     if cu_seqlens_cpu is None:
         return problem
@@ -68,17 +41,17 @@ def make_problem(x: Inputs, options: dict[str, Any], cu_seqlens_cpu: Tensor | Se
 
 
 def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
-    """What a call asks for, if all is as it has to be: `make_problem`, which remembers nothing."""
+    """What a call asks for, if all is as it has to be: `make_problem`, of options that are `cast`, and it remembers
+    nothing."""
     op, gate, erase, scale, raw_gate = options.op, options.gate, options.erase, options.scale, options.raw_gate
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
     check_shape(op, "k", x.k, B, T, H, K)
     _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
-    if H == 0 or HV < H or HV % H:
+    for name, t in (("q", x.q), ("v", x.v)):
+        if 0 in t.shape[2:]:
+            refuse(op, name, "at least one head and one channel (axes 2 and 3)", "shape " + str(list(t.shape)))
+    if HV % H:
         refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H}", HV)
-    if K == 0:
-        refuse(op, "q", "at least one channel (axis 3)", "shape " + str(list(x.q.shape)))
-    if scale is not None and not isinstance(scale, (*NUMBERS, Tensor)):
-        refuse(op, "scale", "a number or None", repr(scale))
     if x.p is not None:
         check_shape(op, "p", x.p, B, T, H, K)
     if x.beta is not None or not (options.optional_beta or erase is None):
@@ -86,15 +59,14 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     if gate != "none":
         check_shape(op, "g", x.g, *((B, T, HV, K) if gate == "channel" else (B, T, HV)))
     _check_dtypes_and_devices(op, x)
-    if options.chunk_size not in CHUNK_SIZES:
-        refuse(op, "chunk_size", f"one of {', '.join(map(str, CHUNK_SIZES))}", options.chunk_size)
+    refuse_transforms(op, x._fields, x)
     _check_gate(op, x, raw_gate, options.lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
     if options.raw_beta and x.beta is None:
         refuse(op, "use_beta_sigmoid_in_kernel", "a beta beside it", "None")
     if options.neg_eigval and not options.raw_beta:
         refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
     _check_packing(op, x, B)
-    if torch.compiler.is_compiling():  # values are not there yet, and B may be a symbol: the operator reads them
+    if is_traced(x.q):  # values are not there yet, and B may be a symbol: the operator reads them
         if x.cu_seqlens is None:
             refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         lengths = None if cu_seqlens_cpu is None else torch.as_tensor(cu_seqlens_cpu)
@@ -104,17 +76,14 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     if x.initial_state is not None:
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
-        op, B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5 if scale is None else float(scale),
-        chunk_size=options.chunk_size, recurrent=options.recurrent, lengths=lengths, packed=x.cu_seqlens is not None,
+        op, B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5 if scale is None else scale,
+        chunk_size=options.chunk_size, recurrent=options.recurrent, erase_keys=x.p is not None, lengths=lengths,
+        packed=x.cu_seqlens is not None,
         l2norm=options.l2norm, raw_gate=raw_gate, lower_bound=options.lower_bound if raw_gate else None,
         raw_beta=options.raw_beta, beta_range=2.0 if options.neg_eigval else 1.0, state_v_first=options.state_v_first,
         keep_states=options.keep_states, disable_recompute=options.disable_recompute,
         needs_grad=needs_gradient(x),
     )  # fmt: skip
-
-
-def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
-    raise ValueError(f"{op}: {name}: expected {expected}, got {got}")
 
 
 def refuse_unless_none(op: str, name: str, value: Any, why: str) -> None:
@@ -148,7 +117,7 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
         return state_v_first
     if state_v_first:
         refuse(op, "transpose_state_layout", "None beside state_v_first, its new name", transpose_state_layout)
-    return transpose_state_layout
+    return as_bool(op, "transpose_state_layout", transpose_state_layout)
 
 
 def refuse_head_first(op: str, head_first: bool) -> None:
@@ -173,8 +142,6 @@ def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
 
 
 def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, heads: int, biases: int) -> None:
-    if lower_bound is not None and not (isinstance(lower_bound, NUMBERS) and LOWEST_BOUND <= lower_bound < 0):
-        refuse(op, "lower_bound", f"a number in [{LOWEST_BOUND:g}, 0)", repr(lower_bound))
     if raw and x.A_log is None and lower_bound is None:
         refuse(op, "A_log", f"a tensor of {heads} elements with use_gate_in_kernel=True", "None")
     for name, t, count in (("A_log", x.A_log, heads), ("dt_bias", x.dt_bias, biases)):

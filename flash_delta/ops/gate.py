@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from flash_delta.ops._problem import DTYPES, check_shape, refuse
+from flash_delta.ops._options import as_float, refuse
+from flash_delta.ops._problem import DTYPES, check_shape
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 __all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]
@@ -66,9 +67,10 @@ def fused_kda_gate(
     HV, K = check_shape(op, "g", g, *_leading(g, 2), "HV", "K")[-2:]
     _check_tensors(op, g, HV, HV * K, A_log, dt_bias)
     if lower_bound is not None:
-        if not lower_bound < 0:
-            refuse(op, "lower_bound", "a negative number", lower_bound)
-        return naive_kda_lowerbound_gate(g, A_log, dt_bias, lower_bound, output_dtype)
+        bound = as_float(op, "lower_bound", lower_bound, "a negative number")
+        if bound >= 0:
+            refuse(op, "lower_bound", "a negative number", repr(lower_bound))
+        return naive_kda_lowerbound_gate(g, A_log, dt_bias, bound, output_dtype)
     if A_log is None:
         refuse(op, "A_log", f"a tensor of {HV} elements without lower_bound", "None")
     return naive_kda_gate(g, A_log, dt_bias, output_dtype)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import run
-from flash_delta.ops._problem import make_problem, refuse, refuse_unless_none, state_layout
+from flash_delta.ops._options import as_bool, as_int, refuse
+from flash_delta.ops._problem import make_problem, refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -93,7 +94,7 @@ def chunk_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "chunk_kda"
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
+    if as_bool(op, "safe_gate", safe_gate) and use_gate_in_kernel and lower_bound is None:
         refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
@@ -120,8 +121,10 @@ def chunk_kda(
             cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
         )
     problem = make_problem(inputs, options, cu_seqlens_cpu)
-    if max_num_seqs is not None and max_num_seqs != problem.N:
-        refuse(op, "max_num_seqs", f"None or the number of sequences, {problem.N}", max_num_seqs)
+    if max_num_seqs is not None:
+        expected = f"None or the number of sequences, {problem.N}"
+        if as_int(op, "max_num_seqs", max_num_seqs, expected, 0) != problem.N:
+            refuse(op, "max_num_seqs", expected, max_num_seqs)
     return run(problem, inputs, output_final_state=output_final_state, backend=backend)
 
 

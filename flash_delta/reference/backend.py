@@ -1,4 +1,4 @@
-"""The ``torch`` backend: everything, in plain PyTorch; whole sequences on any device, serving on the CPU."""
+"""The ``torch`` backend: every member, in plain PyTorch; whole sequences on any device, serving on the CPU."""
 
 from flash_delta.problem import Problem
 from flash_delta.reference.chunked import backward, forward
@@ -13,6 +13,12 @@ def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.pool is not None and problem.device.type != "cpu":
         return f"it reads the indices of slots on the host, they are on {problem.device}"
+    if problem.gate == "channel" and problem.erase == "undecayed":
+        return "with a decay per channel it erases from the decayed state"
+    if problem.erase is None and problem.erase_keys:
+        return "there are erase keys, and nothing is erased"
+    if problem.pool is not None and not problem.decodable:
+        return "on a pool it runs the delta rule with a decay, whose keys erase what they write"
     if problem.lengths is None:
         return f"it plans packed sequences on the host and cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
     return None

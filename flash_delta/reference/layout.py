@@ -37,14 +37,16 @@ class Layout:
 
     def __init__(self, lengths: tuple[int, ...], row_length: int | None, chunk_size: int, device: torch.device):
         """``row_length``: T if every sequence has a batch row of its own, None if they share one."""
-        length = torch.tensor(lengths, dtype=torch.long)
+        host = {"dtype": torch.long, "device": "cpu"}  # whatever torch.set_default_device says
+        length = torch.tensor(lengths, **host)
         order = length.argsort(descending=True, stable=True)
         chunks = (length + chunk_size - 1) // chunk_size  # per sequence
         widths = [int((chunks > j).sum()) for j in range(max(chunks.tolist(), default=0))]
-        position = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths, dtype=torch.long))  # [M]
+        position = torch.arange(len(widths), **host).repeat_interleave(torch.tensor(widths, **host))  # [M]
         sequence = torch.cat([order[:width] for width in widths]) if widths else order[:0]  # [M]
-        start = torch.arange(len(lengths)) * row_length if row_length is not None else length.cumsum(0) - length
-        token = position[:, None] * chunk_size + torch.arange(chunk_size)  # [M, C], in its sequence
+        row = torch.arange(len(lengths), **host)
+        start = row * row_length if row_length is not None else length.cumsum(0) - length
+        token = position[:, None] * chunk_size + torch.arange(chunk_size, **host)  # [M, C], in its sequence
         valid = token < length[sequence][:, None]
 
         self.tokens = sum(lengths)

@@ -36,7 +36,8 @@ def prefill(problem: Problem, x: Inputs, s: Slots) -> Tensor:
     starts = [0, *accumulate(problem.lengths)]
     for run, pieces in parts(problem, alive.tolist()):
         numbers = [piece.n for piece in pieces]
-        rows = torch.cat([torch.arange(starts[n] + start, starts[n] + stop) for n, start, stop in pieces])
+        ranges = [(starts[n] + start, starts[n] + stop) for n, start, stop in pieces]
+        rows = torch.cat([torch.arange(*tokens, device=problem.device) for tokens in ranges])
         lengths = tuple(piece.stop - piece.start for piece in pieces)
         part = problem._replace(T=len(rows), N=len(pieces), lengths=lengths, state_v_first=False)
         tokens = {name: getattr(x, name)[:, rows] for name in ("q", "k", "v", "g", "beta")}

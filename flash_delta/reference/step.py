@@ -34,8 +34,8 @@ def step(problem: Problem, x: Inputs) -> Outputs:
     order = starts = None
     if problem.packed:
         by_length = sorted(range(problem.N), key=lambda n: -lengths[n])  # the longest first: the active ones lead
-        order = torch.tensor(by_length, dtype=torch.long)
-        starts = torch.tensor([0, *accumulate(lengths)])[order].to(problem.device, non_blocking=True)
+        order = torch.tensor(by_length, dtype=torch.long, device="cpu")
+        starts = torch.tensor([0, *accumulate(lengths)], device="cpu")[order].to(problem.device, non_blocking=True)
         order = order.to(problem.device, non_blocking=True)
     final_state = read_states(problem, order, x.initial_state)  # no view, so that callers may write to it
     states = final_state.view(problem.N * HV, problem.K, problem.V)

@@ -33,7 +33,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"it needs a Hopper GPU (sm_90), the tensors are on {problem.device}"
     if problem.recurrent:
         return "it runs sequences chunk by chunk"
-    if problem.gate == "channel" or problem.erase != "decayed":
+    if problem.gate == "channel" or problem.erase != "decayed" or problem.erase_keys:
         return "it runs the delta rule with one decay per value head or none, whose keys erase what they write"
     if problem.keep_states:
         return "it does not return the states of chunks"
@@ -41,6 +41,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     if problem.K != problem.V or problem.K not in WIDTHS:
         return f"K and V have to be one of {', '.join(map(str, WIDTHS))}, both, they are {problem.K} and {problem.V}"
+    if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
+        return f"on a pool it runs {triton.DECODED}"
     if problem.pool is not None and problem.K == WHOLE:
         return f"on a pool K and V have to be 64 or 128, they are {WHOLE}"
     if problem.pool not in (None, torch.float32, torch.bfloat16, torch.float16):

@@ -33,6 +33,7 @@ from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
 
 WIDTHS = range(8, 257, 8)
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
+DECODED = "the delta rule with a decay, whose keys erase what they write"
 HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
 
 
@@ -43,6 +44,10 @@ def unsupported(problem: Problem) -> str | None:
     if torch.float64 in (problem.dtype, problem.pool):
         pool = "" if problem.pool is None else f", the pool is {problem.pool}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
+    if problem.gate == "channel" and not problem.decodable:
+        return "with a decay per channel keys erase what they write, from the decayed state"
+    if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
+        return f"on a pool it runs {DECODED}"
     if problem.recurrent:
         reason = _cannot_decode(problem)
         if reason is not None or not problem.needs_grad:  # backward runs whole chunks
@@ -235,8 +240,8 @@ def _chunks(c: Call, solved: Solved, factors: Factors, channels: Channels) -> No
 
 
 def _cannot_decode(p: Problem) -> str | None:
-    if p.gate == "none" or p.erase != "decayed":
-        return "token by token it runs the delta rule with a decay"
+    if not p.decodable:
+        return f"token by token it runs {DECODED}"
     if p.pool is None and p.B * p.T * max(p.H * p.K, p.HV * p.V, p.HV * p.K) >= 2**31:
         return f"token by token it counts a tensor's numbers in 32 bits, there are {p.B} x {p.T} tokens"
     if not 0 < min(p.K, p.V) <= max(p.K, p.V) <= WIDTHS[-1]:

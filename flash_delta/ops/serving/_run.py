@@ -9,8 +9,10 @@ from torch import Tensor
 from flash_delta.kernels import known
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import serve
-from flash_delta.ops._problem import Options, read_lengths
+from flash_delta.ops._options import Options, cast
+from flash_delta.ops._problem import read_lengths
 from flash_delta.ops._remembered import Remembered
+from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving._slots import describe
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, Problem, Slots
@@ -48,14 +50,16 @@ def run(
     call takes longer than to launch it. ``options``: fields of `Options`, which takes 1 us to make."""
     if isinstance(backend, Explain):
         return backend.of(describe(x, s, around, Options(**options)))
-    if torch.compiler.is_compiling():
-        given, chosen = x._asdict() | s._asdict() | around._asdict(), Options(**options)
+    if is_traced(x.q):
+        given, chosen = x._asdict() | s._asdict() | around._asdict(), cast(Options(**options))
+        if not torch.compiler.is_compiling():  # there the operator does it, when it runs
+            describe(x, s, around, chosen)
         fields = (getattr(chosen, name) for name in FIELDS)
         return operator(*(given[name] for name in TENSORS), *fields, wished(backend))
     try:
         key = (backend, *options.values(), known.key(False, x, s, around))
         found = _remembered[key]
-    except (AttributeError, TypeError):  # an argument that is no tensor or no number, which the checks will name
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
         found = None
     if found is None:
         problem = describe(x, s, around, Options(**options))

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops import _problem
-from flash_delta.ops._problem import DTYPES, Options, check_shape, refuse
+from flash_delta.ops._options import Options, cast, refuse
+from flash_delta.ops._problem import DTYPES, check_shape
+from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
@@ -16,9 +18,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
-    op = options.op
-    if isinstance(options.scale, Tensor):  # its value would have to be fetched from the device
-        refuse(op, "scale", "a number or None", "a tensor")
+    op, options = options.op, cast(options)
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
     p = _problem.describe(x, options, None)
@@ -34,7 +34,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_sequences(p, s, options.checkpoint_every)
         _check_prompts(p.op, options)
     _check_indices(p, s)
-    check_around(p, s, around, options)
+    check_around(p, s, around)
     if around.conv_pool is not None:
         _check_pool(p, "convolution.pool", around.conv_pool)
     if around.norm_gate is not None:
@@ -69,14 +69,9 @@ def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
 
 def _is_plain(pool: Tensor) -> bool:
     """Whether a copy engine can describe it."""
-    (slots, *sizes), (apart, *strides) = pool.shape, pool.stride()
-    expected = 1  # as torch has it: of one number along an axis, a stride says nothing
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    apart = 0 if slots == 1 else apart * pool.element_size()
-    return slots > 0 and apart % 16 == 0 and pool.data_ptr() % 16 == 0
+    apart = 0 if len(pool) == 1 else pool.stride(0) * pool.element_size()
+    begins = 0 if is_traced(pool) else pool.data_ptr()
+    return len(pool) > 0 and pool[0].is_contiguous() and apart % 16 == 0 and begins % 16 == 0
 
 
 def _check_rows(p: Problem, s: Slots) -> None:
@@ -100,8 +95,6 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
     for name in ("read_indices", "write_indices", "has_initial_state"):
         if getattr(s, name) is not None or name == "read_indices":
             check_shape(p.op, name, getattr(s, name), p.N)
-    if every is not None and (type(every) is not int or every <= 0 or every % p.chunk_size):
-        refuse(p.op, "checkpoint_every", f"a positive multiple of {p.chunk_size} or None", every)
     if every is not None or s.checkpoint_indices is not None:
         check_shape(p.op, "checkpoint_indices", s.checkpoint_indices, p.N, "M")
         if every is None:
@@ -110,8 +103,6 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
 
 def _check_prompts(op: str, options: Options) -> None:
     most = options.max_prompts
-    if most is not None and (type(most) is not int or most < 0):
-        refuse(op, "max_prompts", "a number of at least 0 or None", most)
     if most is not None and options.batch_invariant:
         refuse(op, "max_prompts", "None with batch_invariant=True: all sequences run as prompts", most)
 

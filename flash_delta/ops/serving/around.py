@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flash_delta.ops._problem import DTYPES, Options, check_shape, refuse
+from flash_delta.ops._options import refuse
+from flash_delta.ops._problem import DTYPES, check_shape
 from flash_delta.problem import Around, Problem, Slots
 
 MOST_TAPS = 4
@@ -70,10 +71,12 @@ def around_of(
         return Around(*conv), None, None
     if norm.activation not in ACTIVATIONS:
         refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
+    if norm.eps is None:  # which to a problem is no norm
+        refuse(op, "output_norm.eps", "a number from 0 on", "None")
     return Around(*conv, norm.gate, norm.weight), norm.eps, ACTIVATIONS[norm.activation]
 
 
-def check_around(p: Problem, s: Slots, around: Around, options: Options) -> None:
+def check_around(p: Problem, s: Slots, around: Around) -> None:
     """Raises ValueError naming the argument, what was expected and what came."""
     op, D = p.op, 2 * p.H * p.K + p.HV * p.V
     pool, weight, bias, gate, norm_weight = around
@@ -92,8 +95,6 @@ def check_around(p: Problem, s: Slots, around: Around, options: Options) -> None
     if gate is not None or norm_weight is not None:
         check_shape(op, "output_norm.gate", gate, p.B, p.T, p.HV, p.V)
         check_shape(op, "output_norm.weight", norm_weight, p.V)
-        if not isinstance(options.eps, int | float) or options.eps < 0:
-            refuse(op, "output_norm.eps", "a number from 0 on", options.eps)
     names = ("convolution.pool", "convolution.weight", "convolution.bias", "output_norm.gate", "output_norm.weight")
     for name, t in zip(names, around, strict=True):
         if t is not None and t.dtype not in DTYPES:

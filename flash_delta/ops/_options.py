@@ -1,0 +1,124 @@
+"""Scalar options, cast at the door: what goes on is Python's own float, int or bool, or None, whatever came.
+
+A kernel is compiled for the types of its numbers, and calls are known again by values: 1 and 1.0 have to be one.
+"""
+
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
+BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
+CHUNK_SIZES = (16, 32, 64)
+CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
+FLAGS = {  # of `Options`, by the names that callers know
+    "l2norm": "use_qk_l2norm_in_kernel",
+    "raw_gate": "use_gate_in_kernel",
+    "raw_beta": "use_beta_sigmoid_in_kernel",
+    "neg_eigval": "allow_neg_eigval",
+    "state_v_first": "state_v_first",
+    "keep_states": "return_intermediate_states",
+    "disable_recompute": "disable_recompute",
+    "batch_invariant": "batch_invariant",
+}
+
+
+class Options(NamedTuple):
+    """What an op asks for, beside its tensors."""
+
+    op: str
+    gate: Literal["none", "scalar", "channel"]
+    erase: Literal["decayed", "undecayed"] | None
+    optional_beta: bool = False
+    scale: float | None = None
+    chunk_size: int = 64
+    recurrent: bool = False
+    l2norm: bool = False
+    raw_gate: bool = False
+    lower_bound: float | None = None
+    raw_beta: bool = False
+    neg_eigval: bool = False
+    state_v_first: bool = False
+    keep_states: bool = False
+    disable_recompute: bool = False
+    checkpoint_every: int | None = None
+    max_prompts: int | None = None
+    batch_invariant: bool = False
+    eps: float | None = None
+    activation: str | None = None
+
+
+def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
+    raise ValueError(f"{op}: {name}: expected {expected}, got {got}")
+
+
+def cast(options: Options) -> Options:
+    """The same options as Python's own numbers. Raises ValueError for what is none, or out of its range."""
+    op, scale, bound, eps = options.op, options.scale, options.lower_bound, options.eps
+    every, most = options.checkpoint_every, options.max_prompts
+    if isinstance(scale, Tensor):  # its value would have to be fetched, and its gradient would be lost
+        refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
+    size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
+    if size not in CHUNK_SIZES:
+        refuse(op, "chunk_size", CHUNKS, size)
+    if every is not None:
+        every = as_int(op, "checkpoint_every", every, "a positive multiple of 64 or None", 64, step=64)
+    return options._replace(
+        scale=None if scale is None else as_float(op, "scale", scale, "a number or None"),
+        chunk_size=size,
+        lower_bound=None if bound is None else as_lower_bound(op, bound),
+        checkpoint_every=every,
+        max_prompts=None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
+        eps=None if eps is None else as_eps(op, "output_norm.eps", eps),
+        **{field: as_bool(op, name, getattr(options, field)) for field, name in FLAGS.items()},
+    )
+
+
+def as_float(op: str, name: str, value: Any, expected: str = "a number", lowest: float | None = None) -> float:
+    """A number from ``lowest`` on, which NaN and the infinities are not."""
+    largest = torch.finfo(torch.float32).max  # as kernels take it; a global float would be a symbol to torch.compile
+    is_one = _is_a(value, (Real, torch.SymFloat, torch.SymInt)) and -largest <= value <= largest
+    if not is_one or (lowest is not None and value < lowest):
+        refuse(op, name, expected, repr(value))
+    return float(value)
+
+
+def as_lower_bound(op: str, value: Any) -> float:
+    bound = as_float(op, "lower_bound", value, BOUNDS, LOWEST_BOUND)
+    if bound >= 0:
+        refuse(op, "lower_bound", BOUNDS, repr(value))
+    return bound
+
+
+def as_eps(op: str, name: str, value: Any) -> float:
+    return as_float(op, name, value, "a number from 0 on", 0.0)
+
+
+def as_int(op: str, name: str, value: Any, expected: str, lowest: int, step: int = 1) -> int:
+    """A multiple of ``step`` from ``lowest`` on that kernels can count to."""
+    is_one = _is_a(value, (Integral, torch.SymInt)) and lowest <= value < 2**31 and value % step == 0
+    if not is_one:
+        refuse(op, name, expected, repr(value))
+    return int(value)
+
+
+def as_size(op: str, name: str, value: Any) -> int:
+    """Of an axis."""
+    return as_int(op, name, value, "a whole number of at least 1", 1)
+
+
+def as_bool(op: str, name: str, value: Any) -> bool:
+    """A bool, also numpy's, 0 or 1; a word such as "False" would be true."""
+    if isinstance(value, bool):
+        return value
+    number = value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
+    if not isinstance(number, Integral) or number not in (0, 1):
+        refuse(op, name, "True or False", repr(value))
+    return bool(number)
+
+
+def _is_a(value: Any, numbers: tuple[type, ...]) -> bool:
+    """bool is an int to Python, and to nobody who passes a scale."""
+    return isinstance(value, numbers) and not isinstance(value, bool)

@@ -1,0 +1,75 @@
+"""Who else looks at a call: tracers, which only want its shapes, and transforms that ask for other derivatives than the
+one that a backward pass has. Those are refused: left alone, many of them would silently find zeros."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from flash_delta.ops._options import refuse
+
+UNWRAPPED = "a tensor outside of torch.func (torch.autograd.grad for grad and vjp, a batch axis for vmap)"
+TANGENTLESS = "a tensor without a tangent (there are no forward-mode derivatives)"
+
+
+def is_traced(t: Any) -> bool:
+    """Whether a call on ``t`` has no values: torch.compile or torch.export follows it, or a FakeTensorMode."""
+    return torch.compiler.is_compiling() or isinstance(t, FakeTensor) or (is_in_torch_dispatch_mode() and _is_faked())
+
+
+def _is_faked() -> bool:
+    """Whether every new tensor is a fake one."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents, which nothing else tells of them."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_transforms(op: str, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """Raises ValueError for a tensor that torch.func has wrapped, or that has a tangent."""
+    if torch.compiler.is_compiling():  # which cannot ask a tensor
+        if torch._C._are_functorch_transforms_active():
+            refuse(op, names[0], UNWRAPPED, "one inside of it")
+        return
+    for name, t in zip(names, tensors, strict=True):
+        if t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            refuse(op, name, UNWRAPPED, "one inside of it")
+        if t is not None and has_tangents() and forward_ad.unpack_dual(t).tangent is not None:
+            refuse(op, name, TANGENTLESS, "one with a tangent")
+
+
+def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """For ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.problem``: a derivative of what it
+    returns is refused when somebody asks for it. PyTorch's once_differentiable would take the gradients for constants
+    where what came in is one, as of ``o.sum()``."""
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: checkpointing lets each tensor be unpacked only once
+        with torch.no_grad():
+            found = backward(ctx, saved, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        return _Once.apply(ctx.problem.op, len(found), *found, *saved, *gradients)
+
+    return refusing
+
+
+class _Once(torch.autograd.Function):
+    """The first ``count`` tensors, as functions of all."""
+
+    @staticmethod
+    def forward(ctx, op: str, count: int, *tensors: Any) -> tuple[Any, ...]:
+        ctx.op = op
+        return tuple(t.detach() if isinstance(t, Tensor) else None for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_: Any):
+        raise RuntimeError(f"{ctx.op}: a second derivative is asked for, and its backward pass has no derivative")
