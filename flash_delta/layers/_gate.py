@@ -16,8 +16,10 @@ def initial_dt_bias(size: int) -> Tensor:
 
 
 class GateMarks(nn.Module):
-    """Its A_log and dt_bias carry ``_no_weight_decay``, for training code that was written for fla or Mamba. copy.deepcopy
-    and from_pretrained make new parameters, without the marks of the old ones: so each new one is marked."""
+    """Its A_log and dt_bias carry ``_no_weight_decay``, for training code that was written for fla or Mamba.
+
+    copy.deepcopy and from_pretrained make new parameters, without the marks of the old ones: so each new one is marked.
+    """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)

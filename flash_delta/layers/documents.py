@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flash_delta.layers.packing import check_positions
+from flash_delta.ops._transforms import is_traced
 
 
 def number_documents(position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -54,7 +55,7 @@ def refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None, beside:
     Raises:
         ValueError: if positions on a CPU restart.
     """
-    if position_ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if position_ids.device.type != "cpu" or is_traced(position_ids):
         return
     if bool((number_documents(position_ids, attention_mask) > 0).any()):
         raise ValueError(

@@ -69,9 +69,15 @@ def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
 
 def _is_plain(pool: Tensor) -> bool:
     """Whether a copy engine can describe it."""
-    apart = 0 if len(pool) == 1 else pool.stride(0) * pool.element_size()
+    (slots, *sizes), (apart, *strides) = pool.shape, pool.stride()
+    expected = 1  # as torch has it: of one number along an axis, a stride says nothing
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    apart = 0 if slots == 1 else apart * pool.element_size()
     begins = 0 if is_traced(pool) else pool.data_ptr()
-    return len(pool) > 0 and pool[0].is_contiguous() and apart % 16 == 0 and begins % 16 == 0
+    return slots > 0 and apart % 16 == 0 and begins % 16 == 0
 
 
 def _check_rows(p: Problem, s: Slots) -> None:
