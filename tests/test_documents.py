@@ -27,7 +27,7 @@ def alone(f, x):
 
 
 def with_gradients(y, leaves):
-    dy = random(*y.shape, seed=9).to(y.dtype)
+    dy = random(*y.shape, seed=9).to(y)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
