@@ -20,6 +20,30 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
 
 
+LONG = {  # of tests with many cases, those that take long: beside each of them a quicker one stays
+    "test_compiled_models.py::test_layers[gdn-grouped-padded]",
+    "test_compiled_models.py::test_layers[kda-bounded-batch]",
+    "test_compiled_models.py::test_models[batch-mixers0-aot_eager]",
+    "test_hopper_segments.py::test_gradients_of_what_forward_has_saved[256-False]",
+    "test_prefill.py::test_batch_invariance[kda-triton]",
+    "test_prefill.py::test_checkpoints[kda-raw-False-triton]",
+    "test_prefill.py::test_how_many_prompts_there_are_changes_no_result[kda-triton]",
+    "test_prefill.py::test_lengths[kda-True-triton]",
+    "test_torch_compile.py::test_a_layer_may_be_compiled_before_it_ever_ran[gdn-grouped]",
+    "test_transforms.py::test_what_a_nan_reaches[kda-g-triton]",
+    "test_transforms.py::test_what_a_nan_reaches[kda-v-triton]",
+    "test_triton_kernels.py::test_against_the_recurrence[gdn-packed-float32-changes1]",
+    "test_warmup.py::test_calls_as_described_depend_on_nothing_new[kda-bounded]",
+    "test_warmup.py::test_scratch_of_descriptors[sm_100]",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in LONG:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan():
     """``torch.empty`` comes filled with NaN: whatever an op forgets to write shows."""

@@ -78,7 +78,7 @@ def test_train_refuses(option, run):
     ("sizes", "named"),
     [
         ("--hidden-size 1048576 --layers 10000", "hidden_size, layers, heads, head_dim"),
-        ("--heads 65536 --head-dim 65536", "hidden_size, layers, heads, head_dim"),
+        ("--heads 16384 --head-dim 16384", "hidden_size, layers, heads, head_dim"),
         ("--batch-size 99999999 --seq-len 99999999", "batch_size, seq_len"),
     ],
 )

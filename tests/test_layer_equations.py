@@ -109,8 +109,8 @@ def test_fresh_gates_start_in_their_ranges(name, low, high):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: GatedDeltaNet(**HEADS, num_v_heads=0), "num_v_heads: expected a whole number of at least 1, got 0"),
-        (lambda: GatedDeltaNet(**HEADS | {"num_heads": 0}), "num_heads: expected a whole number of at least 1, got 0"),
+        (lambda: GatedDeltaNet(**HEADS, num_v_heads=0), "num_v_heads: expected a whole number .* got 0"),
+        (lambda: GatedDeltaNet(**HEADS | {"num_heads": 0}), "num_heads: expected a whole number .* got 0"),
         (lambda: GatedDeltaNet(**HEADS, num_v_heads=3), "num_v_heads: expected a multiple of num_heads = 2, got 3"),
         (lambda: GatedDeltaNet(**HEADS, expand_v=1.1), r"expand_v: expected head_dim \* expand_v to be whole"),
         (lambda: GatedDeltaNet(**HEADS, mode="fast"), "mode: expected 'chunk' or 'fused_recurrent', got 'fast'"),

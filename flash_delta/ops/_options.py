@@ -106,7 +106,7 @@ def as_int(op: str, name: str, value: Any, expected: str, lowest: int, step: int
 
 def as_size(op: str, name: str, value: Any) -> int:
     """Of an axis."""
-    return as_int(op, name, value, "a whole number of at least 1", 1)
+    return as_int(op, name, value, "a whole number from 1 to 2^31 - 1", 1)
 
 
 def as_bool(op: str, name: str, value: Any) -> bool:
