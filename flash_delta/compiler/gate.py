@@ -69,6 +69,7 @@ ALLOWED = (
     Allowed(f"{LIBRARY}/kda-128-BV=128*", HOPPER, "spill", "A beside all that others walk with", 30, "3.6"),
     Allowed(f"{LIBRARY}/kda-128-BV=128-segments/scan", HOPPER, "spill", "bounds, before the loop", 20, "3.9"),
     Allowed(f"{LIBRARY}/gdn-64-BV=16/scan", HOPPER, "spill", "bounds, before the loop", 20, "3.9"),
+    Allowed(f"{LIBRARY}/simple-gla-128-BV=32-segments/scan", ("sm_100",), "spill", "the same", 20, "3.9"),
     Allowed(f"{LIBRARY}/kda-128-BV=32*/scan", ("gfx950",), "spill", "A beside all that others walk with", 90, "3.9"),
     Allowed(
         f"{SERVING}/prefill-*/scan", (*HOPPER, "sm_100", "sm_120"), "spill",
@@ -85,6 +86,7 @@ ALLOWED = (
         f"{SERVING}/decode-*-whole*/decode", ("sm_80", "sm_100", "sm_120"), "spill",
         "tiles are those that are fastest on an H200: a head's whole state in few warps", 100,
     ),
+    Allowed(f"{SERVING}/decode-*-whole*/decode", ("sm_89",), "spill", "the same", 30, "3.9"),
     Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80",), "spill", "16 tokens of two channels are a thread's", 140),
     Allowed(f"{LIBRARY}/kda-128/channel", ("sm_89",), "spill", "the same", 20, "3.6"),
     Allowed(f"{SERVING}/prefill-kda-128/channel", ("sm_89",), "spill", "the same", 20, "3.6"),
