@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from flash_delta.kernels.triton import cuda
+from flash_delta.kernels.runtime import cuda_driver
 
 DEVICE = torch.device("cuda", 0)
 H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
@@ -35,7 +35,7 @@ def fake_driver(place: Path) -> ctypes.CDLL:
         subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     knobs.nvidia.libcuda_path, knobs.cache.dir = str(place), str(place / "cache")
-    for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda.library):
+    for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda_driver.library):
         cached.cache_clear()
     target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     driver._active = SimpleNamespace(
@@ -63,7 +63,7 @@ def pretended_gpu(place: Path) -> Iterator[ctypes.CDLL]:
             (torch.cuda, "device_count", lambda: 1),
             (torch.cuda, "get_device_properties", lambda index: H200),
             (JITFunction, "warmup", compiled),
-            (cuda, "load", lambda compiled: compiled.function),
+            (cuda_driver, "load", lambda compiled: compiled.function),
         ):
             stack.enter_context(patch.object(where, name, stand_in, create=True))
         yield loaded

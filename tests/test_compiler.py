@@ -149,47 +149,47 @@ def compilations(module, launch):
 
 def family(tokens):
     """Every kernel of the Triton backend, forward and backward."""
-    from flash_delta.kernels.triton import launches
+    from flash_delta.compiler.cases import rule
 
-    launches.call_chunks(launches.Case(raw=True, tokens=tokens))
-    launches.call_scan(launches.Case(tokens=tokens), False, launches.Tile(4, 2, 32))
-    launches.call_scan_backward(launches.Case(tokens=tokens), True, launches.Tile(4, 2, 32))
+    rule.call_chunks(rule.Case(raw=True, tokens=tokens))
+    rule.call_scan(rule.Case(tokens=tokens), False, rule.Tile(4, 2, 32))
+    rule.call_scan_backward(rule.Case(tokens=tokens), True, rule.Tile(4, 2, 32))
 
 
 def channels(tokens):
     """Those of its kernels that are there for a decay per channel, and those that have another form with it."""
-    from flash_delta.kernels.triton import launches
+    from flash_delta.compiler.cases import rule
 
-    launches.call_chunks(launches.Case(gate="channel", raw=True, tokens=tokens))
+    rule.call_chunks(rule.Case(gate="channel", raw=True, tokens=tokens))
 
 
 def decoding(tokens):
     """More than a call may have are as good here. ``tokens`` rows would be, but for the grid."""
-    from flash_delta.kernels.triton import launches_serving as launches
+    from flash_delta.compiler.cases import serving
 
-    launches.call_decode(launches.Decoding(tokens=tokens))
+    serving.call_decode(serving.Decoding(tokens=tokens))
 
 
 def prefilling(tokens):
     """With checkpoints, of which there are more the longer sequences are."""
-    from flash_delta.kernels.triton import launches_serving as launches
+    from flash_delta.compiler.cases import rule, serving
 
-    case = launches.Prefilling(launches.Case(gate="channel", raw=True, tokens=tokens))
-    launches.call_prefill(case)
-    launches.call_prefill(case, launches.Tile(4, 2, 32))
+    case = serving.Prefilling(rule.Case(gate="channel", raw=True, tokens=tokens))
+    serving.call_prefill(case)
+    serving.call_prefill(case, rule.Tile(4, 2, 32))
 
 
 def variants_of_decode():
     """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree, a token alone."""
+    from flash_delta.compiler.cases import serving
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.triton import launches_serving as launches
 
     computed = []
-    for case in (launches.Decoding(), launches.Decoding(tokens=4), launches.Decoding(tree=True, tokens=4)):
+    for case in (serving.Decoding(), serving.Decoding(tokens=4), serving.Decoding(tree=True, tokens=4)):
         for counted, written in ((True, True), (False, True), (False, False)):
             if written or not case.tree:
                 with offline("sm_90a") as compiled:
-                    launches.call_decode(case, counted=counted, written=written)
+                    serving.call_decode(case, counted=counted, written=written)
                 computed.append(arithmetic(compiled[0].kernel.asm["ttgir"]))
     return computed
 

@@ -23,9 +23,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
-from flash_delta.kernels import known
-from flash_delta.kernels.hopper import again, layouts
-from flash_delta.kernels.triton import cuda
+from flash_delta.kernels.hopper import layouts
+from flash_delta.kernels.runtime import cuda_driver, descriptors, fastcall
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is there"),
@@ -65,18 +64,18 @@ def fake(tmp_path_factory):
         knobs.nvidia.libcuda_path, knobs.cache.dir = str(place), str(place / "cache")
         nvidia.libcuda_dirs.cache_clear()
         nvidia.library_dirs.cache_clear()
-        cuda.library.cache_clear()
+        cuda_driver.library.cache_clear()
         target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
         active = SimpleNamespace(
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda index: 77
         )
         m.setattr(driver, "_active", active)
         active.utils = nvidia.CudaUtils()
-        m.setattr(cuda, "load", lambda compiled: compiled.function)
-        m.setattr(known, "_loaded", None)  # and in the end as before
-        m.setattr(known, "key", known.look)
+        m.setattr(cuda_driver, "load", lambda compiled: compiled.function)
+        m.setattr(fastcall, "_loaded", None)  # and in the end as before
+        m.setattr(fastcall, "key", fastcall.look)
         yield loaded
-    for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda.library):
+    for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda_driver.library):
         cached.cache_clear()
 
 
@@ -99,7 +98,7 @@ def taken(fake):
 
 
 def described(t):
-    return again.Descriptor(t, [640, 128], [128, 1], [64, 128], layouts.TILE.value)
+    return descriptors.Descriptor(t, [640, 128], [128, 1], [64, 128], layouts.TILE.value)
 
 
 def launched_by_triton(fake, compiled, stream, q, bounds):
@@ -114,8 +113,8 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
 
 def replay_of(compiled, q, bounds, memory=None):
     """``memory``: what q is a part of."""
-    plan = again.Plan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
-    return cuda.Replay([again.step_of(compiled, plan, {})], (q if memory is None else memory, bounds))
+    plan = descriptors.Plan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
+    return cuda_driver.Replay([descriptors.step_of(compiled, plan, {})], (q if memory is None else memory, bounds))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -159,14 +158,16 @@ def words(got, number):
 def test_scratch_memory_lies_behind_the_tensors(fake, monkeypatch):
     """Of several launches the greatest; each gets its address."""
     memory, asked = torch.empty(96, dtype=torch.uint8), []
-    monkeypatch.setattr(cuda.torch, "empty", lambda size, **options: asked.append((size, options)) or memory)
+    monkeypatch.setattr(cuda_driver.torch, "empty", lambda size, **options: asked.append((size, options)) or memory)
     signature = {"x": "*i8", "n": "i64"}
     workspace = torch.zeros(64, dtype=torch.uint8)
     steps = [
-        cuda.make_step(kernel(scratch, False, signature, (8, 8, 8, 8)), (grid, 1, 1), (workspace.data_ptr() + 16, 5))
+        cuda_driver.make_step(
+            kernel(scratch, False, signature, (8, 8, 8, 8)), (grid, 1, 1), (workspace.data_ptr() + 16, 5)
+        )
         for scratch, grid in ((16, 2), (16, 6), (0, 1))
     ]
-    replay, start = cuda.Replay(steps, (workspace,)), memory.data_ptr()
+    replay, start = cuda_driver.Replay(steps, (workspace,)), memory.data_ptr()
     for own in (False, True):
         replay.launch(DEVICE, (at(4096),), own=own)
         assert words(taken(fake), 3) == [(4112, 5, start, 0), (4112, 5, start, 0), (4112, 5, 0, 0)]
@@ -176,11 +177,11 @@ def test_scratch_memory_lies_behind_the_tensors(fake, monkeypatch):
 def test_what_only_kernels_use_is_one_allocation(fake, monkeypatch):
     """But for a call that is not from memory, which has brought it. Scratch memory is at the end."""
     memory, asked = torch.empty(1024, dtype=torch.uint8), []
-    monkeypatch.setattr(cuda.torch, "empty", lambda size, **options: asked.append(size) or memory)
+    monkeypatch.setattr(cuda_driver.torch, "empty", lambda size, **options: asked.append(size) or memory)
     compiled = kernel(64, False, {"x": "*i8", "y": "*i8", "z": "*i8"}, (8,) * 5)
     x, *spare = (torch.zeros(256, dtype=torch.uint8) for _ in range(3))
-    step = cuda.make_step(compiled, (1, 1, 1), (x, spare[0], spare[1].data_ptr() + 32))
-    replay, start = cuda.Replay([step], (x, *spare), (512, (0, 256))), memory.data_ptr()
+    step = cuda_driver.make_step(compiled, (1, 1, 1), (x, spare[0], spare[1].data_ptr() + 32))
+    replay, start = cuda_driver.Replay([step], (x, *spare), (512, (0, 256))), memory.data_ptr()
     replay.launch(DEVICE, (at(4096), at(8192)), (at(16),), own=True)
     assert words(taken(fake), 1) == [(4096, 8192, 48, start, 0)]
     for first in (4096, 12288):
@@ -205,8 +206,8 @@ def test_kernels_get_tensors_where_they_lie(fake):
     )  # fmt: skip
     signature = {f"x{n}": "*i8" for n in range(len(tensors))}
     parameters = tuple(at(16 * n) for n in range(len(tensors)))
-    step = cuda.make_step(kernel(0, False, signature, (8,) * (len(tensors) + 2)), (1, 1, 1), parameters)
-    replay = cuda.Replay([step], parameters)
+    step = cuda_driver.make_step(kernel(0, False, signature, (8,) * (len(tensors) + 2)), (1, 1, 1), parameters)
+    replay = cuda_driver.Replay([step], parameters)
     for given in (tensors, tensors[::-1]):
         replay.launch(DEVICE, given)
         assert words(taken(fake), 1) == [(*(0 if t is None else t.data_ptr() for t in given), 0, 0)]
@@ -215,9 +216,9 @@ def test_kernels_get_tensors_where_they_lie(fake):
 def of_one_tensor(*functions):
     """A launch of every kernel, of that tensor."""
     compiled, x = kernel(0, False, {"x": "*i8"}, (8,) * 3), at(4096)
-    step = cuda.make_step(compiled, (1, 1, 1), (x,))
+    step = cuda_driver.make_step(compiled, (1, 1, 1), (x,))
     steps = [step._replace(kernel=step.kernel._replace(function=function)) for function in functions]
-    return cuda.Replay(steps or [step], (x,))
+    return cuda_driver.Replay(steps or [step], (x,))
 
 
 def test_no_call_is_launched_with_other_tensors_than_it_has(fake):
@@ -256,12 +257,12 @@ WRONG = [
 
 @pytest.mark.parametrize(("kind", "value", "error", "message"), WRONG)
 def test_what_kernels_do_not_take_is_refused(fake, kind, value, error, message):
-    step = cuda.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value,))
+    step = cuda_driver.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value,))
     with pytest.raises(error, match=message):
-        cuda.Replay([step], (at(4096), torch.empty(64, dtype=torch.uint8), None))
-    good = cuda.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value, 1))
+        cuda_driver.Replay([step], (at(4096), torch.empty(64, dtype=torch.uint8), None))
+    good = cuda_driver.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value, 1))
     with pytest.raises((error, ValueError)):
-        cuda.Replay([good], (at(4096),))
+        cuda_driver.Replay([good], (at(4096),))
 
 
 def test_numbers_of_every_size(fake):
@@ -272,7 +273,7 @@ def test_numbers_of_every_size(fake):
     values += (2**8 - 1, 2**16 - 1, 2**32 - 1, 2**64 - 1, 1e300, 0.1, True)
     sizes = (1, 2, 4, 8) * 4
     compiled = kernel(0, False, kinds, (*sizes, 8, 4, 1, 8, 8))
-    cuda.Replay([cuda.make_step(compiled, (1, 1, 1), values)], ()).launch(DEVICE)
+    cuda_driver.Replay([cuda_driver.make_step(compiled, (1, 1, 1), values)], ()).launch(DEVICE)
     assert taken(fake)[40:] == pack("<bhiqbhiqBHIQBHIQdfb", *values) + bytes(16)
 
 
@@ -295,8 +296,8 @@ def test_launches_keep_nothing(fake):
 
 
 def test_a_call_without_launches(fake):
-    cuda.Replay([], (at(4096),)).launch(DEVICE, (at(8192),))
-    cuda.Replay([], ()).launch(DEVICE)
+    cuda_driver.Replay([], (at(4096),)).launch(DEVICE, (at(8192),))
+    cuda_driver.Replay([], ()).launch(DEVICE)
     assert taken(fake) == b""
 
 
@@ -318,7 +319,7 @@ def test_errors_name_the_kernel(fake):
     failing.value = 700
     with pytest.raises(RuntimeError, match="CUDA could not launch kernel: error 700, all is fake"):
         replay.launch(DEVICE, (q, bounds))
-    failing.value = cuda.INVALID_CONTEXT  # of a thread that has not used CUDA yet
+    failing.value = cuda_driver.INVALID_CONTEXT  # of a thread that has not used CUDA yet
     replay.launch(torch.device("cuda", 1), (q, bounds))
     assert ctypes.c_void_p.in_dll(fake, "context").value == 17
     assert len(taken(fake)) == 28 + 8 + 4 + 8 + sum(BYTES)
@@ -330,7 +331,7 @@ def test_a_call_goes_on_where_it_was_refused(fake, monkeypatch):
 
     def launch(config, function, parameters, extra):
         launched.append(function)
-        return cuda.INVALID_CONTEXT if len(launched) == 2 else 0
+        return cuda_driver.INVALID_CONTEXT if len(launched) == 2 else 0
 
     stands_in(monkeypatch, launch)
     of_one_tensor(1, 2, 3).launch(DEVICE, (at(4096),))
@@ -354,13 +355,13 @@ def stands_in(monkeypatch, launch, replace=lambda *_: 0):
         cuTensorMapReplaceAddress=ctypes.CFUNCTYPE(number, pointer, pointer)(replace),
     )
     loaded.append(functions)
-    others = cuda.library()
+    others = cuda_driver.library()
     functions.cuGetErrorString = others.cuGetErrorString
     functions.cuDevicePrimaryCtxRetain, functions.cuCtxSetCurrent = (
         others.cuDevicePrimaryCtxRetain,
         others.cuCtxSetCurrent,
     )
-    monkeypatch.setattr(cuda, "library", lambda: functions)
+    monkeypatch.setattr(cuda_driver, "library", lambda: functions)
 
 
 def test_threads_do_not_share_what_they_write(fake, monkeypatch):

@@ -11,12 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime.driver import driver
 
-from flash_delta.kernels.hopper import again, backend, choice, launch, layouts
-from flash_delta.kernels.hopper.launches import CASES as CASES_COMPILED
+from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
+from flash_delta.kernels.hopper import backend, boxes, choice, layouts
+from flash_delta.kernels.hopper.forward import loop, rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
-from flash_delta.kernels.triton import cuda
-from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.tiles import Chip
+from flash_delta.kernels.runtime import cuda_driver
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.ops import _backend
 from flash_delta.problem import Inputs, Problem
 
@@ -163,8 +164,8 @@ def test_half_a_state_per_program_as_long_as_all_run_at_once():
 def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
     """Row e - i of a sequence that ends before row e, in bytes modulo 2^64; behind the end, it is outside."""
     q = torch.empty(2, 40, 3, 512, dtype=torch.bfloat16)[..., :128]
-    described, clip = launch.ragged(q, 128), layouts.RAGGED.value
-    for start, length, row, head in ((0, 40, 0, 0), (5, 30, 29, 2), (launch.token_stride(q) + 7, 9, 8, 1)):
+    described, clip = boxes.ragged(q, 128), layouts.RAGGED.value
+    for start, length, row, head in ((0, 40, 0, 0), (5, 30, 29, 2), (boxes.token_stride(q) + 7, 9, 8, 1)):
         at = (clip, start + length, clip - length + row, head * q.stride(2))
         assert all(place < size for place, size in zip(at, described.shape, strict=True))
         number = sum(place * stride for place, stride in zip(at, described.strides, strict=True))
@@ -187,7 +188,7 @@ def call(form="packed"):
     """Of the compile gate's, on tensors that are nowhere."""
     p, x = CASES_COMPILED[form]()
     c = make_call(p, x, ("test",))._replace(direct=False)
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), launch.new_rates(p)
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), rates.new_rates(p)
 
 
 class Compiled(SimpleNamespace):
@@ -216,8 +217,8 @@ def compiled(monkeypatch):
     target = SimpleNamespace(backend="cuda", arch=90)
     utils = SimpleNamespace(fill_tma_descriptor_tiled=lambda address, swizzle, size, kind, box, *rest: box)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target, utils=utils))
-    monkeypatch.setattr(cuda, "load", lambda kernel: kernel.function)
-    monkeypatch.setattr(again, "compiled_as", lambda name: known)
+    monkeypatch.setattr(cuda_driver, "load", lambda kernel: kernel.function)
+    monkeypatch.setattr(descriptors, "compiled_as", lambda name: known)
     return descriptors
 
 
@@ -225,7 +226,7 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     """Of bytes test_cuda_launch.py tells."""
     c, o, final, rates = call()
     c = c._replace(steps=[])
-    launch.run_loop(c, o, final, rates, None, NARROW)
+    loop.run_loop(c, o, final, rates, None, NARROW)
     (step,) = c.steps
     assert step.kernel[:5] == ("loop", 7, 128, 8, True)
     assert step.grid == (1, 2, 1)
@@ -235,7 +236,7 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     described = [c.x.q, c.x.k, c.x.v, o, rates, c.x.initial_state, final]
     assert all(m[0][1] is t for m, t in zip(maps, described, strict=True))
     assert [m[0][0] for m in maps] == [[1, 1, 64, 64 + n] for n in range(7)]
-    ragged = launch.ragged(c.x.k, 128)
+    ragged = boxes.ragged(c.x.k, 128)
     assert maps[1][1:] == (*ragged.shape, *ragged.strides)
     assert step.values[11] is c.x.cu_seqlens
 
@@ -254,8 +255,8 @@ def test_rates(raw, HV):
     if raw:
         x = x._replace(A_log=torch.rand(HV), dt_bias=torch.randn(HV))
     p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw, raw_gate=raw, raw_beta=raw)
-    o, out = torch.empty(1, T, HV, 128), launch.new_rates(p)
-    launch.run_rates(make_call(p, x, ("test",)), o, out)
+    o, out = torch.empty(1, T, HV, 128), rates.new_rates(p)
+    rates.run_rates(make_call(p, x, ("test",)), o, out)
     g, beta = x.g[0], x.beta[0]
     if raw:
         g = -x.A_log.exp() * torch.nn.functional.softplus(g + x.dt_bias)

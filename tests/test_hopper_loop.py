@@ -8,12 +8,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper import launch
+from flash_delta.kernels.hopper.forward import loop
+from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton.backend import for_backward
-from flash_delta.kernels.triton.launch import run_factor
-from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.tiles import Chip
+from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
@@ -35,26 +36,26 @@ def small(name: str, width: int) -> Case:
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its loop emulated, as the choice of every call."""
-    kernel = emulated("flash_delta.kernels.hopper", "loop").forward_loop
+    kernel = emulated("flash_delta.kernels.hopper", "forward.loop").forward_loop
 
     class Loop:
         def __getitem__(self, grid):
             options = ("num_warps", "enable_fp_fusion", "launch_pdl")
             return lambda *a, **c: emulate(kernel, grid, *a, **{n: v for n, v in c.items() if n not in options})
 
-    monkeypatch.setattr(launch, "forward_loop", Loop())
+    monkeypatch.setattr(loop, "forward_loop", Loop())
 
     def chosen(tile, processors):
         def forward(p, x):
-            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
+            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
             c = make_call(p, x, ("test",))
             c = c._replace(shape=replace(c.shape, chip=Chip("interpreter", processors)))
             saved = for_backward(p)
             solved, factors, residual = (None,) * 3
             if p.needs_grad:
                 solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
-            launch.run_rates(c, o, rates, solved)
-            launch.run_loop(c, o, final, rates, solved and solved.A, tile, residual=residual)
+            run_rates(c, o, rates, solved)
+            loop.run_loop(c, o, final, rates, solved and solved.A, tile, residual=residual)
             if residual is not None:
                 run_factor(c, solved, factors, follows=False)
             return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())

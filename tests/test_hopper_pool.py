@@ -13,11 +13,13 @@ from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from serving_truth import slots
 
-from flash_delta.kernels.hopper import backend, launch, launch_segments
-from flash_delta.kernels.hopper.split import may_split_prompt, split_prompt
+from flash_delta.kernels.hopper import backend
+from flash_delta.kernels.hopper.forward import loop
+from flash_delta.kernels.hopper.segments import factor, maps, scan
+from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_prompt
 from flash_delta.kernels.hopper.tiles import ANY, NARROW, SLIM, WIDE, PoolLoop, pool_loops
-from flash_delta.kernels.triton import launcher
-from flash_delta.kernels.triton.tiles import Chip
+from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
 from flash_delta.ops.serving.warmup import prefill_call
@@ -56,10 +58,10 @@ def launched(monkeypatch):
 
             return run_kernel
 
-    monkeypatch.setattr(launch, "forward_loop", Kernel("loop", "forward_loop"))
-    for module, name in (("factor", "factor"), ("maps", "find_maps"), ("walk", "walk")):
-        monkeypatch.setattr(launch_segments, name, Kernel(module, name))
-    monkeypatch.setattr(launcher, "chip_of", lambda device: Chip("interpreter", 3))
+    monkeypatch.setattr(loop, "forward_loop", Kernel("forward.loop", "forward_loop"))
+    for module, name in ((factor, "factor"), (maps, "find_maps"), (scan, "walk")):
+        monkeypatch.setattr(module, name, Kernel(f"segments.{module.__name__.split('.')[-1]}", name))
+    monkeypatch.setattr(calls, "chip_of", lambda device: Chip("interpreter", 3))
     load = _run.load_backend
     monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
     choose = _run.choose_backend

@@ -9,11 +9,14 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
-from flash_delta.kernels.hopper import launch, launch_segments
-from flash_delta.kernels.hopper.split import split_endless, split_length
+from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.segments import factor, maps, scan
+from flash_delta.kernels.hopper.segments.memory import new_walk, new_whole_walk
+from flash_delta.kernels.hopper.segments.plan import split_endless, split_length
+from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backend import for_backward
-from flash_delta.kernels.triton.launch import run_factor
-from flash_delta.kernels.triton.launcher import make_call
+from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
@@ -62,26 +65,26 @@ def on_cpu(monkeypatch):
             return lambda *a, **c: emulate(self.kernel, grid, *a, **{n: v for n, v in c.items() if n not in options})
 
     kernels = {
-        name: getattr(emulated("flash_delta.kernels.hopper", module), name)
-        for module, name in (("factor", "factor"), ("maps", "find_maps"), ("walk", "walk"))
+        name: getattr(emulated("flash_delta.kernels.hopper", f"segments.{module}"), name)
+        for module, name in (("factor", "factor"), ("maps", "find_maps"), ("scan", "walk"))
     }
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(launch_segments, name, Kernel(kernel))
+    for module, (name, kernel) in zip((factor, maps, scan), kernels.items(), strict=True):
+        monkeypatch.setattr(module, name, Kernel(kernel))
 
     def chosen(chunks, part=8):
         monkeypatch.setitem(kernels["find_maps"].__globals__, "PART", part)
 
         def forward(p, x):
-            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), launch.new_rates(p)
+            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
             c = make_call(p, x, ("test",))
             saved = for_backward(p)
             solved, factors, residual = (None,) * 3
             if p.needs_grad:
                 solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
-            launch.run_rates(c, o, rates, solved)
+            run_rates(c, o, rates, solved)
             A = solved and solved.A
-            w = launch_segments.new_walk(p, 64 * chunks, A) if chunks else launch_segments.new_whole_walk(p, A)
-            launch_segments.run_walk(c, o, final, rates, w, residual)
+            w = new_walk(p, 64 * chunks, A) if chunks else new_whole_walk(p, A)
+            run_walk(c, o, final, rates, w, residual)
             if residual is not None:
                 run_factor(c, solved, factors, follows=False)
             return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())

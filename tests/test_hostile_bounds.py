@@ -14,8 +14,9 @@ from prefill_truth import check, make_prefill, run
 from serving_truth import slots
 
 import flash_delta
+from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.triton import backend
-from flash_delta.kernels.triton.tiles import Segments, Tile
+from flash_delta.kernels.triton.tiles import Segments
 from flash_delta.modules import causal_conv1d
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.accuracy import TENSORS

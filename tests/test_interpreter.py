@@ -13,13 +13,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from flash_delta.kernels.triton import launches, launches_serving
+from flash_delta.compiler.cases import rule, serving
 from flash_delta.testing import interpreter, relative_error
 
 # A product's operands are rounded to the inputs' type once more on the way: a few roundings of the result.
 LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)
-STAGES = launches.STAGES | launches_serving.STAGES
+STAGES = rule.STAGES | serving.STAGES
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def test_arithmetic_is_rounded_as_in_torch(dtype):
 @DTYPES
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_of_the_tuner(name, dtype):
-    stage, tile = STAGES[name], launches.Tile(4, 1, 16)
+    stage, tile = STAGES[name], rule.Tile(4, 1, 16)
     T = 5 if name.startswith("decode") else 150
     made = stage.make("cpu", B=2, T=T, H=1, HV=2, K=32, V=32, dtype=dtype)
     got, want = stage.launch(made, tile), stage.truth(made)

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from flash_delta.kernels import known
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.modules.convolution import causal_conv1d
 from flash_delta.ops import _modules, _remembered
 from flash_delta.problem import ENVIRONMENT, Normalized
@@ -32,10 +32,10 @@ def c(tmp_path_factory):
     """What C has, without leaving it to other tests."""
     with knobs.cache.scope(), pytest.MonkeyPatch.context() as m:
         knobs.cache.dir = str(tmp_path_factory.mktemp("cache"))
-        m.setattr(known, "_loaded", None)
-        m.setattr(known, "key", known.look)
+        m.setattr(fastcall, "_loaded", None)
+        m.setattr(fastcall, "key", fastcall.look)
         m.delenv(ENVIRONMENT, raising=False)
-        yield known.load()
+        yield fastcall.load()
 
 
 def views(dtype):
@@ -54,7 +54,7 @@ def views(dtype):
 
 
 def equal_alike(c, gradients, first, second):
-    equal = known.look(gradients, *first) == known.look(gradients, *second)
+    equal = fastcall.look(gradients, *first) == fastcall.look(gradients, *second)
     assert (c.key(gradients, *first) == c.key(gradients, *second)) == equal, (first, second)
     return equal
 
@@ -100,13 +100,13 @@ def test_gradients(c):
 
 def test_the_environment_is_part_of_it(c, monkeypatch):
     x = (torch.randn(3),)
-    keys = {key(False, x) for key in (c.key, known.look)}
+    keys = {key(False, x) for key in (c.key, fastcall.look)}
     for wish in ("torch", "triton"):
         monkeypatch.setenv(ENVIRONMENT, wish)
-        keys |= {key(False, x) for key in (c.key, known.look)}
+        keys |= {key(False, x) for key in (c.key, fastcall.look)}
     assert len(keys) == 6
     monkeypatch.setenv(ENVIRONMENT, "")
-    assert {key(False, x) for key in (c.key, known.look)} < keys
+    assert {key(False, x) for key in (c.key, fastcall.look)} < keys
 
 
 class Strange(torch.Tensor):
@@ -117,15 +117,15 @@ def test_what_is_no_plain_tensor_is_looked_at_in_python(c):
     """So are tensors that say too much; and what Python cannot look at has Python's error."""
     x = torch.randn(4, 8)
     for t in (x.as_subclass(Strange), torch.randn(2, 3, device="meta")):
-        assert c.key(False, (x, t)) == known.look(False, (x, t))
+        assert c.key(False, (x, t)) == fastcall.look(False, (x, t))
     many = tuple(x[:, :4].view(1, 1, 1, 1, 4, 4) for _ in range(64))
-    assert c.key(False, many) == known.look(False, many)
+    assert c.key(False, many) == fastcall.look(False, many)
     for wrong, error in ((3, AttributeError), ("q", AttributeError), ([x], AttributeError)):
         with pytest.raises(error):
             c.key(False, (x, wrong))
         with pytest.raises(error):
-            known.look(False, (x, wrong))
-    for key in (c.key, known.look):
+            fastcall.look(False, (x, wrong))
+    for key in (c.key, fastcall.look):
         with pytest.raises(RuntimeError):
             key(False, (x.to_sparse(),))
         with pytest.raises(RuntimeError):
@@ -144,7 +144,7 @@ def test_arguments_that_are_none(c):
 def test_nothing_is_kept(c):
     """Neither of tensors, nor of tuples, nor of what Python is asked."""
     x, strange, number = torch.randn(4, 8), torch.randn(4, 8).as_subclass(Strange), 77777
-    held = (x, strange, number, (x, strange), (x, number), known.look, Strange)
+    held = (x, strange, number, (x, strange), (x, number), fastcall.look, Strange)
 
     def counts():
         return [sys.getrefcount(one) for one in held]
@@ -166,15 +166,15 @@ def test_nothing_is_kept(c):
 
 
 def test_two_threads_load_one_module(c, monkeypatch):
-    monkeypatch.setattr(known, "_loaded", None)
+    monkeypatch.setattr(fastcall, "_loaded", None)
     found, meet = [], threading.Barrier(4)
-    threads = [threading.Thread(target=lambda: (meet.wait(10), found.append(known.load()))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: (meet.wait(10), found.append(fastcall.load()))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == 1
-    assert known.key is found[0].key
+    assert fastcall.key is found[0].key
 
 
 def test_an_op_takes_whichever_is_there(c, monkeypatch):
@@ -183,8 +183,8 @@ def test_an_op_takes_whichever_is_there(c, monkeypatch):
     monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
     monkeypatch.setattr(_modules, "_remembered", _remembered.Remembered())
     x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
-    for key, count in ((known.look, 1), (c.key, 2)):
-        monkeypatch.setattr(known, "key", key)
+    for key, count in ((fastcall.look, 1), (c.key, 2)):
+        monkeypatch.setattr(fastcall, "key", key)
         for _ in range(3):
             causal_conv1d(x, w)
         assert len(described) == count

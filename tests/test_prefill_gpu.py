@@ -13,9 +13,11 @@ from serving_truth import KINDS, slots
 import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
 from flash_delta.kernels.hopper.tiles import NARROW, WIDE, PoolLoop
-from flash_delta.kernels.triton import launch, launcher
-from flash_delta.kernels.triton.tiles import chip_of, scan_tiles
-from flash_delta.kernels.triton.walkers import Walkers, pool_scans
+from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.triton.forward import scan
+from flash_delta.kernels.triton.forward.pool_launches import Walkers, pool_scans
+from flash_delta.kernels.triton.tiles import scan_tiles
 from flash_delta.ops.serving import _run
 
 HOPPER = torch.cuda.get_device_capability()[0] == 9
@@ -101,11 +103,11 @@ def test_all_tiles_give_the_same_bits(kind, monkeypatch):
         def walks(kernel, p, chip, every, *choice, width=width):
             return tuple(Walkers(t, p.N) for t in scan_tiles(kernel, p, chip, True) if every or width == t.BV)
 
-        monkeypatch.setattr(launch, "walks", walks)
-        launcher._shape.cache_clear()
+        monkeypatch.setattr(scan, "walks", walks)
+        calls._shape.cache_clear()
         _run._remembered.clear()
         found.append(run(kind, x, "triton"))
-    launcher._shape.cache_clear()
+    calls._shape.cache_clear()
     _run._remembered.clear()
     for o, pool in found[1:]:
         assert torch.equal(o, found[0][0])

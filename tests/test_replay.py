@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from flash_delta.kernels.triton import launcher
+from flash_delta.kernels.runtime import launch
+from flash_delta.kernels.runtime.calls import Call, Shape
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
 from flash_delta.ops import _backend, _modules, _remembered
@@ -32,78 +33,61 @@ class Launched(list):
 @pytest.fixture
 def call(monkeypatch):
     """One that was launched, on tensors of the CPU."""
-    monkeypatch.setattr(launcher, "_several_devices", lambda: False)
+    monkeypatch.setattr(launch, "_several_devices", lambda: False)
     p = Norm("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None, memo={})
     x = Normalized(torch.randn(4, 8), torch.randn(8))
-    return launcher.Call(p, x, (), launcher.Shape(0, None, Launched()), True)
+    return Call(p, x, (), Shape(0, None, Launched()), True)
 
 
 def test_the_next_call_gets_its_own_addresses(call):
-    launcher.remember(call, KIND, call.x)
+    launch.remember(call, KIND, call.x)
     other, y = Normalized(torch.randn(4, 8), call.x.weight, torch.randn(4, 8)), torch.empty(4, 8)
-    assert launcher.replayed(call.p, KIND, other, (y,))
+    assert launch.replayed(call.p, KIND, other, (y,))
     assert call.shape.replay == [[t.data_ptr() for t in (*other, y)]]
-    assert not launcher.replayed(call.p, ("another",), other, (y,))
-    assert not launcher.replayed(call.p._replace(memo=None), KIND, other, (y,))
+    assert not launch.replayed(call.p, ("another",), other, (y,))
+    assert not launch.replayed(call.p._replace(memo=None), KIND, other, (y,))
 
 
 def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
     loaded = []
-    monkeypatch.setattr(launcher.known, "load", lambda: loaded.append(threading.current_thread()))
-    monkeypatch.setattr(launcher, "_ready", set())
-    monkeypatch.setattr(launcher.triton, "AsyncCompileMode", lambda threads: nullcontext())
+    monkeypatch.setattr(launch.fastcall, "load", lambda: loaded.append(threading.current_thread()))
+    monkeypatch.setattr(launch, "_ready", set())
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
     for _ in range(2):
-        launcher.run(call, lambda c: None)
+        launch.run(call, lambda c: None)
     assert len(loaded) == 1
     assert loaded[0] is not threading.current_thread()
     assert len(call.shape.replay) == 2
 
 
-def test_what_only_kernels_use_is_one_allocation(monkeypatch):
-    """But for a call that is not from memory, which has brought it. Here on AMD's driver."""
-    launched, memory, asked = [], torch.empty(1024, dtype=torch.uint8), []
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
-    monkeypatch.setattr(launcher.torch, "empty", lambda size, **options: asked.append(size) or memory)
-    x, y, spare = torch.randn(4), torch.randn(4), [torch.zeros(64, dtype=torch.uint8) for _ in range(3)]
-    compiled = SimpleNamespace(run=lambda *args: launched.append(args[9:]), function=1, packed_metadata=2)
-    step = launcher.Step(compiled, (1, 1, 1), (x, None, *(t.data_ptr() + 16 for t in spare)), (3,))
-    replay = launcher.Replay([step], (x, None, *spare), (1024, (0, 256, 768)))
-    replay.launch(x.device, (x, None))
-    replay.launch(x.device, (x, None), (y, y), (y,), own=True)
-    assert asked == [1024]
-    none = x.data_ptr()  # whatever it is: a constant of the kernel
-    assert launched[0] == (x.data_ptr(), none, *(memory.data_ptr() + n + 16 for n in (0, 256, 768)), 3)
-    assert launched[1] == (x.data_ptr(), none, *[y.data_ptr() + 16] * 3, 3)
-
-
 def test_copies_are_made_again(call):
     """Kernels that got a copy of an input must not get the input."""
     given = call.x._replace(weight=call.x.weight.clone())
-    launcher.remember(call, KIND, given)
-    assert not launcher.replayed(call.p, KIND, given)
-    launcher.remember(call, KIND, call.x._replace(x=call.x.x.view(2, 2, 8)))
-    assert launcher.replayed(call.p, KIND, given), "the same memory in another shape is no copy"
+    launch.remember(call, KIND, given)
+    assert not launch.replayed(call.p, KIND, given)
+    launch.remember(call, KIND, call.x._replace(x=call.x.x.view(2, 2, 8)))
+    assert launch.replayed(call.p, KIND, given), "the same memory in another shape is no copy"
 
 
 def test_profilers_see_launches(call, monkeypatch):
     """By Triton's hooks, or in what kernels write down: both need Triton's launcher."""
-    launcher.remember(call, KIND, call.x)
+    launch.remember(call, KIND, call.x)
     with monkeypatch.context() as m:
         m.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-        assert not launcher.replayed(call.p, KIND, call.x)
+        assert not launch.replayed(call.p, KIND, call.x)
     with knobs.compilation.scope():
         knobs.compilation.instrumentation_mode = "consan"
-        assert not launcher.replayed(call.p, KIND, call.x)
-    assert launcher.replayed(call.p, KIND, call.x)
+        assert not launch.replayed(call.p, KIND, call.x)
+    assert launch.replayed(call.p, KIND, call.x)
 
 
 def test_other_devices_are_made_current(call, monkeypatch):
     entered = []
-    monkeypatch.setattr(launcher, "_several_devices", lambda: True)
+    monkeypatch.setattr(launch, "_several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
     at = SimpleNamespace(device=torch.device("cuda", 0), memo={("replay", KIND): call.shape})
-    assert launcher.replayed(at, KIND)
+    assert launch.replayed(at, KIND)
     assert entered == [at.device]
 
 

@@ -249,6 +249,18 @@ def wait_for(there, process, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.fixture
+def heard():
+    """Signals do what they do in a process that somebody started by hand."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_the_step_it_came_in(text, tmp_path, monkeypatch, number, code):
     before = signal.getsignal(number)
@@ -265,6 +277,16 @@ def test_a_signal_saves_the_step_it_came_in(text, tmp_path, monkeypatch, number,
     assert "step      4" in flash("train", "--resume", "--out", tmp_path).output
 
 
+def test_an_ignored_signal_stays_ignored(text, tmp_path, monkeypatch, heard):
+    """As Ctrl-C is where a shell runs a command in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    at_step(monkeypatch, 3, lambda trainer: signal.raise_signal(signal.SIGINT))
+    result = flash("train", text, "--out", tmp_path, *TINY.split())
+    assert result.exit_code == 0, result.output
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("heard")
 def test_a_second_signal_stops_at_once(text, tmp_path, monkeypatch):
     def twice(trainer):
         signal.raise_signal(signal.SIGINT)
@@ -277,6 +299,7 @@ def test_a_second_signal_stops_at_once(text, tmp_path, monkeypatch):
     assert kept(tmp_path) == [2]
 
 
+@pytest.mark.usefixtures("heard")
 def test_a_signal_in_the_last_step_ends_a_finished_run(text, tmp_path, monkeypatch):
     at_step(monkeypatch, 4, lambda trainer: signal.raise_signal(signal.SIGTERM))
     result = flash("train", text, "--out", tmp_path, *TINY.split())
@@ -284,6 +307,7 @@ def test_a_signal_in_the_last_step_ends_a_finished_run(text, tmp_path, monkeypat
     assert "this model" in result.output
 
 
+@pytest.mark.usefixtures("heard")
 def test_a_stopped_run_can_end_where_it_is(text, tmp_path, monkeypatch, quick_report):
     at_step(monkeypatch, 3, lambda trainer: signal.raise_signal(signal.SIGTERM))
     flash("train", text, "--out", tmp_path, *TINY.split())

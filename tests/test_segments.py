@@ -11,8 +11,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta bench gdn-long` judges the compiled kernels", allow_module_level=True)
 
 import flash_delta
-from flash_delta.kernels.triton import backend, launch_segments
-from flash_delta.kernels.triton.tiles import Chip, Segments, Tile, plan_endless, plan_segments
+from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.triton import backend
+from flash_delta.kernels.triton.forward import segments
+from flash_delta.kernels.triton.tiles import Segments, plan_endless, plan_segments
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import TENSORS, products_in, recurrence
 from flash_delta.testing.cases import Case
@@ -69,7 +71,7 @@ def test_how_a_map_is_walked_changes_no_bit(decay, monkeypatch):
     outputs = []
     for part, tma in ((1000, False), (1, False), (1, True)):
         split(monkeypatch, 2, tma)
-        monkeypatch.setattr(launch_segments, "PART", part)
+        monkeypatch.setattr(segments, "PART", part)
         outputs.append(results(member, x))
     for other in outputs[1:]:
         assert all(torch.equal(t, other[tensor]) for tensor, t in outputs[0].items())

@@ -166,7 +166,7 @@ def test_what_the_kernel_cannot_do_it_says():
 @needs_triton
 def test_calls_with_pools_of_other_sizes_are_launched_anew():
     """How many slots there are is part of what is launched, though not of what is compiled."""
-    from flash_delta.kernels.triton.launcher import make_call as look_at
+    from flash_delta.kernels.runtime.calls import make_call as look_at
 
     shapes = []
     for count in (9, 10):

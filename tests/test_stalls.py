@@ -53,11 +53,11 @@ def looked_at(prompts, place):
     from new_lengths import Calls
     from pretended_gpu import pretended_gpu
 
-    from flash_delta.kernels.triton import cuda
+    from flash_delta.kernels.runtime import cuda_driver
     from flash_delta.ops.serving import _run
 
     def kept():
-        return sum(isinstance(o, cuda.Replay) for o in gc.get_objects())
+        return sum(isinstance(o, cuda_driver.Replay) for o in gc.get_objects())
 
     _run._remembered.clear()
     described, describe, before = [], _run.describe, kept()

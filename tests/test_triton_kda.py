@@ -11,10 +11,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
 
 import flash_delta
-from flash_delta.kernels.triton import launch
-from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.tiles import Tile
-from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.triton.backward import scan_backward
+from flash_delta.kernels.triton.forward import channel, scan, solve
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -129,10 +130,12 @@ def test_descriptors_and_pointers_load_what_channel_wrote():
         memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, Chain)
         channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
-        launch.run_channel(c, solved, channels)
-        launch.run_solve(c, channels, solved)
-        launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
-        launch.run_scan_backward(c, channels, solved, factors, again, inputs.v, None, chain, None, tile, recompute=True)
+        channel.run_channel(c, solved, channels)
+        solve.run_solve(c, channels, solved)
+        scan.run_scan(c, channels, solved, factors, o, state, saved, tile)
+        scan_backward.run_scan_backward(
+            c, channels, solved, factors, again, inputs.v, None, chain, None, tile, recompute=True
+        )
         assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
         outputs.append((o, state, *again, *chain))
     for a, b in zip(*outputs, strict=True):

@@ -12,11 +12,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
 
 import flash_delta
-from flash_delta.kernels.triton import backend, launch, launcher
-from flash_delta.kernels.triton.launcher import make_call
-from flash_delta.kernels.triton.launches import Case, problem_of
-from flash_delta.kernels.triton.tiles import Chip, Tile, widest_float32
-from flash_delta.kernels.triton.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.compiler.cases.rule import Case, problem_of
+from flash_delta.kernels.runtime import launch
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.triton import backend
+from flash_delta.kernels.triton.backward import scan_backward
+from flash_delta.kernels.triton.forward import factor, scan, solve
+from flash_delta.kernels.triton.tiles import widest_float32
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -119,10 +123,10 @@ def test_descriptors_and_pointers_load_the_same():
         memory.buffer.zero_()  # slots without a chunk stay as they are
         channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
-        launch.run_solve(c, channels, solved)
-        launch.run_factor(c, solved, factors)
-        launch.run_scan(c, channels, solved, factors, o, state, saved, tile)
-        launch.run_scan_backward(
+        solve.run_solve(c, channels, solved)
+        factor.run_factor(c, solved, factors)
+        scan.run_scan(c, channels, solved, factors, o, state, saved, tile)
+        scan_backward.run_scan_backward(
             c, channels, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True
         )
         assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
@@ -180,8 +184,8 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
     class Kernels(dict):
         __missing__ = lambda self, key: Kernel()  # noqa: E731
 
-    monkeypatch.setattr(launcher, "_compiled", Kernels())
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
+    monkeypatch.setattr(launch, "_compiled", Kernels())
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
     x = arguments(torch.bfloat16)
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
 
@@ -189,14 +193,14 @@ def test_a_call_like_an_earlier_one_launches_the_same_with_its_own_addresses(mon
         inputs = Inputs(q, k, x["v"].detach(), x["g"].detach(), x["beta"].detach(), cu_seqlens=x["cu_seqlens"])
         memory = Workspace(p, Channels, Solved, Factors)
         c = make_call(p, inputs, ("test",))._replace(direct=True)
-        monkeypatch.setattr(launcher, "_ready", {c.shape.key})
+        monkeypatch.setattr(launch, "_ready", {c.shape.key})
 
         def kernels(c):
             channels, solved, factors = c.parts(memory)
-            launch.run_solve(c, channels, solved)
-            launch.run_factor(c, solved, factors)
+            solve.run_solve(c, channels, solved)
+            factor.run_factor(c, solved, factors)
 
-        launcher.run(c, kernels, memory.buffer)
+        launch.run(c, kernels, memory.buffer)
         solve, factor = launched[-2:]
         _, solved, factors = memory.views()
         assert solve[:6] == (len(solved.A), p.H, 1, 7, 1, 2)
@@ -217,8 +221,8 @@ def test_where_a_pointer_points():
     memory = torch.empty(512, dtype=torch.uint8)
     expanded = memory[:4].view(torch.float32).expand(64)
     tensors = (expanded, None, memory)
-    assert launcher._source(tensors, memory.data_ptr() + 256) == (2, 256)
-    assert launcher._source(tensors, expanded) == (0, 0)
-    assert launcher._source((None, torch.empty(0, dtype=torch.uint8)), 0) == (1, 0)
+    assert launch._source(tensors, memory.data_ptr() + 256) == (2, 256)
+    assert launch._source(tensors, expanded) == (0, 0)
+    assert launch._source((None, torch.empty(0, dtype=torch.uint8)), 0) == (1, 0)
     with pytest.raises(ValueError, match="expected a pointer into one of the call's tensors"):
-        launcher._source((expanded,), memory.data_ptr())
+        launch._source((expanded,), memory.data_ptr())

@@ -79,7 +79,8 @@ def test_a_packed_token_counts_by_its_own_stride():
     """Code that was compiled for tokens 16 numbers apart has another key than code for tokens 5 apart, also where there
     is only one token. Results do not depend on it: what multiplies the stride is 0 then. So a call that torch takes for
     contiguous may launch what an earlier one launched, and on a GPU it does."""
-    from flash_delta.kernels.triton import launcher
+    from flash_delta.kernels.runtime.calls import make_call
+    from flash_delta.kernels.runtime.compile_key import STEP
 
     x = make_inputs(BY_NAME["one-token"], MEMBERS["gdn-recurrent"], torch.float32, DEVICE)
     x = {n: x[n][:1] for n in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": torch.tensor([0, 1], device=DEVICE)}
@@ -90,5 +91,5 @@ def test_a_packed_token_counts_by_its_own_stride():
         call = x | {"q": q}
         assert torch.equal(op(**call, backend="triton")[0], want)
         problem = flash_delta.explain(op, **call).problem
-        keys.append(launcher.make_call(problem, Inputs(**call), launcher.STEP).shape.key)
+        keys.append(make_call(problem, Inputs(**call), STEP).shape.key)
     assert keys[0] != keys[1]

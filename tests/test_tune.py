@@ -104,8 +104,8 @@ def test_the_command_needs_a_gpu():
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "gfx942"])
 def test_stages_offer_tiles(target):
-    from flash_delta.kernels.triton import launches, launches_serving
+    from flash_delta.compiler.cases.tuning import STAGES
 
-    for stage in (launches.STAGES | launches_serving.STAGES).values():
+    for stage in STAGES.values():
         tiles = stage.tiles(target)
         assert len(set(tiles)) == len(tiles) >= 2

@@ -77,9 +77,9 @@ def test_descriptions_that_cannot_be():
 
 
 def keys():
-    from flash_delta.kernels.triton import launcher
+    from flash_delta.kernels.runtime import compile_key
 
-    return dict(launcher._keys)
+    return dict(compile_key._keys)
 
 
 @needs_triton
@@ -170,7 +170,10 @@ def refused(compiled_for, changes):
     from faulty_kernels import multiply
 
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.triton import launch_decode, launcher
+    from flash_delta.kernels.runtime import launch
+    from flash_delta.kernels.runtime.calls import make_call
+    from flash_delta.kernels.runtime.compile_key import DECODE
+    from flash_delta.kernels.triton.serving import decode
     from flash_delta.ops._backend import Explain
 
     spec = Serving("gated_delta_rule", 16, 32, 128, 128, True, **RAW)
@@ -180,9 +183,9 @@ def refused(compiled_for, changes):
         p = op(**x, backend=Explain("triton")).problem
         inputs, slots = (kind(**{name: x.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
         o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
-        c = launcher.make_call(p, inputs, launcher.DECODE, *slots)._replace(direct=False)
-        launcher.run(c, partial(launch_decode.run_decode, o=o), o)
-        launcher._ready.add(c.shape.key)
+        c = make_call(p, inputs, DECODE, *slots)._replace(direct=False)
+        launch.run(c, partial(decode.run_decode, o=o), o)
+        launch._ready.add(c.shape.key)
 
     with offline("sm_90a") as compiled:
         if compiled_for is not None:
@@ -237,7 +240,9 @@ def test_forbidding_needs_no_triton(monkeypatch):
 def variants():
     """How many kernels decoding compiles for slices of tables at any address, of any width."""
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.triton import launch_decode, launcher
+    from flash_delta.kernels.runtime.calls import make_call
+    from flash_delta.kernels.runtime.compile_key import DECODE
+    from flash_delta.kernels.triton.serving import decode
     from flash_delta.ops._backend import Explain
 
     spec = Serving("kda", 16, 32, 128, 128, True, decode=(DecodeCalls(True, True, True),))
@@ -250,7 +255,7 @@ def variants():
             p = op(**now, backend=Explain("triton")).problem
             inputs, slots = (kind(**{name: now.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
             o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
-            launch_decode.run_decode(launcher.make_call(p, inputs, launcher.DECODE, *slots)._replace(direct=False), o)
+            decode.run_decode(make_call(p, inputs, DECODE, *slots)._replace(direct=False), o)
         return len(compiled)
 
 
@@ -261,33 +266,34 @@ def test_tables_of_slots_compile_nothing(process):
 
 def scratch(target):
     """Of scans with descriptors: what is planned for, and what the compiler asks for."""
+    from flash_delta.compiler.cases import rule, serving
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.triton import launch, launches, launches_serving
-    from flash_delta.kernels.triton.tiles import Chip, scan_tiles
-    from flash_delta.kernels.triton.walkers import Walkers, pool_scans
+    from flash_delta.kernels.runtime.chip import Chip
+    from flash_delta.kernels.triton.forward import pool_launches
+    from flash_delta.kernels.triton.tiles import scan_tiles
 
     found, sizes = [], {}
-    for case in (launches.Case(), launches.Case(64), launches.Case(gate="channel"), launches.Case(erase=None)):
-        p, x = launches.problem_of(case)
+    for case in (rule.Case(), rule.Case(64), rule.Case(gate="channel"), rule.Case(erase=None)):
+        p, x = rule.problem_of(case)
         for processors in (1, 8, 16, 132):
             chip = Chip(target.removesuffix("a"), processors)
             (t,) = scan_tiles("scan", p, chip, every=False)
             if (case, t) not in sizes:
                 with offline(target) as compiled:
-                    launches.call_scan(case, False, t)
+                    rule.call_scan(case, False, t)
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
-            programs = prod(launch.scan_grid(p, Walkers(t, p.N)))
-            found.append((launch.scratch_bytes(p, x, chip), programs * sizes[case, t]))
-    for pool in (launches_serving.PREFILLS["prefill-gdn-128"], launches_serving.PREFILLS["prefill-kda-128"]):
-        p, x = launches.problem_of(pool.model)
+            programs = prod(pool_launches.scan_grid(p, pool_launches.Walkers(t, p.N)))
+            found.append((pool_launches.scratch_bytes(p, x, chip), programs * sizes[case, t]))
+    for pool in (serving.PREFILLS["prefill-gdn-128"], serving.PREFILLS["prefill-kda-128"]):
+        p, x = rule.problem_of(pool.model)
         p = p._replace(pool=pool.dtype)
         asked = []
-        for w in pool_scans(p, chip, every=False):
+        for w in pool_launches.pool_scans(p, chip, every=False):
             with offline(target) as compiled:
-                launches_serving.call_prefill(pool, w.tile)
-            asked.append(prod(launch.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
-        found.append((launch.scratch_bytes(p, x, chip), max(asked)))
-    assert launch.scratch_bytes(*launches.problem_of(launches.Case(gap=1)), chip) == 0
+                serving.call_prefill(pool, w.tile)
+            asked.append(prod(pool_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
+        found.append((pool_launches.scratch_bytes(p, x, chip), max(asked)))
+    assert pool_launches.scratch_bytes(*rule.problem_of(rule.Case(gap=1)), chip) == 0
     return found
 
 

@@ -21,7 +21,7 @@ TIMEOUT_S = 300.0  # of one tile, compilation included
 
 def tune(
     stage: Annotated[str, typer.Argument(help="Name of a stage, e.g. scan.")],
-    module: Annotated[str | None, typer.Option(help="Its module; none: the first that has the stage.")] = None,
+    module: Annotated[str | None, typer.Option(help="A module with its own STAGES; none: the library's.")] = None,
     device: Annotated[str, typer.Option(help="A GPU.")] = "cuda",
     results: Annotated[Path | None, typer.Option("--json", help="Also write every tile's time here.", **PATH)] = None,
 ) -> None:
@@ -30,28 +30,26 @@ def tune(
     Tiles run in a process of their own: one that does not compile, or crashes, costs its own row.
     """
     from flash_delta.bench.tune import ranked, row, target_and_name, trials
-    from flash_delta.compiler.gate import MODULES
+    from flash_delta.compiler.gate import TUNED
 
     where = require_device(device)
     if where.type != "cuda":
         raise ValueError(f"device: expected a GPU, got {device!r}")
-    names = [module] if module is not None else list(MODULES)
-    require_modules(names)
-    stages = {name: vars(importlib.import_module(name)).get("STAGES", {}) for name in names}
-    home = next((name for name in names if stage in stages[name]), None)
-    if home is None:
-        known = ", ".join(s for found in stages.values() for s in found)
-        raise ValueError(f"stage: expected one of {known or 'none in this module'}, got {stage!r}")
+    name = TUNED if module is None else module
+    require_modules([name])
+    stages = vars(importlib.import_module(name)).get("STAGES", {})
+    if stage not in stages:
+        raise ValueError(f"stage: expected one of {', '.join(stages) or 'none in this module'}, got {stage!r}")
     if results is not None:
         require_writable("json", results)
     target, gpu = target_and_name(where)
-    tiles = stages[home][stage].tiles(target)
+    tiles = stages[stage].tiles(target)
     console = Console()
-    found = list(track(trials(home, stage, tiles, where, TIMEOUT_S), stage, total=len(tiles), console=console,
+    found = list(track(trials(name, stage, tiles, where, TIMEOUT_S), stage, total=len(tiles), console=console,
                        transient=True, disable=not console.is_terminal))  # fmt: skip
     best_first = ranked(found)
     console.print(_table(best_first, f"{stage} on {gpu}, {target}"))
-    line = row(stages[home][stage].sizes, best_first, target, gpu)
+    line = row(stages[stage].sizes, best_first, target, gpu)
     console.print(line or "no tile is right", soft_wrap=True, markup=False, highlight=False)
     if results is not None:
         _write(results, stage, target, gpu, best_first)

@@ -8,11 +8,12 @@ from flash_delta.compiler.pool import Result
 from flash_delta.compiler.targets import TARGETS
 
 MODULES = (
-    "flash_delta.kernels.triton.launches",
-    "flash_delta.kernels.triton.launches_serving",
-    "flash_delta.kernels.triton.launches_modules",
-    "flash_delta.kernels.hopper.launches",
+    "flash_delta.compiler.cases.rule",
+    "flash_delta.compiler.cases.serving",
+    "flash_delta.compiler.cases.around",
+    "flash_delta.compiler.cases.hopper",
 )
+TUNED = "flash_delta.compiler.cases.tuning"  # what `flash-delta tune` times
 
 TENSOR_COLUMNS = 512  # of Blackwell's tensor memory, which all programs on a multiprocessor share
 
@@ -30,9 +31,9 @@ class Allowed(NamedTuple):
 
 HOPPER = ("sm_90a",)
 HMMA = ("sm_80", "sm_89", "sm_120")  # whose products keep their operands in registers
-LIBRARY = "flash_delta.kernels.triton.launches"
-BY_HAND = "flash_delta.kernels.hopper.launches"
-SERVING = "flash_delta.kernels.triton.launches_serving"
+LIBRARY = "flash_delta.compiler.cases.rule"
+BY_HAND = "flash_delta.compiler.cases.hopper"
+SERVING = "flash_delta.compiler.cases.serving"
 ALLOWED = (
     Allowed(
         f"{LIBRARY}/*/factor", HOPPER, "spill",

@@ -80,7 +80,7 @@ def wished(wish: str | None) -> str | None:
 
 def choose_backend(problem: Call, wish: str | None, load: Load | None = None) -> str:
     """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around. Calls
-    with a memo in common have the environment's wish in common (known.look)."""
+    with a memo in common have the environment's wish in common (fastcall.look)."""
     if problem.memo is None:
         return _choose(problem, wished(wish), load)
     key = ("backend", wish)

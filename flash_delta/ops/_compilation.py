@@ -29,9 +29,9 @@ class forbid_compilation:
 def _switch() -> ModuleType | None:
     """Of the kernels, which only Triton compiles."""
     try:
-        from flash_delta.kernels.triton import forbidding
+        from flash_delta.kernels.runtime import forbid
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         return None
-    return forbidding
+    return forbid

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.kernels import known
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
 from flash_delta.ops._modules_checks import check_bounds, check_convolution, check_norm, check_token
@@ -90,7 +90,7 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, backend: s
     if has_tangents():
         return _describe(describe, x, backend, options)
     try:
-        key = (backend, options, known.key(torch.is_grad_enabled(), x))
+        key = (backend, options, fastcall.key(torch.is_grad_enabled(), x))
         found = _remembered[key]
     except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
         return _describe(describe, x, backend, options)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.kernels import known
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.ops._options import Options, as_bool, cast, refuse
 from flash_delta.ops._remembered import Remembered
 from flash_delta.ops._transforms import has_tangents, is_traced, refuse_transforms
@@ -28,7 +28,7 @@ def make_problem(x: Inputs, options: dict[str, Any], cu_seqlens_cpu: Tensor | Se
     if is_traced(x.q) or has_tangents() or not getattr(x.q, "is_cuda", False):
         return describe(x, cast(Options(**options)), cu_seqlens_cpu)
     try:
-        key = (*options.values(), known.key(torch.is_grad_enabled(), x))
+        key = (*options.values(), fastcall.key(torch.is_grad_enabled(), x))
         problem = _remembered[key]
     except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
         return describe(x, cast(Options(**options)), cu_seqlens_cpu)

@@ -9,7 +9,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], int]]:
-    """Notes the first SIGINT or SIGTERM; a second one does what it did before. In the main thread only.
+    """Notes the first SIGINT or SIGTERM; a second one does what it did before. In the main thread only. A signal that
+    the process ignores, as a shell's background jobs ignore Ctrl-C, stays ignored.
 
         with stop_signals() as stop:
             for record in trainer.run(stop):
@@ -20,6 +21,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     """
     came = 0
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
 
     def note(number: int, frame: object) -> None:
         nonlocal came
@@ -30,7 +32,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, note)
     try:
         yield lambda: came

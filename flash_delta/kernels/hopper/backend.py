@@ -1,29 +1,34 @@
 """The ``hopper`` backend: the delta rule with one decay per value head, forward, for sm_90a.
 
 `rates` sums up the gates; one kernel does the rest (`loop`), inverse and all. Long sequences on few heads are walked in
-segments, side by side (split.py): `factor`, `find_maps`, `compose`, `walk`. Heads of 256, whose states and chunks leave
-no room for an inverse beside them, take `factor` and a `walk` of whole sequences. Prompts on a pool are walked by the
-loop, from slot to slot, or one that is alone in segments (hand_over.py). Whatever it cannot run, ``triton`` does, and
-so it does the backward pass: for that, forward saves what kernels of that backend would have written.
+segments, side by side (segments/): `factor`, `find_maps`, `compose`, `walk`. Heads of 256, whose states and chunks
+leave no room for an inverse beside them, take `factor` and a `walk` of whole sequences. Prompts on a pool are walked by
+the loop, from slot to slot, or one that is alone in segments (segments/prompt_state.py). Whatever it cannot run,
+``triton`` does, and so it does the backward pass: for that, forward saves what kernels of that backend would have
+written.
 """
 
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.hopper import launch, launch_segments
-from flash_delta.kernels.hopper.split import may_split_prompt, split_endless, split_length, split_prompt
+from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.segments.memory import Walk, new_walk, new_whole_walk
+from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_endless, split_length, split_prompt
+from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
+from flash_delta.kernels.hopper.segments.run import compile_walk, run_walk
+from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
-from flash_delta.kernels.triton.launch import run_factor
-from flash_delta.kernels.triton.launch_decode import run_decode
-from flash_delta.kernels.triton.launcher import Call, make_call, on, remember, replayed, run
-from flash_delta.kernels.triton.tiles import chip_of
-from flash_delta.kernels.triton.workspace import Workspace
+from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.problem import Inputs, Outputs, Problem, Slots
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of its calls
 WIDTHS = (64, 128, 256)
 WHOLE = 256  # too wide for the loop: A of all chunks first, then a walk of whole sequences
-
 backward, empty_saved = triton.backward, triton.empty_saved
 
 
@@ -77,25 +82,26 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
     x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
     if x.initial_state is not None:
         x = x._replace(initial_state=x.initial_state.float().contiguous())
-    rates = launch.new_rates(p)
+    rates = new_rates(p)
     length = split_length(p, chip_of(p.device).processors)
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
+    walk = None
     if p.K == WHOLE:
-        walk = launch_segments.new_whole_walk(p, A)
-    else:
-        walk = None if length is None else launch_segments.new_walk(p, length, A)
+        walk = new_whole_walk(p, A)
+    elif length is not None:
+        walk = new_walk(p, length, A)
 
     def kernels(c: Call) -> None:
         solved, factors = (None, None) if saved is None else (*c.parts(saved), None)[:2]
-        launch.run_rates(c, o, rates, solved)
+        run_rates(c, o, rates, solved)
         compiling = c.compiling is not None and p.K != WHOLE  # both ways
         if walk is None or compiling:
-            launch.run_loop(c, o, final, rates, A, residual=residual)
+            run_loop(c, o, final, rates, A, residual=residual)
         if compiling:
-            launch_segments.compile_walk(c, o, final, rates, residual)
+            compile_walk(c, o, final, rates, residual)
         elif walk is not None:
-            launch_segments.run_walk(c, o, final, rates, walk, residual)
+            run_walk(c, o, final, rates, walk, residual)
         if factors is not None:
             run_factor(c, solved, factors, follows=False)
 
@@ -118,7 +124,7 @@ def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
 
 def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor) -> None:
     x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
-    rates, walks = launch.new_rates(p), launch.new_walks(p)
+    rates, walks = new_rates(p), new_walks(p)
     processors = chip_of(p.device).processors
     split = _new_split(p, split_prompt(p, processors))
 
@@ -127,13 +133,13 @@ def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor) -> None:
         if c.compiling is not None and may_split_prompt(p, processors):  # both ways
             walk = _new_split(p._replace(N=1, T=1), split_endless(p, processors))
         if walk is not None:
-            launch_segments.run_hand_over(c, walk[1], slots, back=False)
-        launch.run_rates(c, o, rates, None, walks, slots)
+            run_hand_over(c, walk[1], slots, back=False)
+        run_rates(c, o, rates, None, walks, slots)
         if walk is None or c.compiling is not None:
-            launch.run_pool_loops(c, o, rates, walks, slots)
+            run_pool_loops(c, o, rates, walks, slots)
         if walk is not None:
-            launch_segments.run_prompt(c, o, rates, *walk)
-            launch_segments.run_hand_over(c, walk[1], slots, back=True)
+            run_prompt(c, o, rates, *walk)
+            run_hand_over(c, walk[1], slots, back=True)
         if not p.batch_invariant:
             run_decode(c, o)
 
@@ -142,19 +148,19 @@ def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor) -> None:
     remember(call, PREFILL, given)
 
 
-def _new_split(p: Problem, length: int | None) -> tuple[launch_segments.Walk, launch_segments.Prompt] | None:
+def _new_split(p: Problem, length: int | None) -> tuple[Walk, Prompt] | None:
     """Of a prompt that is walked in segments, what kernels hand each other for it."""
-    return None if length is None else (launch_segments.new_walk(p, length), launch_segments.new_prompt(p))
+    return None if length is None else (new_walk(p, length), new_prompt(p))
 
 
-def _spare(split: tuple[launch_segments.Walk, launch_segments.Prompt] | None) -> tuple[Tensor, ...]:
+def _spare(split: tuple[Walk, Prompt] | None) -> tuple[Tensor, ...]:
     return () if split is None else (*split[0][1:], *split[1])
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
-    own = launch.new_rates(nowhere), launch.new_walks(nowhere), *_spare(_new_split(nowhere, length))
+    own = new_rates(nowhere), new_walks(nowhere), *_spare(_new_split(nowhere, length))
     return sum(t.nbytes for t in (*own, *(t for t in (x.q, x.k, x.v) if not _describable(t))))
 
 
@@ -164,7 +170,7 @@ def _described(t: Tensor) -> Tensor:
 
 
 def _describable(t: Tensor) -> bool:
-    """Whether it can, by the strides (launch.ragged)."""
+    """Whether it can, by the strides (ragged)."""
     row, token, head, channel = t.stride()
     return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 

@@ -10,9 +10,9 @@ BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])) 
 # In shared memory, as wgmma and the copy engine take them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
-BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `launch.ragged` describes it
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `boxes.ragged` describes it
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
-ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `launch.pool` describes a pool of float32,
+ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `boxes.pool` describes a pool of float32,
 ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # of 16 bits, with values in a row,
 ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # and with keys
 LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: more of them would not lie row by row
@@ -21,5 +21,5 @@ PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a warp group
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
-# The copy engine clips at the end of a tensor, here of any sequence (`launch.ragged`).
+# The copy engine clips at the end of a tensor, here of any sequence (`boxes.ragged`).
 RAGGED = gl.constexpr(2**30)

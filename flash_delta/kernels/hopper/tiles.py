@@ -3,9 +3,9 @@ to share out among the warp groups of a program. Others fail the compile gate, o
 
 from typing import NamedTuple
 
-from flash_delta.kernels.triton import tiles as triton
-from flash_delta.kernels.triton.tiles import Chip
-from flash_delta.kernels.triton.walkers import walked_at_most
+from flash_delta.kernels.runtime import chip as triton
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.triton.forward.pool_launches import walked_at_most
 from flash_delta.problem import Problem
 
 
@@ -58,9 +58,9 @@ class PoolLoop(NamedTuple):
 
 
 def pool_loops(p: Problem, chip: Chip, *choice: Tile, every: bool) -> tuple[PoolLoop, ...]:
-    """Only the device knows how many sequences are prompts: as in ``triton/walkers.py`` there is a launch for every
-    tile that so many may choose, and one finds that it is meant. With ``max_prompts`` the caller says how many there
-    are at the most: then it is one launch. Either form may run: they give the same bits (tests/test_prefill_gpu.py)."""
+    """Only the device knows how many sequences are prompts: as for `scan` (pool_launches.py), there is one launch for
+    each tile that so many may choose, and one finds that it is meant. With ``max_prompts`` the caller says how many
+    there are at the most: then it is one launch. Either form may run: they give the same bits (test_prefill_gpu.py)."""
     if p.K == 64:
         choice = choice or (SLIM,)
     if choice or every:

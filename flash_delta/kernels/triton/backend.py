@@ -14,11 +14,13 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_delta.kernels.triton import launch, launch_decode, launch_segments
-from flash_delta.kernels.triton.chunk import count_slots
-from flash_delta.kernels.triton.launcher import DECODE, PREFILL, STEP, Call, make_call, on, remember, replayed, run
-from flash_delta.kernels.triton.tiles import chip_of, plan_segments, widest_float32
-from flash_delta.kernels.triton.workspace import (
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.runtime.arguments import block
+from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP
+from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.workspace import (
     Chain,
     Channels,
     Factors,
@@ -29,6 +31,20 @@ from flash_delta.kernels.triton.workspace import (
     Workspace,
     count_bytes,
 )
+from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
+from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gradients, run_query_gradients
+from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
+from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
+from flash_delta.kernels.triton.backward.pairs import run_pairs
+from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
+from flash_delta.kernels.triton.forward.channel import run_channel
+from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.pool_launches import scratch_bytes
+from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton.forward.segments import compile_walk, new_walk, run_walk
+from flash_delta.kernels.triton.forward.solve import run_solve
+from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.tiles import plan_segments, widest_float32
 from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
 
 WIDTHS = range(8, 257, 8)
@@ -100,17 +116,17 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
     kept = p.needs_grad and p.disable_recompute
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
     split = plan_segments(p, chip_of(p.device))
-    walk = None if split is None else launch_segments.new_walk(p, split)
+    walk = None if split is None else new_walk(p, split)
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*saved, *handed), None)[:4]
         _chunks(c, solved, factors, channels)
         if walk is None or c.compiling is not None:
-            launch.run_scan(c, channels, solved, factors, o, final, residual)
+            run_scan(c, channels, solved, factors, o, final, residual)
         if c.compiling is not None:
-            launch_segments.compile_walk(c, channels, solved, factors, o, final)
+            compile_walk(c, channels, solved, factors, o, final)
         elif walk is not None:
-            launch_segments.run_walk(c, channels, solved, factors, o, final, walk)
+            run_walk(c, channels, solved, factors, o, final, walk)
 
     call = make_call(p, x, _forward(p), memo=p.memo)
     spare = *(w.buffer for w in handed), *(walk or ())[1:]
@@ -128,7 +144,7 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
     x = with_flat_parameters(x)
     own = () if kept else (Factors, Channels, Residual)
     memory = for_backward(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
-    d, widths = launch.new_gradients(x), (p.K,) if p.gate == "channel" else ()
+    d, widths = new_gradients(x), (p.K,) if p.gate == "channel" else ()
     new = partial(torch.empty, count_slots(p), p.HV, *widths, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
 
@@ -136,26 +152,26 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
         solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
         do, dfinal = c.more
         if p.gate == "channel" and recompute:
-            launch.run_channel(c, solved, channels)
+            run_channel(c, solved, channels)
         if again:
-            launch.run_solve(c, channels, solved)
+            run_solve(c, channels, solved)
         if p.gate != "channel" and recompute:
-            launch.run_factor(c, solved, factors, follows=again)
-        launch.run_scan_backward(
+            run_factor(c, solved, factors, follows=again)
+        run_scan_backward(
             c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute
         )
-        launch.run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
+        run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
         if p.gate == "channel":
             if p.dtype == torch.bfloat16:
-                launch.run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
-            if launch.needs_halving(p):
-                launch.run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
-            launch.run_key_head_gradients(c, solved, heads, d)
+                run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
+            if needs_halving(p):
+                run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
+            run_key_head_gradients(c, solved, heads, d)
             return
-        launch.run_query_gradients(c, solved, factors, residual, do, d.q, scores)
-        launch.run_key_gradients(c, solved, factors, residual, chain, d, scores)
+        run_query_gradients(c, solved, factors, residual, do, d.q, scores)
+        run_key_gradients(c, solved, factors, residual, chain, d, scores)
         if p.gate == "scalar":
-            launch.run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
+            run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with on(p.device):
         call = make_call(p, x, ("backward", again, kept), do, dfinal)
@@ -168,7 +184,7 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     with on(p.device):
         call = make_call(p, with_flat_parameters(x), DECODE, *s, *around, memo=p.memo)
-        run(call, partial(launch_decode.run_decode, o=o), o)
+        run(call, partial(run_decode, o=o), o)
     if remember(call, DECODE, x):
         p.memo["again"] = _decode_again
     return o
@@ -197,7 +213,7 @@ def step(p: Problem, x: Inputs) -> Outputs:
     has = torch.zeros(p.N, dtype=torch.bool, device=p.device) if x.initial_state is None else None
     with on(p.device):
         call = make_call(p, x, STEP, *Slots(states, rows, rows, has_initial_state=has), memo=p.memo)
-        run(call, partial(launch_decode.run_decode, o=o), o)
+        run(call, partial(run_decode, o=o), o)
     return Outputs(o, states)
 
 
@@ -216,9 +232,9 @@ def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor) -> None:
     def kernels(c: Call) -> None:
         solved, factors, channels = c.parts(memory)
         _chunks(c, solved, factors, channels)
-        launch.run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
+        run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
         if not p.batch_invariant:
-            launch_decode.run_decode(c, o)
+            run_decode(c, o)
 
     call = make_call(p, with_flat_parameters(x), PREFILL, *s, memo=p.memo)
     run(call, kernels, o, spare=(memory.buffer,))
@@ -227,16 +243,16 @@ def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor) -> None:
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
-    return count_bytes(p, *HANDED) + launch.scratch_bytes(p, x, chip_of(p.device))
+    return count_bytes(p, *HANDED) + scratch_bytes(p, x, chip_of(p.device))
 
 
 def _chunks(c: Call, solved: Solved, factors: Factors, channels: Channels) -> None:
     """Every chunk as a map of the state."""
     if c.p.gate == "channel":
-        launch.run_channel(c, solved, channels)
-    launch.run_solve(c, channels, solved)
+        run_channel(c, solved, channels)
+    run_solve(c, channels, solved)
     if c.p.gate != "channel":
-        launch.run_factor(c, solved, factors)
+        run_factor(c, solved, factors)
 
 
 def _cannot_decode(p: Problem) -> str | None:
@@ -246,7 +262,7 @@ def _cannot_decode(p: Problem) -> str | None:
         return f"token by token it counts a tensor's numbers in 32 bits, there are {p.B} x {p.T} tokens"
     if not 0 < min(p.K, p.V) <= max(p.K, p.V) <= WIDTHS[-1]:
         return f"K and V have to be from 1 to {WIDTHS[-1]}, they are {p.K} and {p.V}"
-    if (p.taps or p.eps is not None) and launch.block(p.K) * launch.block(p.V) > WHOLE:
+    if (p.taps or p.eps is not None) and block(p.K) * block(p.V) > WHOLE:
         return (
             f"with a convolution or a norm a program holds states of up to {WHOLE} numbers, K and V are {p.K} and {p.V}"
         )
@@ -280,3 +296,12 @@ def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
         return None
     over = 0 if like.numel() == sums.shape[1:].numel() else (0, 2)
     return sums.sum(over).reshape(like.shape).to(like.dtype)
+
+
+def new_gradients(x: Inputs) -> Inputs:
+    """Of everything but A_log and dt_bias, contiguous."""
+
+    def like(t: Tensor | None) -> Tensor | None:
+        return None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+    return Inputs(like(x.q), like(x.k), like(x.v), like(x.g), like(x.beta), like(x.p), like(x.initial_state))

@@ -8,18 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from triton.runtime.driver import driver
 
-from flash_delta.kernels.triton.chunk import C
+from flash_delta.kernels.device.chunk import C
+from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
 from flash_delta.problem import Problem
-
-
-class Tile(NamedTuple):
-    warps: int
-    stages: int
-    BV: int = 0  # value columns of one program, or of one step of its loop; key channels of channel_gradients
-    tma: bool = False  # whole tiles by the copy engine, where the tensors allow it (launch.fits_tma)
-    registers: int | None = None  # at most so many per thread
 
 
 class Segments(NamedTuple):
@@ -31,58 +23,10 @@ class Segments(NamedTuple):
     scan: Tile  # of the scan that walks them
 
 
-class Chip(NamedTuple):
-    target: str  # "sm_90", "gfx942"; "interpreter" on the CPU
-    processors: int  # that run programs side by side
-
-
-def chip_of(device: torch.device) -> Chip:
-    """The chip that kernels on ``device`` are compiled for."""
-    if device.type == "cpu":
-        return Chip("interpreter", 1)
-    if device.type == "meta":  # the compile gate's (compiler/offline.py)
-        target = driver.active.get_current_target()
-        return Chip(target.arch if target.backend == "hip" else f"sm_{target.arch}", 1)
-    return _chip(device.index)
-
-
-@lru_cache
-def _chip(index: int) -> Chip:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is None:
-        return Chip(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
-    return Chip(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
-
-
-def precision(dtype: torch.dtype, chip: Chip) -> str:
-    """The input precision of float32 products in a call in ``dtype``; AMD's matrix cores take float32 as it is."""
-    if chip.target.startswith("gfx") or chip.target == "interpreter":
-        return "ieee"
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-def family(target: str) -> str:
-    """The chip of the tables that ``target`` is most like: by its matrix instructions, and by its shared memory."""
-    if target.startswith("gfx"):
-        return "gfx942"
-    return {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}.get(target, "sm_80")  # consumer chips, too
-
-
 def widest_float32(chip: Chip) -> int:
     """The widest heads in float32 whose tiles fit: at 128 the gradients of keys take 152 KB of shared memory (sm_90a),
     and 216 KB where the erase keys are tensors of their own (Comba)."""
     return 128 if chip.target == "interpreter" or family(chip.target) in ("sm_90", "gfx942") else 64
-
-
-def overlaps(p: Problem, chip: Chip) -> bool:
-    """Whether a kernel may start before the one before it has ended (chunk.follow). float32 has no haste."""
-    hopper_or_later = family(chip.target) in ("sm_90", "sm_100") or chip.target.startswith("sm_12")
-    return hopper_or_later and p.dtype != torch.float32
-
-
-def takes_tma(chip: Chip) -> bool:
-    """Whether the table has tiles for the chip's copy engine."""
-    return family(chip.target) in ("sm_90", "sm_100")
 
 
 # Of heads up to 64, up to 128 and up to 256 wide (the wider of K and V).
@@ -150,7 +94,6 @@ TILES = {
 # On every chip:
 WARP = Tile(1, 1)  # of solve and gates: one warp, whose steps need no barrier
 HEADS = Tile(8, 1)  # of key_head_gradients, which moves memory
-
 # Of float32, which is there to be compared with; of heads up to 64 and up to 128 wide. Some spill whatever the tile
 # (gate.py).
 FLOAT32 = {
@@ -164,7 +107,6 @@ FLOAT32 = {
     "key_gradients": (Tile(8, 1, 32), Tile(8, 1, 16)),
     "halved_gradients": (Tile(4, 1, 16), Tile(4, 1, 16)),
 }
-
 # Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
 # heads, less traffic for many.
 SCANS = {
@@ -197,7 +139,6 @@ SCANS = {
     ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
 }
-
 # The same with a decay per channel, where they load A, too (at 128 columns see `scan`).
 CHANNEL_SCANS = {
     ("scan", "sm_90"): (
@@ -240,8 +181,6 @@ PACES = {
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
 MOST, FEWEST = 64, 8  # segments of a sequence; chunks of a segment
 ENDLESS = 2**14  # chunks
-
-
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
 # values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
 # Measured on an H200 with 64 and with 256 rows (docs/notes).
@@ -257,7 +196,6 @@ ONE_TOKEN_REGISTERS = 64
 # Of few rows with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
 # By the bytes of a number in the pool; and how many columns they may be for each processor.
 FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(2, 1, 8)}, {4: 128, 2: 32}
-
 # A head's whole state in one program, by the bytes of a number in the pool and whether there is a decay per channel:
 # numbers a warp, and registers a thread at most where measured.
 WHOLE = {(4, False): (1024, None), (4, True): (2048, 128), (2, False): (2048, 128), (2, True): (4096, None)}
@@ -325,11 +263,6 @@ def maps_tile(p: Problem, chip: Chip) -> Tile:
 def segment_tiles(p: Problem, chip: Chip) -> tuple[Tile, ...]:
     """Of the scan that walks segments: there are as many as a chip has room for, so wide ones."""
     return _scan_tiles("scan", p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
-
-
-def next_power_of_2(n: int) -> int:
-    """Triton's takes 5 us."""
-    return 1 << (n - 1).bit_length()
 
 
 # Every launch asks: a remembered answer takes 0.3 us.

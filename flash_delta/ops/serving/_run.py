@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.kernels import known
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import serve
 from flash_delta.ops._options import Options, cast
@@ -57,7 +57,7 @@ def run(
         fields = (getattr(chosen, name) for name in FIELDS)
         return operator(*(given[name] for name in TENSORS), *fields, wished(backend))
     try:
-        key = (backend, *options.values(), known.key(False, x, s, around))
+        key = (backend, *options.values(), fastcall.key(False, x, s, around))
         found = _remembered[key]
     except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
         found = None

@@ -1,0 +1,72 @@
+"""The same for what layers do around the rule (see rule.py): the backend's functions, on sizes of models."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from flash_delta.compiler import Launch
+from flash_delta.kernels.triton.around.backend import (
+    convolve,
+    convolve_backward,
+    convolve_token,
+    normalize,
+    normalize_backward,
+)
+from flash_delta.problem import Convolution, Convolved, Norm, Normalized
+
+
+class Row(NamedTuple):
+    """A convolution over the projections of a layer."""
+
+    D: int = 8192
+    W: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    whole: bool = False  # packed sequences with states and a bias
+
+
+CONVOLUTIONS = {
+    "convolution": Row(),
+    "convolution-packed": Row(whole=True),
+    "convolution-float32": Row(dtype=torch.float32),
+    "convolution-float32-packed": Row(dtype=torch.float32, whole=True),
+    "convolution-8-taps-packed": Row(W=8, whole=True),
+    "convolution-narrow": Row(D=100),
+}
+NORMS = {  # columns, activation, dtype
+    "norm-128": (128, None, torch.bfloat16),
+    "norm-128-silu": (128, "silu", torch.bfloat16),
+    "norm-128-sigmoid-float32": (128, "sigmoid", torch.float32),
+    "norm-2048": (2048, None, torch.bfloat16),
+    "norm-8192-silu": (8192, "silu", torch.bfloat16),
+}
+
+
+def call_convolution(case: Row) -> None:
+    new = partial(torch.empty, device="meta", dtype=case.dtype)
+    x, weight, state = new(1, 256, case.D), new(case.D, case.W), new(2, case.D, case.W)
+    bounds = torch.empty(3, device="meta", dtype=torch.int32)
+    inputs = Convolved(x, weight, weight[:, 0], state, bounds) if case.whole else Convolved(x, weight)
+    p = Convolution(
+        "launches", 1, 256, case.D, case.W, 2 if case.whole else 1, case.dtype, x.device, case.whole, "silu", case.whole
+    )  # fmt: skip
+    convolve(p, inputs)
+    convolve_backward(p, inputs, x, state if case.whole else None)
+    if case.whole:
+        convolve_token(p, Convolved(x[0, :2], weight, weight[:, 0], state))
+
+
+def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
+    x, weight = torch.empty(4096, D, device="meta", dtype=dtype), torch.empty(D, device="meta", dtype=dtype)
+    p = Norm("launches", D, dtype, x.device, 1e-6, activation)
+    inputs = Normalized(x, weight, x if activation else None)
+    normalize(p, inputs)
+    normalize_backward(p, inputs, x)
+
+
+def launches(target: str) -> Iterator[Launch]:
+    for name, case in CONVOLUTIONS.items():
+        yield Launch(name, partial(call_convolution, case))
+    for name, case in NORMS.items():
+        yield Launch(name, partial(call_norm, *case))

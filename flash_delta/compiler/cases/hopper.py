@@ -1,0 +1,132 @@
+"""What the compile gate compiles: the launchers, on problems that models have."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flash_delta.compiler import Launch
+from flash_delta.compiler.cases.rule import Case, describe, problem_of
+from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.segments.memory import new_walk, new_whole_walk
+from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
+from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, Tile
+from flash_delta.kernels.runtime.calls import Call, make_call
+from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
+from flash_delta.problem import Inputs, Problem, Slots
+
+
+def batched() -> tuple[Problem, Inputs]:
+    """Batch rows instead of packed sequences, whose states start from zero and have their values first."""
+    new = partial(torch.empty, 2, 192, device="meta")
+    q, v, g = new(2, 128, dtype=torch.bfloat16), new(4, 128, dtype=torch.bfloat16), new(4)
+    x = Inputs(q, q, v, g, g)
+    return describe(x)._replace(state_v_first=True), x
+
+
+def alike() -> tuple[Problem, Inputs]:
+    """As many key heads as value heads, with norms: a program of `rates` has one head."""
+    p, x = problem_of(Case())
+    return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
+
+
+def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
+    p, x = problem_of(Case(width, raw=True))
+    return p._replace(needs_grad=True, disable_recompute=saving), x
+
+
+def serving(width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool) -> tuple[Problem, Inputs, Slots]:
+    """A prefill whose states lie in the slots of a pool."""
+    p, x = problem_of(Case(width, raw=True))
+    index = torch.empty(p.N, dtype=torch.int32, device="meta")
+    pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
+    slots = Slots(pool, index, index, None, None, index.bool(), index[:, None] if checkpoints else None)
+    return p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64), x._replace(initial_state=None), slots
+
+
+POOLS = {
+    "pool": partial(serving, 128, torch.float32, v_first=False, checkpoints=False),
+    "pool-v-first": partial(serving, 128, torch.float32, v_first=True, checkpoints=True),
+    "pool-bfloat16": partial(serving, 128, torch.bfloat16, v_first=False, checkpoints=True),
+    "pool-bfloat16-v-first": partial(serving, 128, torch.bfloat16, v_first=True, checkpoints=True),
+    "pool-64": partial(serving, 64, torch.float16, v_first=True, checkpoints=True),
+}
+CASES = {
+    "packed": partial(problem_of, Case()),
+    "packed-raw": partial(problem_of, Case(raw=True)),
+    "packed-float16": partial(problem_of, Case(dtype=torch.float16)),
+    "batched": batched,
+    "training": partial(training, 128),
+    "packed-64": partial(problem_of, Case(64)),
+    "training-64": partial(training, 64),
+    "packed-256": partial(problem_of, Case(256)),
+    "training-256": partial(training, 256),
+    "saving": partial(training, 128, saving=True),
+    "saving-64": partial(training, 64, saving=True),
+    "saving-256": partial(training, 256, saving=True),
+}
+RATES = CASES | {"packed-alike": alike}
+FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
+SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
+
+
+def call_rates(case: str) -> None:
+    c, o, _, rates, solved, _ = described(case)
+    run_rates(c, o, rates, solved)
+
+
+def call_loop(case: str, t: Tile) -> None:
+    c, *outputs, solved, residual = described(case)
+    run_loop(c, *outputs, solved and solved.A, t, residual=residual)
+
+
+def call_pool(case: str, t: Tile) -> None:
+    p, x, slots = POOLS[case]()
+    c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
+    o, rates, walks = torch.empty_like(x.v), new_rates(p), new_walks(p)
+    run_rates(c, o, rates, None, walks, slots)
+    run_pool_loops(c, o, rates, walks, slots, t)
+
+
+def call_prompt(case: str, *, back: bool) -> None:
+    """Of a prompt that is alone, in segments; or what is behind them."""
+    p, x, slots = POOLS[case]()
+    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p)
+    run_hand_over(c, prompt, slots, back=back)
+    if not back:
+        run_prompt(c, torch.empty_like(x.v), new_rates(p), new_walk(p._replace(N=1), 128), prompt)
+
+
+def call_walk(case: str) -> None:
+    c, *outputs, _, residual = described(case)
+    run_walk(c, *outputs, new_whole_walk(c.p) if c.p.K == 256 else new_walk(c.p, 128), residual)
+
+
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None, Residual | None]:
+    """The call, o, the final states, rates, and what the backward pass needs."""
+    p, x = RATES[case]()
+    c = make_call(p, x, ("launches",))._replace(direct=False)
+    solved = Workspace(p, Solved).views()[0] if p.needs_grad else None
+    residual = Workspace(p, Residual).views()[0] if p.disable_recompute else None
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, residual
+
+
+def launches(target: str) -> Iterator[Launch]:
+    if target != "sm_90a":
+        return
+    for case in RATES:
+        yield Launch(case, partial(call_rates, case))
+    for case, made in CASES.items():
+        p = made()[0]
+        width, forms = p.K, SAVING_FORMS if p.disable_recompute else FORMS
+        for form, t in forms[width].items():
+            yield Launch(f"{case}-{form}", partial(call_loop, case, t))
+        yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
+    for name, back in (("pool-segments", False), ("pool-back", True)):
+        yield Launch(name, partial(call_prompt, "pool", back=back))
+    for case, described_pool in POOLS.items():
+        for form, t in FORMS[described_pool()[0].K].items():
+            yield Launch(f"{case}-{form}", partial(call_pool, case, t))

@@ -1,0 +1,215 @@
+"""What the compile gate compiles: the launchers, on problems that models have."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.compiler import Launch
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import Chip, Tile, takes_tma
+from flash_delta.kernels.runtime.workspace import (
+    Chain,
+    Channels,
+    Factors,
+    HeadGradients,
+    Residual,
+    Scores,
+    Solved,
+    Workspace,
+)
+from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
+from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gradients, run_query_gradients
+from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
+from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
+from flash_delta.kernels.triton.backward.pairs import run_pairs
+from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
+from flash_delta.kernels.triton.forward.channel import run_channel
+from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton.forward.segments import new_walk, run_compose, run_maps, run_segments
+from flash_delta.kernels.triton.forward.solve import run_solve
+from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile
+from flash_delta.problem import Inputs, Problem
+
+Tensors = dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """A member of the family, as the gate compiles it: two packed sequences, two value heads per key head."""
+
+    width: int = 128  # K and V
+    dtype: torch.dtype = torch.bfloat16
+    gate: str = "scalar"
+    erase: str | None = "decayed"
+    raw: bool = False  # with norms and activations
+    lower_bound: float | None = None
+    tokens: int = 128
+    gap: int = 0  # elements between heads: odd ones keep the copy engine away
+
+
+# What a kernel's code depends on, each combination once: scans know nothing of gates, norms and activations.
+CHUNKS = {
+    "gdn-64": Case(64),
+    "gdn-128": Case(),
+    "gdn-128-raw": Case(raw=True),
+    "gdn-256": Case(256),
+    "gdn-64-float32": Case(64, torch.float32),
+    "comba-128-raw": Case(erase="undecayed", raw=True),
+    "delta-rule-128": Case(gate="none"),
+    "simple-gla-128": Case(erase=None),
+    "kda-64": Case(64, gate="channel"),
+    "kda-128": Case(gate="channel"),
+    "kda-128-raw": Case(gate="channel", raw=True),
+    "kda-128-bounded": Case(gate="channel", raw=True, lower_bound=-5.0),
+}
+SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128", "kda-128")}
+SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # of these, sequences in segments
+
+
+def describe(
+    x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False, lower_bound: float | None = None
+) -> Problem:
+    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    packed = x.cu_seqlens is not None
+    N = x.cu_seqlens.numel() - 1 if packed else B
+    return Problem(
+        "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5,
+        lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_gate=raw,
+        lower_bound=lower_bound, raw_beta=raw,
+    )  # fmt: skip
+
+
+class Kernels:
+    """The launchers on one problem, with all that the kernels write for each other."""
+
+    def __init__(self, p: Problem, x: Inputs, *more: Tensor | None):
+        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",), *more)._replace(direct=False)
+        groups = (Channels, Solved, Factors, Residual, Chain, Scores, HeadGradients)
+        parts = self.c.parts(Workspace(p, *groups))
+        self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
+
+    def channel(self) -> None:
+        run_channel(self.c, self.solved, self.channels)
+
+    def solve(self) -> None:
+        run_solve(self.c, self.channels, self.solved)
+
+    def factor(self, t: Tile | None = None) -> None:
+        run_factor(self.c, self.solved, self.factors, t)
+
+    def chunks(self) -> None:
+        """All that the scans need."""
+        if self.p.gate == "channel":
+            self.channel()
+        self.solve()
+        if self.p.gate != "channel":
+            self.factor()
+
+    def scan(self, save: bool, t: Tile) -> Tensors:
+        o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
+        residual = self.residual if save else None
+        run_scan(self.c, self.channels, self.solved, self.factors, o, final, residual, t)
+        return {"o": o, "final_state": final}
+
+    def maps(self, split: Segments) -> Tensors:
+        """Of segments, and the states that they start from."""
+        walk = new_walk(self.p, split)
+        run_maps(self.c, self.channels, self.solved, self.factors, walk)
+        run_compose(self.c, walk)
+        return {"maps": walk.maps, "starts": walk.starts}
+
+    def segments(self, split: Segments) -> Tensors:
+        o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
+        walk = new_walk(self.p, split)
+        run_segments(self.c, self.channels, self.solved, self.factors, o, final, walk)
+        return {"o": o, "final_state": final}
+
+    def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
+        state, do = self.x.initial_state, self.x.v
+        dinitial = None if state is None else torch.empty_like(state)
+        run_scan_backward(
+            self.c, self.channels, self.solved, self.factors, self.residual, do, state, self.chain, dinitial, t,
+            recompute=recompute,
+        )  # fmt: skip
+        return self.chain._asdict() | (self.residual._asdict() if recompute else {})
+
+    def gradients(self) -> None:
+        c, p, x, s, f, do, d = self.c, self.p, self.x, self.solved, self.factors, self.x.v, new_gradients(self.x)
+        run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores, self.heads)
+        sums = torch.empty(count_slots(p), p.HV, p.K, device=p.device)
+        sums = [None if t is None else sums for t in (x.A_log, x.dt_bias)]
+        if p.gate == "channel":
+            run_channel_gradients(c, self.scores, self.heads, d.g, *sums)
+            if needs_halving(p):
+                run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, d.g, *sums)
+            run_key_head_gradients(c, s, self.heads, d)
+            return
+        run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
+        run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
+        if p.gate == "scalar" and p.K == 128:  # `gates` knows no width
+            run_gates(c, s, self.scores, d.g, *sums)
+
+
+def problem_of(case: Case) -> tuple[Problem, Inputs]:
+    new = partial(torch.empty, device="meta")
+    H, HV, T, D = 2, 4, case.tokens, case.width
+    q, v = (new(1, T, heads, D + case.gap, dtype=case.dtype)[..., :D] for heads in (H, HV))
+    g = {"none": None, "scalar": new(1, T, HV), "channel": new(1, T, HV, D, dtype=case.dtype)}[case.gate]
+    beta = None if case.erase is None else new(1, T, HV)
+    A_log = new(HV) if case.raw else None
+    dt_bias = new(HV * D) if case.raw and case.gate == "channel" else A_log
+    own = q if case.erase == "undecayed" else None
+    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, D), A_log, dt_bias, new(3, dtype=torch.int32))
+    return describe(x, case.gate, case.erase, case.raw, case.lower_bound), x
+
+
+def call_chunks(case: Case) -> None:
+    kernels = Kernels(*problem_of(case))
+    kernels.chunks()
+    kernels.gradients()
+
+
+def call_scan(case: Case, save: bool, t: Tile) -> None:
+    Kernels(*problem_of(case)).scan(save, t)
+
+
+def call_maps(case: Case, split: Segments) -> None:
+    Kernels(*problem_of(case)).maps(split)
+
+
+def call_segments(case: Case, split: Segments) -> None:
+    Kernels(*problem_of(case)).segments(split)
+
+
+def call_scan_backward(case: Case, recompute: bool, t: Tile) -> None:
+    Kernels(*problem_of(case)).scan_backward(recompute, t)
+
+
+def launches(target: str) -> Iterator[Launch]:
+    """What a call keeps (``disable_recompute``), and what it then does not compute again, at one width."""
+    chip = Chip(target.removesuffix("a"), 1)
+    for name, case in CHUNKS.items():
+        yield Launch(name, partial(call_chunks, case))
+    unaligned = {"gdn-128-unaligned": Case(gap=1)} if takes_tma(chip) else {}
+    for name, case in (SCANS | unaligned).items():
+        p, _ = problem_of(case)
+        forms = {
+            "": ("scan", partial(call_scan, case, False)),
+            "-recomputed": ("scan_both", partial(call_scan_backward, case, True)),
+            "-saved": ("scan_kept", partial(call_scan, case, True)),
+            "-backward": ("scan_backward", partial(call_scan_backward, case, False)),
+        }
+        for form in forms if name == "gdn-128" else ("", "-recomputed"):
+            kernel, call = forms[form]
+            for t in scan_tiles(kernel, p, chip, every=True):
+                yield Launch(f"{name}-BV={t.BV}{form}", partial(call, t))
+        if name in SPLIT:
+            splits = [Segments(128, maps_tile(p, chip), tile("compose", p, chip), t) for t in segment_tiles(p, chip)]
+            yield Launch(f"{name}-maps", partial(call_maps, case, splits[0]))
+            for split in splits:
+                yield Launch(f"{name}-BV={split.scan.BV}-segments", partial(call_segments, case, split))

@@ -1,0 +1,129 @@
+"""The same for serving (see rule.py)."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from flash_delta.compiler import Launch
+from flash_delta.compiler.cases.rule import CHUNKS, Case, Kernels, problem_of
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.tiles import FEW, scan_tiles
+from flash_delta.problem import Around, Inputs, Slots
+
+
+class Decoding(NamedTuple):
+    """A model's states in a pool: a token, or a draft of ``tokens``, each for two rows."""
+
+    model: Case = Case(raw=True)
+    dtype: torch.dtype = torch.float32
+    v_first: bool = True
+    tree: bool = False
+    tokens: int = 1
+    whole: bool = False  # with a convolution and an output norm
+    apart: bool = False  # from states outside of the pool, as recurrent ops do
+
+
+BOUNDED = CHUNKS["kda-128-bounded"]
+DECODINGS = {  # every tile once; then what the kernel's code depends on
+    **{
+        f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
+            Case(width, raw=True), dtype, v_first
+        )
+        for width, dtype, v_first in product((64, 128, 256), (torch.float32, torch.bfloat16), (True, False))
+    },
+    "decode-gdn-128-draft": Decoding(tokens=4),
+    "decode-gdn-128-draft-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4),
+    "decode-gdn-128-tree": Decoding(tree=True, tokens=4),
+    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True, tokens=4),
+    "decode-kda-128": Decoding(CHUNKS["kda-128"]),
+    "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
+    "decode-kda-128-bounded": Decoding(BOUNDED),
+    "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
+    "decode-kda-128-bounded-k-first-bfloat16": Decoding(BOUNDED, torch.bfloat16, v_first=False),
+    "decode-gdn-128-apart": Decoding(apart=True),
+    "decode-kda-128-raw-apart": Decoding(CHUNKS["kda-128-raw"], v_first=False, apart=True),
+    "decode-gdn-128-whole": Decoding(whole=True),
+    "decode-gdn-128-whole-k-first-bfloat16": Decoding(dtype=torch.bfloat16, v_first=False, whole=True),
+    "decode-gdn-128-whole-draft": Decoding(tokens=4, whole=True),
+    "decode-gdn-64-whole-tree": Decoding(Case(64, raw=True), tree=True, tokens=4, whole=True),
+    "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
+    "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
+    "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
+}
+
+
+class Prefilling(NamedTuple):
+    """A model's states in a pool, and what goes on from them in chunks: two sequences, or token by token."""
+
+    model: Case = Case()
+    dtype: torch.dtype = torch.float32
+    v_first: bool = True
+    checkpoints: bool = True
+
+
+PREFILLS = {  # every tile once; then what the kernels' code depends on
+    "prefill-gdn-64": Prefilling(CHUNKS["gdn-64"]),
+    "prefill-gdn-128": Prefilling(),
+    "prefill-gdn-128-k-first-bfloat16": Prefilling(Case(raw=True), torch.bfloat16, v_first=False, checkpoints=False),
+    "prefill-gdn-256": Prefilling(CHUNKS["gdn-256"]),
+    "prefill-kda-128": Prefilling(CHUNKS["kda-128"]),
+    "prefill-kda-128-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False),
+}
+
+
+def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bool = True) -> None:
+    B, T, new = 2, case.tokens, partial(torch.empty, device="meta")
+    p, x = problem_of(case.model._replace(tokens=T))
+    x = Inputs(
+        *(None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5]), A_log=x.A_log, dt_bias=x.dt_bias
+    )
+    p = p._replace(B=B, N=B, packed=False, recurrent=True, state_v_first=case.v_first, pool=case.dtype)
+    around = Around()
+    if case.whole:
+        D = 2 * p.H * p.K + p.HV * p.V
+        around = Around(new(9, D, 4, dtype=p.dtype), new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
+        p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
+    pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(B, T, dtype=torch.int32)
+    accepted = new(B, dtype=torch.int32) if counted else None
+    x = x._replace(initial_state=new(B, *p.state_shape[1:]) if case.apart else None)
+    s = Slots(
+        pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
+    )
+    call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
+    run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), *choice)
+
+
+def call_prefill(case: Prefilling, t: Tile | None = None) -> None:
+    """The scan with a tile; without one what runs before it."""
+    (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
+    x = x._replace(initial_state=None)
+    p = p._replace(state_v_first=case.v_first, pool=case.dtype, checkpoint_every=64 if case.checkpoints else 0)
+    index, has = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool)
+    checkpoints = new(p.N, case.model.tokens // 64, dtype=torch.int32) if case.checkpoints else None
+    s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, checkpoints)
+    kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
+    if t is None:
+        kernels.chunks()
+        run_decode(kernels.c, o)
+    else:
+        run_scan(kernels.c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
+
+
+def launches(target: str) -> Iterator[Launch]:
+    chip = Chip(target.removesuffix("a"), 1)
+    for name, case in DECODINGS.items():
+        yield Launch(name, partial(call_decode, case))
+    for name in ("decode-gdn-128-v-first-float32", "decode-gdn-128-v-first-bfloat16"):
+        yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW[DECODINGS[name].dtype.itemsize]))
+    for name, case in PREFILLS.items():
+        yield Launch(name, partial(call_prefill, case))
+        p, _ = problem_of(case.model)
+        choices = scan_tiles("scan", p, chip, every=True)
+        for t in choices if case == PREFILLS["prefill-gdn-128"] or case.model.gate == "channel" else choices[-1:]:
+            yield Launch(f"{name}-BV={t.BV}", partial(call_prefill, case, t))

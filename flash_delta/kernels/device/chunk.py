@@ -1,0 +1,182 @@
+"""Where the tokens of a chunk lie, without a plan in memory.
+
+Chunks restart with every sequence, so a packed batch of T tokens in N sequences has at most T // C + N of them.
+Sequence n keeps its chunks in the slots from ``cu_seqlens[n] // C + n`` on: never fewer than it needs, never one that
+is another sequence's. Any slot finds its chunk by itself, grids are launched from the bound, and a slot without a
+chunk finds no tokens. What lies behind the last sequence is one more "sequence", N, whose rows are written as zeros.
+
+Segments, runs of whole chunks, are found in the same way.
+"""
+
+import triton
+import triton.language as tl
+
+from flash_delta.problem import Problem
+
+C = 64  # tokens of a chunk, in every kernel
+
+
+def count_slots(problem: Problem, length: int = C) -> int:
+    """Upper bound of the chunks, or of the segments of ``length`` tokens, with those behind the last sequence."""
+    T = problem.T
+    return T // length + problem.N + 1 if problem.packed else problem.N * -(-T // length)
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """With OVERLAP a program may start while the kernel launched before its own still runs (programmatic dependent
+    launch). From here on that one has ended: what it wrote is there, what it read may be overwritten.
+
+    Up to here a program reads nothing that its call's kernels write, and writes nothing but descriptors, into memory
+    that no kernel of its call still uses: that of a kernel's descriptors is free again, and may be the next one's, as
+    soon as it is launched. So of two kernels with descriptors the second must not follow the first one directly, and
+    the one between them must not ``lead``.
+
+    A kernel that waits for the one in front of it waits for those before that, too, if that one has waited for them. So
+    programs that find nothing to do come here as well, where all of a kernel's may be such: sequences may be SHORT.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def lead(OVERLAP: tl.constexpr):
+    """The next kernel's programs may start once all of this one's have come here."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_bound(cu_seqlens, n, known, T):
+    """Where sequence n begins, which is where the one before it ends; 0 of those that are not ``known``.
+
+    No host reads bounds, so nobody checks them. Wrong ones are moved into the row, before they become 32-bit numbers.
+    Results are then undefined, but no kernel leaves its tensors: 0 <= bound <= T.
+    """
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + n, mask=known, other=0), 0), T).to(tl.int32)
+
+
+@triton.jit
+def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
+    """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
+    start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
+    if PACKED:
+        start = load_bound(cu_seqlens, n, n <= N, T)
+        stop = tl.maximum(tl.where(n < N, load_bound(cu_seqlens, n + 1, n < N, T), T), start)
+        slot = start // C + n
+    return start, stop, slot
+
+
+@triton.jit
+def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
+    """Of a slot of C tokens: its sequence, batch row, the sequence's first token and end, and the slots before it."""
+    n = slot // ((T + C - 1) // C)
+    row = n
+    if PACKED:
+        row, n = slot * 0, slot * 0 - 1
+        for i in range(0, N + 1, 128):
+            at = i + tl.arange(0, 128)
+            first = load_bound(cu_seqlens, at, at <= N, T) // C + at
+            n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
+        n = tl.maximum(n, 0)  # below 0 if the first bound is not 0
+    start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds go down, or begin above 0
+
+
+@triton.jit
+def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
+    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``.
+
+    Sequences of up to SHORT tokens have none: `decode` runs them.
+    """
+    n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, C, PACKED)
+    token = start + number * C
+    if SHORT > 0:
+        token = tl.where(stop - start <= SHORT, stop, token)
+    return n, row, token, stop
+
+
+@triton.jit
+def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """Of a slot of ``length`` tokens: its sequence, batch row, first token, end, first slot of chunks, number in the
+    sequence, and whether it is the last. A sequence without tokens has one; no segment: no tokens, and not the last."""
+    n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, length, PACKED)
+    _, _, chunk = bounds(n, cu_seqlens, N, T, C, PACKED)
+    token = start + number * length
+    last = (token + length >= stop) & ((token < stop) | (number == 0))
+    return (
+        n,
+        row,
+        tl.minimum(token, stop),
+        tl.minimum(token + length, stop),
+        chunk + number * (length // C),
+        number,
+        last,
+    )
+
+
+@triton.jit
+def rows_of(x, strides, row, head):
+    """Pointer to the tokens of one head in one batch row; strides, in elements: (batch, token, head, channel)."""
+    return x + row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """What ``load_tile`` and ``store_tile`` take: the rows before ``stop`` of one head, by pointer or by descriptor.
+
+    A descriptor lets Hopper's copy engine fetch whole tiles, clipped at the end of the sequence. It wants 16-bit
+    elements, rows of consecutive channels, and pointer and strides in multiples of 16 bytes (arguments.fits_tma).
+    """
+    if TMA:
+        return tl.make_tensor_descriptor(x, shape=[stop, width], strides=[strides[1], 1], block_shape=[C, W])
+    else:
+        return x
+
+
+@triton.jit
+def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
+    """``[C, W]`` from a token and a column on; 0 from ``stop`` and ``width`` on."""
+    if TMA:
+        return x.load([token, column])
+    else:
+        i, c = token + tl.arange(0, C), column + tl.arange(0, W)
+        at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+        return tl.load(x + at, mask=(i < stop)[:, None] & (c < width)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(
+    x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False
+):
+    """The way back of ``load_tile``; nothing is written from ``stop`` and ``width`` on."""
+    if TMA:
+        x.store([token, column], tile)
+    else:
+        i, c = token + tl.arange(0, C), column + tl.arange(0, W)
+        at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+        tl.store(x + at, tile, mask=(i < stop)[:, None] & (c < width)[None, :])
+
+
+@triton.jit
+def load_row(x, strides, token, stop, C: tl.constexpr):
+    """``[C]`` float32, one number per token: gates, strengths."""
+    i = token + tl.arange(0, C)
+    return tl.load(x + i.to(tl.int64) * strides[1], mask=i < stop, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(x, strides, row, token, stop, C: tl.constexpr):
+    i = token + tl.arange(0, C)
+    tl.store(x + i.to(tl.int64) * strides[1], row.to(x.dtype.element_ty), mask=i < stop)
+
+
+@triton.jit
+def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
+    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. No masks and short offsets where it can be."""
+    r, c = tl.arange(0, BH), tl.arange(0, BW)
+    at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
+    if HEIGHT % BH == 0 and WIDTH % BW == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(row + r < HEIGHT)[:, None] & (column + c < WIDTH)[None, :], other=0.0)

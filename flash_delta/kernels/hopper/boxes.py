@@ -1,0 +1,82 @@
+"""How tensors are described to the copy engine."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import C
+from flash_delta.kernels.hopper import layouts
+from flash_delta.kernels.runtime.descriptors import Descriptor
+from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.problem import Inputs, Problem
+
+
+def boxes(x: Inputs, o: Tensor, columns: int) -> tuple[Descriptor, ...]:
+    """Describe q, k, v with as many value columns, and o."""
+    width = x.q.shape[-1]
+    return ragged(x.q, width), ragged(x.k, width), ragged(x.v, columns), ragged(o, 64)
+
+
+def token_stride(t: Tensor) -> int:
+    """Tokens from one batch row to the next."""
+    return t.stride(0) // t.stride(1)
+
+
+def ragged(t: Tensor, width: int) -> Descriptor:
+    """Describes all heads' tokens so that the copy engine clips at the end of any sequence: zeros come from behind it,
+    and nothing goes there.
+
+    It clips at the end of axis 2, which stands at 2^30. Of a sequence that ends before row e the row e - i is
+    ``[2^30, e, 2^30 - i]``: the strides of the first and the third axis add up to 2^34 numbers of 2 bytes, and 2^30
+    times that is 0 modulo 2^64 (the trick of ``triton.tools.ragged_tma``).
+    """
+    _, token, head, _ = t.stride()
+    shape = [0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3]]
+    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layouts.BOX.value)
+
+
+def lines(rates: Tensor) -> Descriptor:
+    """Describes rates, four vectors a row."""
+    return Descriptor(rates, rates.shape, rates.stride(), [1, 4 * C], layouts.LINES.value)
+
+
+def squares(t: Tensor) -> Descriptor:
+    """Describes the matrices of chunks."""
+    return blocks(t, C)
+
+
+def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
+    """Describe what the backward pass gets of chunks; of a state ``keys`` columns at a time."""
+    return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))
+
+
+def blocks(t: Tensor, columns: int) -> Descriptor:
+    width = t.shape[-1]
+    return Descriptor(t, [t.numel() // width, width], [width, 1], [C, columns], layouts.TILE.value)
+
+
+def pool(p: Problem, t: Tensor) -> Descriptor:
+    """Describes a pool of states, slot by slot and row by row; a slot may have gaps behind it."""
+    rows, width = (64, 32) if p.state_v_first else (32, 64)
+    layout = layouts.ROW_STATE
+    if t.dtype != torch.float32:
+        layout = layouts.ROW_HALF if p.state_v_first else layouts.ROW_TILE
+    slots, HV, *head = t.shape
+    slot = t.stride(0) if slots > 1 else t.numel()
+    return Descriptor(t, [slots, HV * head[0], head[1]], [slot, head[1], 1], [1, rows, width], layout.value)
+
+
+def states(p: Problem, t: Tensor) -> Descriptor:
+    """Describes states, row by row."""
+    box = [64, 32] if p.state_v_first else [32, 64]
+    return Descriptor(t, [p.N * p.HV * p.K, p.V], [p.V, 1], box, layouts.STATE.value)
+
+
+def rows(t: Tensor) -> Descriptor:
+    """Describes transposed states, row by row."""
+    width = t.shape[-1]
+    return Descriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
+
+
+def parts(t: Tensor) -> Descriptor:
+    """Describes Phi, row by row."""
+    return squares(t)

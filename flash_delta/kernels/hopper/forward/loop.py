@@ -1,0 +1,366 @@
+"""The forward pass by hand for Hopper: a program walks states, one after the other, with a role per warp group.
+
+    load     q, k and rates of a chunk into a ring of NS slots, v into one of NV: one warp each
+    factor   A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots; where two warp
+             groups have a state, they form P, half of its columns each
+    state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
+             O = scale (e^G . (q S0) + P U)
+
+The state is kept transposed, S^T [64, K] of 64 value columns per warp group, in float32 accumulators that feed the next
+product from registers, and so are R, U and O. One or two warp groups have a state, and one or two factor, in turns.
+Barriers: ``full``, ``vfull`` (q, k and rates, v have landed), ``xfull``, ``pfull`` (A, P are there; of one role P comes
+with A), ``done`` (the state has left the chunk, and all its slots are free; a ring shorter than NS asks for an earlier
+chunk's phase). What rates are, `rates` says.
+
+For the backward pass (KEEP) A goes to memory, too, as `solve` writes it: (I + diag(b) L)^{-1}. So b goes to R. With
+SAVE so does what `scan` of the ``triton`` backend saves: S0 of every chunk, R (without b) and U.
+
+Every accumulator on its way is named where another one is waited for, or ptxas waits for all; and no role may want more
+registers than it has, or ptxas lets every wgmma of the kernel wait for itself (C7512, see ``flash-delta compile``).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flash_delta.kernels.hopper.boxes import boxes, lines, pool, ragged, saved, squares, states, token_stride
+from flash_delta.kernels.hopper.forward.inverse import invert
+from flash_delta.kernels.hopper.forward.load_roles import load_role, load_values_role
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, first_slot
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.rings import barriers, rate
+from flash_delta.kernels.hopper.tiles import Tile, pool_loops, tiles
+from flash_delta.kernels.runtime.arguments import table
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import Plan
+from flash_delta.kernels.runtime.descriptors import launch as launch_described
+from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.problem import Slots
+
+
+@gluon.jit
+def keep(desc, A, n, hv, start, c, T, HV: gl.constexpr, PACKED: gl.constexpr):
+    """A of a sequence's chunk c for the backward pass; of the programs that walk the same state one writes it."""
+    slot = first_slot(n, start, T, PACKED)
+    barrier()
+    if gl.program_id(1) == 0:
+        tma_store(desc, [((slot + c) * HV + hv) * C, 0], A)
+
+
+@gluon.jit
+def factor_role(
+    a_desc, tiles, scratch, bars, cu_seqlens, pool, items, T, which: gl.constexpr,
+    HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
+    NX: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    sq, sk, sr, sa, sp = tiles
+    sM, sD = scratch
+    full, xfull, done = bars
+    ty: gl.constexpr = sk.dtype
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
+    zero = gl.zeros([C, C], gl.float32, ROWS)
+    first = 0
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        chunks = (length + C - 1) // C
+        begin = (which + FACTORS - first % FACTORS) % FACTORS
+        s = (first + begin) % NS
+        mbarrier.wait(full.index(s), ((first + begin) // NS) & 1, pred=begin < chunks)
+        scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])  # still on its way
+        for c in range(begin, chunks, FACTORS):
+            t = first + c
+            s, x = t % NS, t % NX
+            decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
+            strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            M = scores * decay * strength
+            before = t + (NS - NX)
+            mbarrier.wait(done.index(before % NS), ((before // NS) & 1) ^ 1)
+            if READS:
+                reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                reads = warpgroup_mma_wait(0, deps=[reads])
+                sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
+            if KEEP:
+                tma.store_wait(NX // FACTORS - 1)  # the A that lay there has left
+            sT = reinterpret(sa.index(x), gl.float16, [C, C // 2], HALF)
+            left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
+            barrier()  # the last product has read what lies there
+            sa.index(x).slice(0, 32, 1).store(left.to(ty))
+            sa.index(x).slice(32, 32, 1).store(right.to(ty))
+            fence_async_shared()
+            mbarrier.arrive(xfull.index(x), count=1)
+            if KEEP:
+                keep(a_desc, sa.index(x), n, hv, start, c, T, HV, PACKED)
+            # The next chunk's scores are on their way meanwhile; without a next one, those of whatever lies there.
+            later = t + FACTORS
+            mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
+            keys = sk.index(later % NS)
+            scores = warpgroup_mma(keys, keys.permute([1, 0]), zero, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        first += chunks
+    if KEEP:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def start_reads(q, k, j: gl.constexpr):
+    """q k^T of 32 keys, from j on."""
+    zero = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
+    return warpgroup_mma(q, k.slice(j, C // 2, 0).permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
+    """Their columns of P."""
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    column = j + gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    decay = gl.exp2(to.permute([1, 0]).load(NARROW_ROWS) - of.slice(j, C // 2, 1).load(NARROW_ROWS))
+    sp.slice(j, C // 2, 1).store(gl.where(row >= column, reads * decay, 0.0).to(ty))
+    fence_async_shared()
+
+
+@gluon.jit
+def state_role(
+    o_desc, tiles, so, sbar, bars, initial, final, saved, cu_seqlens, pool, items, T, w, v: gl.constexpr,
+    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
+    KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    sq, sk, sv, sr, sa, sp = tiles
+    full, vfull, xfull, pfull, done = bars
+    WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
+    operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
+    wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
+    ty: gl.constexpr = sk.dtype
+    PARTS: gl.constexpr = WIDTH // 64
+    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles that leave by way of ``so``, of a chunk
+    BUFFERS: gl.constexpr = 1 if SAVE else NO  # for the way of a whole state
+    zero = gl.zeros([64, C], gl.float32, ROWS)
+    t = 0
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
+        if pool is not None:
+            first, last = ends(item, pool, HV)
+            S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        elif INITIAL:
+            S = load_state(initial, None, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        row = start + length
+        if not PACKED:
+            row += n * T
+        for token in range(0, length, C):
+            s, x = t % NS, t % NX
+            sb = gl.convert_layout(S.to(ty), operand)
+            mbarrier.wait(full.index(s), (t // NS) & 1)
+            E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if SAVE:
+                head = (first_slot(n, start, T, PACKED) + token // C) * HV + hv
+                parts = apart_all(S.to(ty), PARTS)
+                for m in gl.static_range(PARTS):
+                    part = gl.convert_layout(parts[m], ROWS)
+                    send(saved[0], part, head * WIDTH + w + v, 64 * m, so, t * SENT + m, NO, False)
+            mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)
+            E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
+            R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
+            R = R + E * rate(sr, s, 4).load(ROWS)
+            if SAVE:
+                residual = R.to(ty)
+            if KEEP:
+                R *= rate(sr, s, 3).load(ROWS)
+            R = R.to(ty)
+            mbarrier.wait(xfull.index(x), (t // NX) & 1)
+            U = warpgroup_mma(
+                gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
+            )
+            U, O = warpgroup_mma_wait(1, deps=[U, O])
+            if SAVE:
+                send(saved[1], residual, head * C, w + v, so, t * SENT + PARTS, NO, True)
+            O *= rate(sr, s, 5).load(ROWS)
+            S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
+            weight = rate(sr, s, 6).load(ROWS)
+            U = warpgroup_mma_wait(0, deps=[U])
+            written = (U * weight).to(ty)
+            read = U.to(ty)
+            if READS:
+                reads = start_reads(sq.index(s), sk.index(s), v // 2)
+            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
+            if READS:
+                reads, S = warpgroup_mma_wait(1, deps=[reads, S])
+                store_reads(reads, sp.index(x), rate(sr, s, 0), rate(sr, s, 1), v // 2, ty)
+                mbarrier.arrive(pfull.index(x), count=1)
+                mbarrier.wait(pfull.index(x), (t // NX) & 1)
+            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            if SAVE:
+                send(saved[2], read, head * C, w + v, so, t * SENT + PARTS + 1, NO, True)
+            O, S = warpgroup_mma_wait(0, deps=[O, S])
+            tma.store_wait(NO - 1)
+            mbarrier.arrive(done.index(s), count=1)
+            out = so.index((t * SENT + SENT - 1) % NO)
+            out.permute([1, 0]).store(O.to(ty))
+            fence_async_shared()
+            barrier()
+            box = reinterpret(out, ty, [1, 1, C, 64], BOX)
+            tma_store(o_desc, [RAGGED, row, RAGGED - length + token, hv * WIDTH + w + v], box)
+            t += 1
+            if pool is not None:  # noqa: SIM102 (else there is no length)
+                if len(pool) > 3:  # there are checkpoints
+                    slot = checkpoint(pool, n, token + C, length)
+                    if slot >= 0:
+                        store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+        if pool is not None:
+            if last >= 0:
+                store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+        else:
+            store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+
+
+NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group"]
+POOL_NUMBERS = ["least", "most", "slots", "columns", "interval", "checkpoint_row", "checkpoint_column"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS + POOL_NUMBERS, do_not_specialize_on_alignment=["checkpoints"])
+def forward_loop(
+    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
+    checkpoints, items, T, least, most, slots, columns, interval, checkpoint_row, checkpoint_column, q_batch, k_batch,
+    v_batch, heads, group,
+    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
+    NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``items``: states, by value head and then by sequence; with ``walks`` (prompt_list.py) as many as that says, for
+    a launch that is for ``least`` to ``most`` sequences. K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
+    BV: gl.constexpr = 64 * GROUPS
+    ty: gl.constexpr = q_desc.dtype
+    w = gl.program_id(1) * BV
+    sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
+    sv = gl.allocate_shared_memory(ty, [NV, C, BV], TILE)
+    sa = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
+    sp = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
+    so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+    sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
+    sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
+    sbar = barriers(NO, 1)
+    full = barriers(NS, 1)
+    done = barriers(NS, GROUPS)
+    vfull = barriers(NV, 1)
+    xfull = barriers(NX, 1)
+    pfull = barriers(NX, GROUPS)
+    saved, pool = (s_desc, e_desc, u_desc), None
+    if walks is not None:
+        gdc_launch_dependents()  # for `decode`, which needs nothing of this and runs in what it leaves free
+        pool = (walks, least, most)
+        if checkpoints is not None:
+            pool += (checkpoints, slots, columns, interval, checkpoint_row, checkpoint_column)
+    factor_tiles, state_tiles = (sq, sk, sr, sa, sp), (sq, sk, sv, sr, sa, sp)
+    factor_bars, state_bars = (full, xfull, done), (full, vfull, xfull, pfull, done)
+    so2, sbar2, sM2, sD2 = so, sbar, sM, sD
+    if GROUPS == 2:
+        so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+        sbar2 = barriers(NO, 1)
+    if FACTORS == 2:
+        sM2 = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
+        sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
+    fence_async_shared()
+    barrier()
+    # The first role gets the registers that the others leave.
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
+                           GROUPS == 1, KEEP, NS, NX, PACKED)),
+            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, saved, cu_seqlens, pool, items, T,
+                          w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
+            (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, saved, cu_seqlens, pool, items,
+                          T, w, 64, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
+            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, pool, items, T, q_batch,
+                         k_batch, heads, group, HV, WIDTH, NS, PACKED)),
+            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, pool, items, T, v_batch, heads, w, HV, BV, NS,
+                                NV, PACKED)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, saved, cu_seqlens, pool, items, T,
+                          w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
+            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
+                           GROUPS == 1, KEEP, NS, NX, PACKED)),
+            (factor_role, (a_desc, factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, pool, items, T, 1, HV, FACTORS,
+                           GROUPS == 1, KEEP, NS, NX, PACKED)),
+            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, pool, items, T, q_batch,
+                         k_batch, heads, group, HV, WIDTH, NS, PACKED)),
+            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, pool, items, T, v_batch, heads, w, HV, BV, NS,
+                                NV, PACKED)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
+
+
+def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: Tile) -> None:
+    """The loop on a pool of states: a launch for every tile that the number of prompts may choose."""
+    p, x, table_of = c.p, c.x, slots.checkpoint_indices
+    tokens = (x.q, x.k, x.v)
+    columns = 0 if table_of is None else table_of.shape[1]
+    where = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C), *table(table_of))
+
+    states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
+    q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
+
+    def plans() -> Iterator[Plan]:
+        for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
+            arguments = (
+                q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
+                x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where, *apart, p.HV // p.H,
+            )  # fmt: skip
+            yield loop_plan(c, w.tile, w.sequences, arguments, INITIAL=True, KEEP=False, SAVE=False)
+
+    launch_described(c, forward_loop, plans, {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+
+
+def run_loop(
+    c: Call, o: Tensor, final: Tensor, out: Tensor, A: Tensor | None, *choice: Tile, residual: Residual | None = None
+) -> None:
+    """At most one program per multiprocessor and block of value columns; a program walks several states. ``A`` and
+    ``residual``: for the backward pass."""
+    p, x = c.p, c.x
+    initial = final if x.initial_state is None else x.initial_state
+    tokens = (x.q, x.k, x.v)
+
+    def plans() -> Iterator[Plan]:
+        for t in choice or tiles(p, c.shape.chip, every=c.compiling is not None, saving=residual is not None):
+            arguments = (
+                *boxes(x, o, 64 * t.groups), lines(out),
+                None if A is None else squares(A), *saved(residual), states(p, initial), states(p, final),
+                x.cu_seqlens, None, None, p.N * p.HV, p.T, *(0,) * 7,
+                *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens), p.HV // p.H,
+            )  # fmt: skip
+            flags = {"INITIAL": x.initial_state is not None, "KEEP": A is not None, "SAVE": residual is not None}
+            yield loop_plan(c, t, p.N, arguments, **flags)
+
+    launch_described(c, forward_loop, plans, {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+
+
+def loop_plan(
+    c: Call, t: Tile, sequences: int, arguments: tuple[Any, ...], *, INITIAL: bool, KEEP: bool, SAVE: bool
+) -> Plan:
+    p = c.p
+    constants = {
+        "HV": p.HV, "WIDTH": p.K, "INITIAL": INITIAL, "V_FIRST": p.state_v_first, "PACKED": p.packed, "KEEP": KEEP,
+        "SAVE": SAVE, "GROUPS": t.groups, "FACTORS": t.factors, "NS": t.slots, "NV": t.values, "NX": t.maps,
+        "NO": t.outputs, "REGISTERS": t.registers,
+    }  # fmt: skip
+    return Plan((min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)), arguments, constants)

@@ -1,0 +1,166 @@
+"""Stage ``cumulate``: per chunk and value head, what the loop applies to scores and accumulators.
+
+    G = log2 e (g_1 + .. + g_i)         the log decay g as given, or made of its raw activation
+    rates [8, C] = G + log2(scale r_q), G - log2 r_k: their differences scale and decay scores; -b r_k / (scale r_q), b;
+                   -r_k 2^G, scale r_q 2^G, r_k 2^{G_C - G}; and gamma
+
+with the reciprocal lengths r of q and k (1 without a norm). G is summed in float64, of decays cut off at e^-128, which
+is 0 in float32: so |G| stays below 2^14 and its differences resolve 2^-10 after 64 such tokens. Rows behind the end of
+a sequence get b = 0 and no decay. What lies behind the last sequence of a packed row is written here, as zeros.
+For the backward pass also what `solve` writes but A: vectors, and with a norm ``norms``, of p as of k.
+On a pool (``walks``) the first program lists the sequences that the loop walks, padding is written as zeros like what
+lies behind the last one, and of what `decode` has run nothing is written.
+Grid (slots, HV / HEADS): HEADS value heads of a program, with a norm those of one key head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.activation import softplus, strength
+from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
+from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
+from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
+from flash_delta.kernels.runtime import launch as launcher
+from flash_delta.kernels.runtime.arguments import short, table
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import next_power_of_2
+from flash_delta.kernels.runtime.launch import launch
+from flash_delta.kernels.runtime.workspace import Solved
+from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
+from flash_delta.problem import Problem, Slots
+
+LEAST = tl.constexpr(-128.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
+NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def rates(
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, vectors, norms, walks, read_indices, write_indices,
+    has_initial_state, N, T, slots, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch,
+    g_strides, beta_batch, beta_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    slot, first = tl.program_id(0), tl.program_id(1) * HEADS
+    tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
+    if walks is not None:  # noqa: SIM102 (a constant, then a number)
+        if slot + first == 0:
+            list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    if token >= stop:
+        return
+    empty = n >= N
+    if walks is not None:
+        if is_short(n, cu_seqlens, N, T, SHORT):
+            return
+        _, _, well = find_slots(tables, tl.minimum(n, N - 1), slots)
+        empty = empty | (well == 0)
+    if empty:
+        strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+        for member in range(HEADS):
+            rows = rows_of(o, strides, row, first + member)
+            store_tile(rows, strides, tl.zeros([C, V], o.dtype.element_ty), token, stop, 0, V, C, V)
+        return
+    i, hv = tl.arange(0, C)[:, None], first + tl.arange(0, BH)[None, :]
+    known = hv < first + HEADS
+    live = (token + i < stop) & known
+    G = tl.zeros([C, BH], tl.float32)
+    if GATE:
+        at = row.to(tl.int64) * g_batch + (token + i).to(tl.int64) * g_strides[0] + hv * g_strides[1]
+        x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+        if RAW_GATE:
+            if HAS_BIAS:
+                x += tl.load(dt_bias + hv, mask=known, other=0.0).to(tl.float32)
+            x = -tl.exp(tl.load(A_log + hv, mask=known, other=0.0).to(tl.float32)) * softplus(x)
+            x = tl.where(live, x, 0.0)
+        sums = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
+        G = (sums * LOG2_E).to(tl.float32)
+    b = tl.where(live, 1.0, 0.0)
+    if HAS_BETA:
+        at = row.to(tl.int64) * beta_batch + (token + i).to(tl.int64) * beta_strides[0] + hv * beta_strides[1]
+        b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
+        if RAW_BETA:
+            b = tl.where(live, strength(b, beta_top), 0.0)
+    last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
+    # With a norm the logarithms of reciprocal lengths, so that scores take all from one exponential.
+    l_q, l_k = tl.log2(scale), 0.0
+    if NORM:
+        h = first // (HV // H)
+        W: tl.constexpr = 32
+        r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W)[:, None]
+        r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
+        l_q += tl.log2(r_q)
+        l_k = tl.log2(r_k)
+        if norms is not None:
+            at = norms + (slot.to(tl.int64) * H + h) * (3 * C) + i
+            tl.store(at, r_q)
+            tl.store(at + C, r_k)
+            tl.store(at + 2 * C, r_k)
+    if vectors is not None:
+        at = vectors + (slot.to(tl.int64) * HV + hv) * (4 * C) + i
+        if GATE:
+            high = sums.to(tl.float32)
+            tl.store(at, high, mask=known)
+            tl.store(at + C, (sums - high.to(tl.float64)).to(tl.float32), mask=known)
+        tl.store(at + 2 * C, b, mask=known)
+        if RAW_GATE:
+            tl.store(at + 3 * C, x, mask=known)
+    to = out + (slot.to(tl.int64) * HV + hv) * (8 * C) + i
+    tl.store(to, G + l_q, mask=known)
+    tl.store(to + C, G - l_k, mask=known)
+    tl.store(to + 2 * C, -b * tl.exp2(l_k - l_q), mask=known)
+    tl.store(to + 3 * C, b, mask=known)
+    tl.store(to + 4 * C, -tl.exp2(G + l_k), mask=known)
+    tl.store(to + 5 * C, tl.exp2(G + l_q), mask=known)
+    tl.store(to + 6 * C, tl.exp2(last - G + l_k), mask=known)
+    tl.store(to + 7 * C, tl.exp2(last) + tl.zeros([C, BH], tl.float32), mask=known)
+
+
+NO_SLOTS = Slots(None, None)
+
+
+def new_rates(p: Problem) -> Tensor:
+    """What `rates` writes, four vectors a row."""
+    return torch.empty(count_slots(p) * p.HV * 2, 4 * C, dtype=torch.float32, device=p.device)
+
+
+def new_walks(p: Problem) -> Tensor:
+    """What `rates` says of the sequences that the loop walks on a pool (prompt_list.py)."""
+    numbers = -(-(1 + 3 * p.N) // 64) * 64  # whole lines of memory, as `run` rounds them
+    return torch.empty(numbers, dtype=torch.int32, device=p.device)
+
+
+def run_rates(
+    c: Call, o: Tensor, out: Tensor, s: Solved | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS
+) -> None:
+    """With ``s``, what the backward pass needs, too; with ``walks``, for states in ``slots``."""
+    p, x = c.p, c.x
+    tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
+    heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
+    scalars = (
+        p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables),
+        p.scale, p.beta_range, x.q.stride(), x.k.stride(), *row_and_others(x.g), *row_and_others(x.beta)
+    )  # fmt: skip
+    constants = {
+        # Never one column: Triton 3.6 has no scan for a layout with more warps than columns.
+        "H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C, "HEADS": heads, "BH": max(2, next_power_of_2(heads)),
+        "PACKED": p.packed, "GATE": x.g is not None, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
+        "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "OVERLAP": p.device.type != "cpu",
+        "SHORT": short(p),
+    }  # fmt: skip
+    grid, tile = (count_slots(p), p.HV // heads, 1), RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
+    kept = (None, None) if s is None else (s.vectors, s.norms)
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, *kept, walks, *tables)
+    launch(c, rates, pointers, lambda: [launcher.Plan(grid, tile, scalars, constants, follows=False)])
+
+
+def row_and_others(t: Tensor | None) -> tuple[int, tuple[int, int]]:
+    """Strides of g or beta: that of a batch row, which depends on T, and those of (token, head)."""
+    return (0, (0, 0)) if t is None else (t.stride(0), t.stride()[1:])

@@ -1,0 +1,144 @@
+"""The way of a state between memory and the registers of its warp group: S^T [64, WIDTH] float32, in parts of 32 keys,
+by way of the NO buffers of the outputs (8 KB each), since so many addresses would take the registers of a loop.
+
+A state that lies in a ``slot`` of a pool may have 16 bits there. What is no slot, -1, is outside of what the descriptor
+describes: zeros come from there. Nothing is stored there: the test whose states went there ended in an illegal
+instruction on an H200 (docs/notes).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load, tma_store
+from flash_delta.kernels.hopper.layouts import HALF, NARROW_ROWS, ROW_HALF, ROW_STATE, ROW_TILE, STATE, TILE
+
+
+@gluon.jit
+def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
+    """The buffer of part m, with rows as they are in memory."""
+    shape: gl.constexpr = [64, 32] if V_FIRST else [32, 64]
+    if desc.dtype == gl.float32:
+        return reinterpret(so.index(m % NO), gl.float32, shape, STATE)
+    else:
+        return reinterpret(so.index(m % NO), desc.dtype, shape, HALF if V_FIRST else TILE)
+
+
+@gluon.jit
+def box_of(tile, V_FIRST: gl.constexpr):
+    """A part as a pool's descriptor has it."""
+    shape: gl.constexpr = [1, 64, 32] if V_FIRST else [1, 32, 64]
+    if tile.dtype == gl.float32:
+        return reinterpret(tile, tile.dtype, shape, ROW_STATE)
+    else:
+        return reinterpret(tile, tile.dtype, shape, ROW_HALF if V_FIRST else ROW_TILE)
+
+
+@gluon.jit
+def fetch(
+    desc, slot, row, column, so, bars, m: gl.constexpr, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
+):
+    if m < WIDTH // 32:
+        bar, tile = bars.index(m % NO), part_of(so, desc, m, V_FIRST, NO)
+        mbarrier.expect(bar, 64 * 32 * (4 if desc.dtype == gl.float32 else 2))
+        r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
+        if slot is None:
+            tma_load(desc, [r, c], bar, tile)
+        else:
+            tma_load(desc, [slot, r, c], bar, box_of(tile, V_FIRST))
+
+
+@gluon.jit
+def fetched(
+    desc, slot, row, column, so, bars, m: gl.constexpr, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
+):
+    """Part m of S^T, [64, 32]; another one may come into its place."""
+    mbarrier.wait(bars.index(m % NO), m // NO % 2)
+    tile = part_of(so, desc, m, V_FIRST, NO)
+    part = tile.load(NARROW_ROWS) if V_FIRST else tile.permute([1, 0]).load(NARROW_ROWS)
+    barrier()
+    fetch(desc, slot, row, column, so, bars, m + NO, WIDTH, V_FIRST, NO)
+    return part.to(gl.float32)
+
+
+@gluon.jit
+def beside(a, b):
+    """Columns of a, then those of b."""
+    return gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
+def apart(x):
+    """The first half of the columns, and the second."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def beside_all(parts, first: gl.constexpr, COUNT: gl.constexpr):
+    if COUNT == 1:
+        return parts[first]
+    else:
+        half: gl.constexpr = COUNT // 2
+        return beside(beside_all(parts, first, half), beside_all(parts, first + half, half))
+
+
+@gluon.jit
+def apart_all(x, COUNT: gl.constexpr):
+    if COUNT == 1:
+        return (x,)
+    else:
+        left, right = apart(x)
+        return apart_all(left, COUNT // 2) + apart_all(right, COUNT // 2)
+
+
+@gluon.jit
+def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexpr):
+    """[64, 64] to memory, by way of the next one of NO buffers; TURNED, transposed."""
+    tma.store_wait(NO - 1)
+    barrier()
+    out = so.index(number % NO)
+    if TURNED:
+        out.permute([1, 0]).store(x)
+    else:
+        out.store(x)
+    fence_async_shared()
+    barrier()
+    tma_store(desc, [row, column], out)
+
+
+@gluon.jit
+def load_state(
+    desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr, ROWS: gl.constexpr
+):
+    """Of the head whose state begins at ``row``, of a pool's ``slot`` or of all, the columns from ``column`` on. Each
+    of ``bars`` goes through an even number of phases; nothing may be on its way out of ``so``."""
+    for m in gl.static_range(NO):
+        fetch(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO)
+    parts = ()
+    for m in gl.static_range(WIDTH // 32):
+        parts += (fetched(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO),)
+    return gl.convert_layout(beside_all(parts, 0, WIDTH // 32), ROWS)
+
+
+@gluon.jit
+def store_state(desc, S, slot, row, column, so, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
+    """The way back; when it returns, ``so`` is free."""
+    parts = apart_all(S, WIDTH // 32)
+    tma.store_wait(0)
+    for m in gl.static_range(WIDTH // 32):
+        tma.store_wait(NO - 1)
+        barrier()
+        part, tile = gl.convert_layout(parts[m], NARROW_ROWS).to(desc.dtype), part_of(so, desc, m, V_FIRST, NO)
+        if V_FIRST:
+            tile.store(part)
+        else:
+            tile.permute([1, 0]).store(part)
+        fence_async_shared()
+        barrier()
+        r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
+        if slot is None:
+            tma_store(desc, [r, c], tile)
+        else:
+            tma_store(desc, [slot, r, c], box_of(tile, V_FIRST))
+    tma.store_wait(0)
+    barrier()

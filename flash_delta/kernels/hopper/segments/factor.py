@@ -1,0 +1,102 @@
+"""Stage ``factor`` of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and `walk`;
+with KEEP without the last factor, for the backward pass, too.
+
+One warp group a program, four of them on a multiprocessor: while one waits the others compute. Grid (slots,
+HV / members): the value heads of a program share k.
+"""
+
+from math import gcd
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper.boxes import lines, ragged, squares, token_stride
+from flash_delta.kernels.hopper.forward.inverse import invert
+from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load, tma_store
+from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
+from flash_delta.kernels.hopper.rings import barriers, load_box, rate
+from flash_delta.kernels.hopper.segments.bounds import find_segment
+from flash_delta.kernels.hopper.segments.memory import Walk
+from flash_delta.kernels.hopper.tiles import FACTOR, MEMBERS
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import Plan, launch
+
+
+@gluon.jit
+def load_rates(desc, index, bar, sr, s):
+    """Of a chunk and head, its two rows of ``rates``."""
+    tma_load(desc, [2 * index, 0], bar, sr.index(2 * s))
+    tma_load(desc, [2 * index + 1, 0], bar, sr.index(2 * s + 1))
+
+
+@gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
+def factor(
+    k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    slot, hv = gl.program_id(0), gl.program_id(1) * members
+    _, row, token, start, stop, _, _ = find_segment(slot, C, cu_seqlens, N, T, PACKED)
+    if token >= stop:
+        return
+    ty: gl.constexpr = k_desc.dtype
+    sk = gl.allocate_shared_memory(ty, [C, WIDTH], TILE)
+    sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINES)
+    sa = gl.allocate_shared_memory(ty, [C, C], TILE)
+    sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
+    sT = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
+    sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
+    full, rfull = barriers(1, 1), barriers(2, 1)
+    fence_async_shared()
+    barrier()
+    bar = full.index(0)
+    mbarrier.expect(bar, C * WIDTH * 2)
+    load_box(k_desc, row * k_batch + start, stop - start, token - start, hv // group * heads[0], bar, sk, WIDTH)
+    gdc_wait()  # `rates` has ended: what it wrote is there
+    at = slot * HV + hv
+    mbarrier.expect(rfull.index(0), 8 * C * 4)
+    load_rates(r_desc, at, rfull.index(0), sr, 0)
+    zero = gl.zeros([C, C], gl.float32, ROWS)
+    mbarrier.wait(bar, 0)
+    for member in range(members):
+        s = member % 2
+        scores = warpgroup_mma(sk, sk.permute([1, 0]), zero, use_acc=False, is_async=True)
+        if member + 1 < members:
+            mbarrier.expect(rfull.index(1 - s), 8 * C * 4)
+            load_rates(r_desc, at + member + 1, rfull.index(1 - s), sr, 1 - s)
+        mbarrier.wait(rfull.index(s), (member // 2) & 1)
+        decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
+        strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        M = scores * decay * strength
+        left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
+        tma.store_wait(0)
+        barrier()  # the head before has left
+        sa.slice(0, 32, 1).store(left.to(ty))
+        sa.slice(32, 32, 1).store(right.to(ty))
+        fence_async_shared()
+        barrier()
+        tma_store(a_desc, [(at + member) * C, 0], sa)
+    tma.store_wait(0)
+
+
+def run_factor(c: Call, rates: Tensor, w: Walk) -> None:
+    p, x = c.p, c.x
+    group = p.HV // p.H
+    members = gcd(group, MEMBERS)
+    arguments = (
+        ragged(x.k, p.K), lines(rates), squares(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
+        p.HV, group, members,
+    )  # fmt: skip
+    plan = Plan((count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad})
+    launch(c, factor, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **FACTOR})

@@ -1,0 +1,35 @@
+"""What the kernels of a walk in segments hand each other."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.problem import Problem
+
+HALF = 64  # value columns of a warp group
+
+
+class Walk(NamedTuple):
+    """How sequences are split, and what the kernels hand each other for it; if they are not, only A."""
+
+    length: int  # tokens of a segment; of sequences that are not split, more than any has
+    A: Tensor  # [slots of chunks, HV, C, C]; for the backward pass without diag(b), and saved
+    B: Tensor | None  # transposed, [slots of segments, HV, V, K] float32
+    Phi: Tensor | None  # transposed, in two parts, [slots of segments, HV, 2, K, K] bfloat16
+    starts: Tensor | None  # [slots of segments, HV, V, K] float32
+
+
+def new_walk(p: Problem, length: int, A: Tensor | None = None) -> Walk:
+    segments, A = count_slots(p, length), new_inverses(p) if A is None else A
+    B, starts = (torch.empty(segments, p.HV, p.V, p.K, dtype=torch.float32, device=p.device) for _ in range(2))
+    return Walk(length, A, B, torch.empty(segments, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device), starts)
+
+
+def new_whole_walk(p: Problem, A: Tensor | None = None) -> Walk:
+    return Walk((p.T // C + 1) * C, new_inverses(p) if A is None else A, None, None, None)
+
+
+def new_inverses(p: Problem) -> Tensor:
+    return torch.empty(count_slots(p), p.HV, C, C, dtype=p.dtype, device=p.device)

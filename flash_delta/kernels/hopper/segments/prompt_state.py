@@ -1,0 +1,77 @@
+"""Of a prompt alone that is walked in segments, the way of its states between the pool and tensors of their own: what
+stands around it walks any sequence, and knows of no slot."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import bounds, follow
+from flash_delta.kernels.hopper.forward.prompt_list import find_slots
+from flash_delta.kernels.hopper.segments.memory import Walk
+from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.tiles import HAND_OVER
+from flash_delta.kernels.runtime import launch as launcher
+from flash_delta.kernels.runtime.arguments import short, table
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.problem import Problem, Slots
+
+NUMBERS = ["T", "slots", "slot_stride", "read_row", "write_row", "has_row"]
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def hand_over(
+    pool, states, span, cu_seqlens, read_indices, write_indices, has_initial_state, T, slots, slot_stride, read_row,
+    write_row, has_row, SHORT: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The first state as float32, and in ``span`` the bounds of what is to be walked: nothing, if `decode` runs it or
+    it is padding. BACK: the last state. Grid (numbers of a slot / BLOCK)."""
+    tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
+    first, last, well = find_slots(tables, tl.program_id(0) * 0, slots)
+    start, stop, _ = bounds(tl.program_id(0) * 0, cu_seqlens, 1, T, 1, True)
+    well = well & (stop - start > SHORT)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if BACK:
+        follow(OVERLAP)
+        S = tl.load(states + i)
+        tl.store(pool + last.to(tl.int64) * slot_stride + i, S.to(pool.dtype.element_ty), mask=well & (last >= 0))
+    else:
+        S = tl.load(pool + first.to(tl.int64) * slot_stride + i, mask=well & (first >= 0), other=0.0)
+        tl.store(states + i, S.to(tl.float32))
+        if tl.program_id(0) == 0:
+            tl.store(span, start)
+            tl.store(span + 1, tl.where(well, stop, start))
+
+
+class Prompt(NamedTuple):
+    """What a prompt has instead of slots, while it is walked in segments (segments/prompt_state.py)."""
+
+    first: Tensor  # its state, float32, as the pool has states
+    last: Tensor
+    span: Tensor  # its bounds, like ``cu_seqlens``; 64 numbers, a whole line of memory
+
+
+def new_prompt(p: Problem) -> Prompt:
+    states = (torch.empty(1, *p.state_shape[1:], dtype=torch.float32, device=p.device) for _ in range(2))
+    return Prompt(*states, torch.empty(64, dtype=torch.int32, device=p.device))
+
+
+def run_prompt(c: Call, o: Tensor, rates: Tensor, w: Walk, prompt: Prompt) -> None:
+    """Between `run_hand_over` there and back."""
+    x = c.x._replace(initial_state=prompt.first, cu_seqlens=prompt.span)
+    run_walk(c._replace(p=c.p._replace(N=1), x=x), o, prompt.last, rates, w)
+
+
+def run_hand_over(c: Call, prompt: Prompt, slots: Slots, *, back: bool) -> None:
+    p, pool = c.p, slots.state_pool
+    tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
+    scalars = (p.T, len(pool), pool.stride(0), *(table(t)[0] for t in tables))
+    overlap = p.device.type != "cpu"
+    constants = {"SHORT": short(p), "BACK": back, "BLOCK": HAND_OVER.BV, "OVERLAP": overlap}
+    grid = (p.HV * p.K * p.V // HAND_OVER.BV, 1, 1)
+    pointers = (pool, prompt.last if back else prompt.first, prompt.span, c.x.cu_seqlens, *tables)
+    plan = launcher.Plan(grid, HAND_OVER, scalars, constants, follows=back and overlap)
+    launcher.launch(c, hand_over, pointers, lambda: [plan])

@@ -1,0 +1,256 @@
+"""A walk in segments, side by side, from the states that `compose` has written (maps.py), A at hand (factor.py).
+With KEEP b is not in A, and goes to R; with SAVE S0 of every chunk, R (without b) and U go to memory, as in `loop`.
+
+    load     q, k, rates, A and v of a chunk into a ring of NS slots: one warp
+    score    P into a ring of two slots
+    state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
+             O = scale (e^G . (q S0) + P U)
+
+Two warp groups with 64 columns of the transposed state each, as in `loop`: grid (slots, HV). Heads of 256 have one, and
+a program for every 64 columns: grid (slots, HV, V / 64); and what they walk are whole sequences, from where they start.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, token_stride
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load, tma_store
+from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.rings import barriers, load_box, rate
+from flash_delta.kernels.hopper.segments.bounds import find_chunks
+from flash_delta.kernels.hopper.segments.factor import load_rates
+from flash_delta.kernels.hopper.segments.memory import HALF, Walk
+from flash_delta.kernels.hopper.tiles import WALKS
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import Plan, launch
+from flash_delta.kernels.runtime.workspace import Residual
+
+SCORES = gl.constexpr(2)  # slots of the ring of P
+
+
+@gluon.jit
+def load_role(
+    descs, tiles, bars, cu_seqlens, length, N, T, q_batch, k_batch, v_batch, heads, group, HV,
+    WIDTH: gl.constexpr, GROUPS: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, r_desc, a_desc = descs
+    sq, sk, sv, sv2, sr, sa = tiles
+    full, done = bars
+    _, row, start, size, token, chunks, slot, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
+    hv = gl.program_id(1)
+    h = hv // group
+    for c in range(chunks):
+        s = c % NS
+        bar, at = full.index(s), token + c * C
+        mbarrier.wait(done.index(s), ((c // NS) & 1) ^ 1)
+        mbarrier.expect(bar, 2 * C * (2 * WIDTH + 64 * GROUPS) + 8 * C * 4 + C * C * 2)
+        load_box(k_desc, row * k_batch + start, size, at, h * heads[1], bar, sk.index(s), WIDTH)
+        load_box(q_desc, row * q_batch + start, size, at, h * heads[0], bar, sq.index(s), WIDTH)
+        if GROUPS == 2:
+            load_box(v_desc, row * v_batch + start, size, at, hv * heads[2], bar, sv.index(s), 64)
+            load_box(v_desc, row * v_batch + start, size, at, hv * heads[2] + 64, bar, sv2.index(s), 64)
+        else:
+            v = hv * heads[2] + gl.program_id(2) * 64
+            load_box(v_desc, row * v_batch + start, size, at, v, bar, sv.index(s), 64)
+        if c == 0:
+            gdc_wait()  # the kernels before have ended: what they wrote is there
+        index = (slot + c) * HV + hv
+        load_rates(r_desc, index, bar, sr, s)
+        tma_load(a_desc, [index * C, 0], bar, sa.index(s))
+
+
+@gluon.jit
+def score_role(tiles, bars, cu_seqlens, length, N, T, NS: gl.constexpr, PACKED: gl.constexpr):
+    sq, sk, sr, sp = tiles
+    full, pfull, done = bars
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
+    zero = gl.zeros([C, C], gl.float32, ROWS)
+    _, _, _, _, _, chunks, _, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
+    for t in range(chunks):
+        s, x = t % NS, t % SCORES
+        mbarrier.wait(full.index(s), (t // NS) & 1)
+        P = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+        decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
+        P = warpgroup_mma_wait(0, deps=[P])
+        P = gl.where(i >= j, P * decay, 0.0).to(sk.dtype)
+        before = t + (NS - SCORES)  # the phase of `done` that says that the chunk before in this slot is done
+        mbarrier.wait(done.index(before % NS), ((before // NS) & 1) ^ 1)
+        sp.index(x).store(P)
+        fence_async_shared()
+        mbarrier.arrive(pfull.index(x), count=1)
+
+
+@gluon.jit
+def state_role(
+    o_desc, saved, tiles, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, v, HV,
+    WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr,
+    PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NO: gl.constexpr,
+):  # fmt: skip
+    sq, sk, sv, sr, sa, sp = tiles
+    full, pfull, done = bars
+    STAGED: gl.constexpr = WIDTH > 128  # S has no registers beside it for itself as an operand
+    WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
+    operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
+    wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
+    ty: gl.constexpr = sk.dtype
+    zero = gl.zeros([64, C], gl.float32, ROWS)
+    slot, hv = gl.program_id(0), gl.program_id(1)
+    n, row, start, size, token, chunks, chunk, _, last = find_chunks(length, cu_seqlens, N, T, PACKED)
+    row = row * T + start + size
+    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # of a state that is saved, by way of ``so``
+    SENT: gl.constexpr = PARTS + 3 if SAVE else 1
+    gdc_wait()
+    if (chunks > 0) | last:
+        S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
+        if INITIAL:
+            S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
+        for t in range(chunks):
+            s, x = t % NS, t % SCORES
+            if STAGED:
+                sb.store(S.to(ty))
+                fence_async_shared()
+                barrier()
+                before = sb
+                if SAVE:
+                    tma_store(saved[0], [((chunk + t) * HV + hv) * WIDTH + v, 0], sb)
+            else:
+                before = gl.convert_layout(S.to(ty), operand)
+            mbarrier.wait(full.index(s), (t // NS) & 1)
+            E = warpgroup_mma(before, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if STAGED:
+                E = warpgroup_mma_wait(0, deps=[E])
+            else:
+                O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                if SAVE:
+                    parts = apart_all(S.to(ty), PARTS)
+                    for m in gl.static_range(PARTS):
+                        part = gl.convert_layout(parts[m], ROWS)
+                        at = ((chunk + t) * HV + hv) * WIDTH + v
+                        send(saved[0], part, at, 64 * m, so, t * SENT + m, NO, False)
+                E, O = warpgroup_mma_wait(0, deps=[E, O])
+            R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
+            R = R + E * rate(sr, s, 4).load(ROWS)
+            if SAVE:
+                residual = R.to(ty)
+            if KEEP:
+                R *= rate(sr, s, 3).load(ROWS)
+            R = gl.convert_layout(R.to(ty), operand)
+            U = warpgroup_mma(R, sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if STAGED:
+                O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            else:
+                O *= rate(sr, s, 5).load(ROWS)
+            S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
+            if SAVE:
+                send(saved[1], residual, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
+            if STAGED:
+                U, O = warpgroup_mma_wait(1, deps=[U, O])
+            else:
+                U = warpgroup_mma_wait(0, deps=[U])
+            written = (U * rate(sr, s, 6).load(ROWS)).to(ty)
+            read = U.to(ty)
+            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
+            if STAGED:
+                O, S = warpgroup_mma_wait(1, deps=[O, S])
+                O *= rate(sr, s, 5).load(ROWS)
+            mbarrier.wait(pfull.index(x), (t // SCORES) & 1)
+            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            if SAVE:
+                send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + 1, NO, True)
+            O, S = warpgroup_mma_wait(0, deps=[O, S])
+            mbarrier.arrive(done.index(s), count=1)
+            tma.store_wait(NO - 1)
+            barrier()
+            out = so.index((t * SENT + SENT - 1) % NO)
+            out.permute([1, 0]).store(O.to(ty))
+            fence_async_shared()
+            barrier()
+            box = reinterpret(out, ty, [1, 1, C, 64], BOX)
+            tma_store(o_desc, [RAGGED, row, RAGGED - size + token + t * C, hv * WIDTH + v], box)
+        if last:
+            store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"])
+def walk(
+    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, e_desc, u_desc, starts, final, cu_seqlens, length, N, T,
+    q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
+    NS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    ty: gl.constexpr = k_desc.dtype
+    sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+    sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
+    sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+    sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
+    NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
+    so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+    sbar = barriers(1, 1)
+    full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
+    sv2, so2, sbar2, sb = sv, so, sbar, so
+    if WIDTH > 128:
+        sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
+    if GROUPS == 2:
+        sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+        so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+        sbar2 = barriers(1, 1)
+    fence_async_shared()
+    barrier()
+    left, right = (sq, sk, sv, sr, sa, sp), (sq, sk, sv2, sr, sa, sp)
+    bars, saved = (full, pfull, done), (s_desc, e_desc, u_desc)
+    if GROUPS == 2:
+        first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
+        gl.warp_specialize([
+            (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
+            (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, first, HV,
+                          WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
+            (state_role, (o_desc, saved, right, so2, sb, sbar2, bars, starts, final, cu_seqlens, length, N, T,
+                          first + 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
+            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
+                         length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
+            (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T,
+                          gl.program_id(2) * 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE,
+                          NO)),
+            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
+                         length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+
+
+def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None) -> None:
+    p, x = c.p, c.x
+    tokens, groups = (x.q, x.k, x.v), 2 if p.K == 128 else 1
+    starts = final if x.initial_state is None else x.initial_state
+    starts = states(p, starts) if w.starts is None else rows(w.starts)
+    arguments = (
+        ragged(x.q, p.K), ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), ragged(o, HALF),
+        *saved(residual, p.K if w.starts is None else C), starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T,
+        *(token_stride(t) for t in tokens),
+        tuple(t.stride(2) for t in tokens), p.HV // p.H, p.HV,
+    )  # fmt: skip
+    constants = {
+        "WIDTH": p.K, "GROUPS": groups, "INITIAL": w.starts is not None or x.initial_state is not None,
+        "START_V_FIRST": w.starts is not None or p.state_v_first, "V_FIRST": p.state_v_first, "PACKED": p.packed,
+        "KEEP": p.needs_grad, "SAVE": residual is not None, **WALKS[p.K],
+    }  # fmt: skip
+    plan = Plan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
+    launch(c, walk, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})

@@ -1,0 +1,100 @@
+"""What launchers hand to kernels: constants, tiles' widths, strides."""
+
+from typing import Any
+
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import C
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, precision
+from flash_delta.kernels.runtime.launch import Plan
+from flash_delta.problem import SHORT, Problem
+
+LONG = 2**30  # tokens: more than any sequence has
+
+
+def plan(
+    c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
+) -> Plan:
+    """With the constants that the kernel names; ``own``: those that are the launch's, not the problem's."""
+    overlap = overlaps(c.p, c.shape.chip)
+    given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
+    used = _constants.get(given)
+    if used is None:
+        used = _constants[given] = _constants_of(c, kernel, t, own)
+    return Plan(grid, t, scalars, used, follows and overlap)
+
+
+_constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels
+
+
+def _constants_of(c: Call, kernel: Any, t: Tile, own: dict[str, Any]) -> dict[str, Any]:
+    p, x = c.p, c.x
+    constants = {
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
+        "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
+        "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
+        "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
+        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
+        "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p),
+    } | own  # fmt: skip
+    return {name: constants[name] for name in kernel.arg_names if name in constants}
+
+
+def short(p: Problem) -> int:
+    """Tokens of packed sequences that `decode` runs; 0 where rows are no packed sequences, or it runs none."""
+    if not p.packed or p.pool is None or p.batch_invariant:
+        return 0
+    return LONG if p.recurrent else SHORT
+
+
+def every(c: Call) -> bool:
+    """Whether all tiles are wanted that other sizes may choose."""
+    return c.compiling is not None
+
+
+def columns(p: Problem, t: Tile) -> int:
+    """Value columns of a tile."""
+    return min(t.BV, block(p.V))
+
+
+def block(width: int) -> int:
+    """The tile of a head's width: a power of two that products can take."""
+    return max(16, next_power_of_2(width))
+
+
+def strides(t: Tensor) -> tuple[int, ...]:
+    """(batch, token, head, channel). Specialised: which are multiples of 16 decides how wide loads are, and with usual
+    heads all are, whatever T."""
+    return t.stride()
+
+
+def batch(t: Tensor | None) -> int:
+    """The stride of g's or beta's batch rows, T * HV and not specialised: a length must not compile anything."""
+    return 0 if t is None else t.stride(0)
+
+
+def tokens(t: Tensor | None) -> tuple[int, ...]:
+    """The other strides of g or beta: (token, head)."""
+    return (0, 0) if t is None else t.stride()[1:]
+
+
+def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
+    """Strides of (sequence, head, key, value) in either layout."""
+    if t is None:
+        return 0, 0, 0, 0
+    sequence, head, *matrix = t.stride()
+    return sequence, head, *(reversed(matrix) if p.state_v_first else matrix)
+
+
+def table(t: Tensor | None) -> tuple[int, int]:
+    """Strides of (row, column) of indices; without columns all tokens have the same."""
+    return (0, 0) if t is None else (*t.stride(), 0)[:2]
+
+
+def fits_tma(*tensors: Tensor) -> bool:
+    """Whether descriptors can describe the heads of these tensors."""
+    return all(
+        t.element_size() == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
+        for t in tensors
+    )

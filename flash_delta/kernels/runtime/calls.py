@@ -1,0 +1,102 @@
+"""A call of an op, as launchers take it, and what calls have in common that differ in values only."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from flash_delta.kernels.runtime.chip import Chip, chip_of
+from flash_delta.kernels.runtime.compile_key import DECODE, STEP, Flags, ModuleFlags, alone, interned, key_of, laid_out
+from flash_delta.kernels.runtime.cuda_driver import Replay, Step
+from flash_delta.kernels.runtime.workspace import Workspace
+from flash_delta.problem import Convolution, Convolved, Inputs, Norm, Normalized, Problem
+
+
+@dataclass(slots=True)
+class Shape:
+    """What calls have in common that differ in their tensors' values only."""
+
+    key: int  # of what compiled code depends on
+    chip: Chip
+    replay: Replay | None = None  # what they launch, once it is known
+
+
+class Call(NamedTuple):
+    """One call of an op, forward or backward, as the launchers take it."""
+
+    p: Problem | Convolution | Norm
+    x: Inputs | Convolved | Normalized
+    more: tuple[Tensor | None, ...]  # other tensors that come from outside
+    shape: Shape
+    direct: bool  # launched with addresses, past Triton's own launcher
+    compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
+    steps: list[Step] | None = None  # if there, launchers note what is to be launched
+
+    @property
+    def keys(self) -> Tensor:
+        """That erase."""
+        return self.x.k if self.x.p is None else self.x.p
+
+    def parts(self, *memory: Workspace) -> list[Any]:
+        """All their groups of tensors, as this call's launches take them."""
+        return [group for w in memory for group in (w.addresses() if self.direct else w.views())]
+
+
+def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: dict | None = None) -> Call:
+    """``kind`` tells forward and backward apart; ``memo``: of the problem, if x is what it was made of."""
+    shape = None if memo is None else memo.get(kind)
+    if shape is None:
+        flags = Flags(
+            kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
+            p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
+            kind in (DECODE, STEP) and alone(p),
+        )  # fmt: skip
+        tensors = laid_out(*x, *more)
+        if memo is not None:
+            shape = memo[kind] = Shape(key_of(flags, tensors), chip_of(p.device))
+        else:
+            sizes = (  # with gradients a call has other memory
+                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
+                *(None if t is None else tuple(t.shape) for t in more),
+            )  # fmt: skip
+            shape = _shape(chip_of(p.device), interned(flags), sizes, tensors)
+    return Call(p, x, more, shape, _direct(p.device))
+
+
+def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tuple, *more: Tensor | None) -> Call:
+    """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N."""
+    flags = ModuleFlags(
+        kind, p.device, *(p.W, p.packed) if isinstance(p, Convolution) else (1, False), p.D, p.activation
+    )
+    sizes = (*p[:-1], *(None if t is None else tuple(t.shape) for t in (*x, *more)))
+    # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
+    tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
+    shape = _shape(chip_of(p.device), interned(flags), sizes, tensors)
+    return Call(p, x, more, shape, _direct(p.device))
+
+
+def _direct(device: torch.device) -> bool:
+    """Whether past Triton's own launcher, which launches all on AMD's GPUs."""
+    return device.type == "cuda" and torch.version.hip is None and not profiled()
+
+
+def profiled() -> bool:
+    """Whether somebody wants to see launches, or kernels that note what they do: both is up to Triton's launcher."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.compilation.instrumentation_mode)
+
+
+@lru_cache(maxsize=1024)
+def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, tensors: tuple[tuple | None, ...]) -> Shape:
+    """Of calls without a memo. ``sizes`` change what is launched, not what is compiled for it."""
+    return Shape(key_of(flags, tensors), chip)
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()

@@ -1,0 +1,70 @@
+"""The chip that kernels are compiled for, and the launch numbers of one kernel."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from triton.runtime.driver import driver
+
+from flash_delta.problem import Problem
+
+
+class Tile(NamedTuple):
+    warps: int
+    stages: int
+    BV: int = 0  # value columns of one program, or of one step of its loop; key channels of channel_gradients
+    tma: bool = False  # whole tiles by the copy engine, where the tensors allow it (arguments.fits_tma)
+    registers: int | None = None  # at most so many per thread
+
+
+class Chip(NamedTuple):
+    target: str  # "sm_90", "gfx942"; "interpreter" on the CPU
+    processors: int  # that run programs side by side
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The chip that kernels on ``device`` are compiled for."""
+    if device.type == "cpu":
+        return Chip("interpreter", 1)
+    if device.type == "meta":  # the compile gate's (compiler/offline.py)
+        target = driver.active.get_current_target()
+        return Chip(target.arch if target.backend == "hip" else f"sm_{target.arch}", 1)
+    return _chip(device.index)
+
+
+@lru_cache
+def _chip(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is None:
+        return Chip(f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+    return Chip(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+
+
+def precision(dtype: torch.dtype, chip: Chip) -> str:
+    """The input precision of float32 products in a call in ``dtype``; AMD's matrix cores take float32 as it is."""
+    if chip.target.startswith("gfx") or chip.target == "interpreter":
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def family(target: str) -> str:
+    """The chip of the tables that ``target`` is most like: by its matrix instructions, and by its shared memory."""
+    if target.startswith("gfx"):
+        return "gfx942"
+    return {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}.get(target, "sm_80")  # consumer chips, too
+
+
+def overlaps(p: Problem, chip: Chip) -> bool:
+    """Whether a kernel may start before the one before it has ended (chunk.follow). float32 has no haste."""
+    hopper_or_later = family(chip.target) in ("sm_90", "sm_100") or chip.target.startswith("sm_12")
+    return hopper_or_later and p.dtype != torch.float32
+
+
+def takes_tma(chip: Chip) -> bool:
+    """Whether the table has tiles for the chip's copy engine."""
+    return family(chip.target) in ("sm_90", "sm_100")
+
+
+def next_power_of_2(n: int) -> int:
+    """Triton's takes 5 us."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,122 @@
+"""What compiled code depends on: of a problem its flags, of a tensor its layout."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem import Around, Inputs, Problem, Slots
+
+DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
+SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
+TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
+POOLS = ("state_pool", "conv_pool")
+NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # of the tensors of a call that serves
+
+
+class Flags(NamedTuple):
+    """What compiled code depends on, beside the tensors."""
+
+    kind: tuple  # of call
+    device: torch.device
+    H: int
+    HV: int
+    K: int
+    V: int
+    gate: str
+    erase: str | None
+    packed: bool
+    l2norm: bool
+    raw_gate: bool
+    raw_beta: bool
+    bounded: bool
+    state_v_first: bool
+    batch_invariant: bool
+    taps: int
+    window: int
+    activation: str | None
+    alone: bool  # tokens of decoding, one a row
+
+
+class ModuleFlags(NamedTuple):
+    """The same of a convolution or a norm."""
+
+    kind: tuple
+    device: torch.device
+    W: int
+    packed: bool
+    D: int
+    activation: str | None
+
+
+class TensorLayout(NamedTuple):
+    """What compiled code depends on of a tensor."""
+
+    dtype: torch.dtype
+    aligned: bool  # its address is a multiple of 16 bytes
+    strides: tuple  # what it depends on of these
+
+
+Key = tuple[Flags | ModuleFlags, tuple[TensorLayout | None, ...]]
+
+numbers: dict[Key, int] = {}  # of keys, as they come
+_flags: dict[Flags | ModuleFlags, Flags | ModuleFlags] = {}
+
+
+def interned(flags: Flags | ModuleFlags) -> Flags | ModuleFlags:
+    """The one object that all calls with these flags share."""
+    return _flags.setdefault(flags, flags)
+
+
+def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
+    """What `_layout` asks."""
+    return tuple([None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
+
+
+def key_of(flags: Flags | ModuleFlags, tensors: tuple[tuple | None, ...]) -> int:
+    """The number of what compiled code depends on."""
+    names = NAMES if flags.kind[0] in SERVING else Inputs._fields
+    counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
+    layouts = tuple([
+        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
+        for name, t in zip_longest(names[: len(tensors)], tensors)
+    ])  # fmt: skip
+    return numbers.setdefault((flags, layouts), len(numbers))
+
+
+def _layout(
+    dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: bool, alone: bool
+) -> TensorLayout:
+    """What Triton compiles for: of a stride whether it is 1 or long and how it divides. To all kernels those of indices
+    are numbers like any other, and parameters lie side by side; where tokens are ``counted`` their unit says it all.
+    Within a slot of a pool strides are ``fixed``: to `decode` they are constants."""
+
+    if len(strides) < 3 or not dtype.is_floating_point:
+        return TensorLayout(dtype, alignment == 0, ())
+    if fixed:
+        return TensorLayout(dtype, alignment == 0, (*_classes(strides[:1]), *strides[1:]))
+    if not counted:
+        return TensorLayout(dtype, alignment == 0, _classes(strides))
+    row, token, *others = strides
+    size = unit(row, token, alone)
+    counts = tuple(stride // size < 2**31 for stride in (row, token))
+    return TensorLayout(dtype, alignment == 0, (size, *counts, *_classes(others)))
+
+
+def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
+    return tuple([(stride % 16, stride == 1, stride < 2**31) for stride in strides])
+
+
+def alone(p: Problem) -> bool:
+    """Whether rows of decoding have one token: it is a kernel of its own, which looks for no other."""
+    return p.T == 1 and not p.packed
+
+
+def unit(row: int, token: int, one: bool) -> int:
+    """In how many numbers `decode` counts its way from row to row and from token to token: up to 16. To a compiler
+    nothing else of these strides matters, and usually the unit does not depend on T. Where rows have one token
+    (``one``) its stride is whatever the view left there."""
+    return gcd(row, 0 if one else token, 16)

@@ -1,0 +1,169 @@
+"""Launches on NVIDIA's driver itself: all that it takes lies ready in memory, where a call only writes addresses (in C,
+fastcall/frame.c).
+
+Triton's launcher converts every argument of every launch (7 us of host time for the 76 of `decode`), makes descriptors
+for the copy engine anew each time, and up to 3.6 is a C source of its own for every kernel, compiled at its first use.
+What a kernel gets is the same: its parameters in their order, without constants, then Triton's two scratch pointers.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+
+from flash_delta.kernels.runtime import fastcall
+
+LETTERS = {  # of `struct`, by Triton's names of types
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "fp64": "d", "constexpr": "x",
+}  # fmt: skip
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that has not used CUDA yet has none
+
+
+class Kernel(NamedTuple):
+    """What is compiled."""
+
+    name: str
+    function: int  # the driver's handle
+    threads: int
+    shared: int  # bytes
+    overlaps: bool  # it may start under the end of the launch before
+    scratch: int  # bytes of a program
+    letters: bytes  # of its parameters (build.c)
+
+
+class Step(NamedTuple):
+    """One launch, from which a frame is made."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    values: tuple[Any, ...]  # of its parameters; pointers are tensors of the call, or lie in those that are bytes
+
+
+def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> Step:
+    """``values``: of all the kernel's parameters; of a descriptor what `describe` says."""
+    return Step(kernel_of(compiled), grid, values)
+
+
+@lru_cache(None)
+def kernel_of(compiled: Any) -> Kernel:
+    m = compiled.metadata
+    described = iter(m.tensordesc_meta or ())
+    letters = "".join(_letters(kind, described) for kind in compiled.src.signature.values())
+    return Kernel(
+        compiled.name, load(compiled), 32 * m.num_warps, m.shared, m.launch_pdl, m.global_scratch_size,
+        f"({letters})".encode(),
+    )  # fmt: skip
+
+
+def _letters(kind: str | tuple, described: Iterator[dict]) -> str:
+    if isinstance(kind, tuple):
+        return f"({''.join(_letters(k, described) for k in kind)})"
+    if kind.startswith("*"):
+        return "P"
+    if kind.startswith("tensordesc"):
+        axes = len(next(described)["block_size"])
+        return f"(M{axes * 'i'}{axes * 'q'})"
+    return LETTERS[kind]
+
+
+def load(compiled: Any) -> int:
+    """The driver's handle of a kernel, as Triton gets it but without making Triton's launcher."""
+    utils, device, m = driver.active.utils, driver.active.get_current_device(), compiled.metadata
+    most = utils.get_device_properties(device)["max_shared_mem"]
+    if m.shared > most:
+        raise OutOfResources(m.shared, most, "shared memory")
+    _, function, _, _, most = utils.load_binary(compiled.name, compiled.kernel, m.shared, device)
+    if 32 * m.num_warps > most:
+        raise OutOfResources(32 * m.num_warps, most, "threads")
+    return function
+
+
+def describe(
+    base: Tensor, shape: Sequence[int], strides: Sequence[int], swizzle: int, element: tuple[int, int],
+    box: Sequence[int],
+) -> tuple[Any, ...]:  # fmt: skip
+    """A descriptor as kernels take it: the driver's, in an object of Triton's, and whose it is; sizes; strides.
+    ``element``: its bytes, and the driver's number of its type."""
+    utils = driver.active.utils
+    fill = utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
+    return (fill(base.data_ptr(), swizzle, *element, box, shape, strides, 0), base), *shape, *strides
+
+
+class Replay:
+    """A call's launches, again and again. ``tensors``: all of the call; ``spare``: how much memory those at their end
+    take that only its kernels use, and where in it they lie. Scratch memory is one more: one launch's is free when the
+    next one is launched, whoever follows (chunk.follow).
+
+    Of a call it keeps little that Python's garbage collector walks through, since there may be as many as lengths: the
+    memory from which the driver reads launches is bytes (`frames`). It does so while they are made, so that they can
+    be written again, or freed.
+    """
+
+    __slots__ = ("frames", "has_places", "names", "scratch", "size", "start", "template")
+
+    def __init__(self, steps: Sequence[Step], tensors: tuple[Any, ...], spare: tuple[int, tuple[int, ...]] = (0, ())):
+        self.scratch = max((prod(step.grid) * step.kernel.scratch for step in steps), default=0)
+        size, places = spare
+        if self.scratch:
+            places = *places, size
+        self.size, self.has_places = size + self.scratch, bool(places)
+        self.names = tuple(step.kernel.name for step in steps)
+        c = fastcall.load()
+        self.start = c.launch
+        self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, self.scratch > 0)
+        self.frames = [self.template]  # that no thread is using: while one launches, others may run
+
+    def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
+        """``groups``: all tensors of the call; those that are spare among them only if they are its ``own``."""
+        memory = None
+        if own and self.scratch:
+            groups += ((torch.empty(self.scratch, dtype=torch.uint8, device=device),),)
+        elif self.has_places and not own:
+            memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+        try:
+            frame = self.frames.pop()
+        except IndexError:
+            frame = fastcall.load().copy(self.template)
+        stream = driver.active.get_current_stream(device.index)
+        status = self.start(frame, stream, memory, *groups)
+        if status == INVALID_CONTEXT:
+            make_current(device)
+            status = self.start(frame, stream, memory, *groups)
+        if status:
+            done = fastcall.load().done(frame)
+            _check(status, "describe a tensor" if done < 0 else f"launch {self.names[done]}")
+        self.frames.append(frame)
+
+
+@lru_cache(1)
+def _driven(library: ctypes.CDLL) -> tuple[int, int]:
+    """Where the functions are that launch a kernel and that move a descriptor."""
+    functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
+    launch, replace = (ctypes.cast(f, ctypes.c_void_p).value for f in functions)
+    return launch, replace
+
+
+@lru_cache(None)
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def make_current(device: torch.device) -> None:
+    """The device's context, for this thread."""
+    cuda, context = library(), ctypes.c_void_p()
+    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "find the device's context")
+    _check(cuda.cuCtxSetCurrent(context), "use the device's context")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA could not {what}: error {status}, {(text.value or b'unknown').decode()}")

@@ -1,0 +1,60 @@
+"""How the loop is launched: as launch.py does it, but with descriptors for the copy engine."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.cuda_driver import Step, describe, make_step
+from flash_delta.kernels.runtime.launch import compiled_as
+
+
+class Descriptor(NamedTuple):
+    """What Triton's ``TensorDescriptor`` is made of, which takes 4 us to check it: once, when a kernel is compiled."""
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: list[int]
+    layout: Any
+
+
+class Plan(NamedTuple):
+    """One launch."""
+
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]  # the parameters behind them
+
+
+def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: dict[str, Any]) -> None:
+    """Of the ``plans`` there is one, but while compiling."""
+    described: dict[int, tuple] = {}
+    for plan in plans():
+        name = (id(kernel), c.shape.key, *plan.constants.values())
+        if c.steps is not None:
+            c.steps.append(step_of(compiled_as(name), plan, described))
+            continue
+        arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
+        if c.compiling is not None:
+            c.compiling[name] = kernel.warmup(*arguments, grid=plan.grid, **plan.constants, **options)
+        else:
+            kernel[plan.grid](*arguments, **plan.constants, **options)
+
+
+def step_of(compiled: Any, plan: Plan, described: dict[int, tuple]) -> Step:
+    """``described``: descriptors that plans share, by who they are."""
+    metas = iter(compiled.metadata.tensordesc_meta)
+    values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]
+    return make_step(compiled, (*plan.grid, 1)[:3], (*values, *plan.constants.values()))
+
+
+def _described(d: Descriptor, meta: dict[str, Any], described: dict[int, tuple]) -> tuple[Any, ...]:
+    if id(d) not in described:
+        element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        found = describe(d.base, d.shape, d.strides, meta["swizzle"], element, meta["block_size"])
+        described[id(d)] = d, found  # as long as this is there, nobody else is who it is
+    return described[id(d)][1]

@@ -1,0 +1,48 @@
+"""How a call is known again: the key under which what was found of it is remembered.
+
+`key` is Python's until a GPU's kernels are loaded, and from then on C's (key.c), which takes a tenth of the time and
+asks Python about whatever is no plain tensor. Where there is no GPU nothing is compiled, nor is Triton needed. The two
+never agree on a key, one being bytes: at the worst a call is looked at once more.
+"""
+
+import os
+from collections.abc import Hashable
+from pathlib import Path
+from threading import Lock
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem import ENVIRONMENT, needs_gradient, signature
+
+SOURCES = ("key.c", "frame.c", "build.c", "module.c")  # one module; each stands on those before it
+_loaded: ModuleType | None = None
+_lock = Lock()
+
+
+def look(gradients: bool, *groups: tuple[Tensor | None, ...]) -> tuple[Hashable, ...]:
+    """All that decides about a call on these tensors, but values and options: their signatures, whether autograd has
+    to know of it, the environment's wish. ``gradients``: whether autograd is on."""
+    tensors = [t for group in groups for t in group]
+    wish = os.environ.get(ENVIRONMENT) or None
+    return (wish, gradients and needs_gradient(tensors), *signature(tensors))
+
+
+key = look  # to be called as ``fastcall.key``: it changes
+
+
+def load() -> ModuleType:
+    """The module of C: ``key``, ``frame``, ``copy``, ``launch``. It is compiled once, as Triton's own is, and kept in
+    Triton's cache."""
+    global _loaded, key
+    with _lock:
+        if _loaded is None:
+            from triton.runtime.build import compile_module_from_src
+
+            source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
+            module = compile_module_from_src(source, "flash_delta_known")
+            api = torch.Tensor.__dlpack_c_exchange_api__
+            module.setup(api, torch.Tensor, torch.nn.Parameter, ENVIRONMENT.encode(), look)
+            _loaded, key = module, module.key
+    return _loaded

@@ -1,0 +1,180 @@
+"""How kernels are launched: compiled once, all at a time, and from then on with little host time.
+
+Triton looks at every argument of every launch, which takes 50 us of host time for a kernel of forty. What a kernel was
+compiled for, and all its arguments but the addresses, depend on less: dtypes, strides and alignments of the caller's
+tensors, sizes and flags of the problem. They are looked at once per call of an op (`make_call`); what is known of calls
+like it is used again.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flash_delta.kernels.runtime import fastcall
+from flash_delta.kernels.runtime.calls import Call, profiled
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.compile_key import numbers
+from flash_delta.kernels.runtime.cuda_driver import Replay, make_step
+from flash_delta.kernels.runtime.forbid import Refused, difference
+from flash_delta.problem import Around, Convolution, Norm, Problem, Slots, addresses
+
+
+class Plan(NamedTuple):
+    """One launch, but for the tensors."""
+
+    grid: tuple[int, int, int]
+    tile: Tile
+    scalars: tuple[Any, ...]  # the parameters behind the pointers
+    constants: dict[str, Any]  # the constexprs
+    follows: bool  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
+    contracts: bool = True  # the compiler may round a product and a sum as one
+
+
+_compiled: dict[tuple, Any] = {}  # by `_name`
+_ready: set[int] = set()
+
+
+def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tuple[Tensor | None, ...] = ()) -> None:
+    """Calls ``kernels``, which launches, or launches again what it launched for an earlier call of this shape.
+
+    Before its first time all that it can ever launch is compiled in parallel. ``own``: the tensors that were made for
+    this call, a workspace as its buffer; ``spare``: those of them that nobody needs when it is launched.
+    """
+    on_amd = c.p.device.type == "cuda" and c.shape.chip.target.startswith("gfx")
+    if (c.direct or on_amd) and c.shape.key not in _ready:
+        _compile(c, kernels)
+    if not c.direct:
+        with _explained(c):
+            return kernels(c)
+    if c.shape.replay is None:
+        given, steps = _distinct((*c.x, *c.more)), []
+        count = len(c.x)
+        kernels(c._replace(x=c.x._make(given[:count]), more=tuple(given[count:]), steps=steps))
+        *places, size = accumulate((0 if t is None else -(-t.nbytes // 256) * 256 for t in spare), initial=0)
+        c.shape.replay = Replay(steps, (*given, *own, *spare), (size, tuple(places)))
+    c.shape.replay.launch(c.p.device, c.x, c.more, own, spare, own=True)
+
+
+def _compile(c: Call, kernels: Callable[[Call], None]) -> None:
+    """All that calls with this key can ever launch, in parallel."""
+    found: dict[tuple, Any] = {}
+    with (
+        _explained(c),
+        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+        triton.AsyncCompileMode(threads),
+    ):
+        loading = threads.submit(fastcall.load)  # takes as long as a small kernel
+        kernels(c._replace(direct=False, compiling=found))
+    for key, kernel in found.items():
+        _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
+    loading.result()
+    _ready.add(c.shape.key)
+
+
+def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
+    """For `replayed`, if kernels got the tensors that were ``given``, and no copies; whether it is so."""
+    same = c.p.memo is not None and (all(map(is_, c.x, given)) or addresses(c.x) == addresses(given))
+    if same:
+        c.p.memo["replay", kind] = c.shape
+    return same
+
+
+def replayed(p: Problem | Convolution | Norm, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
+    """Launches what `run` launched for an earlier call of this problem; False if none was remembered. ``groups``:
+    inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as what else
+    stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""
+    shape = None if p.memo is None else p.memo.get(("replay", kind))
+    if shape is None or shape.replay is None or profiled():
+        return False
+    if _several_devices() and p.device.index != torch.cuda.current_device():
+        with torch.cuda.device(p.device):
+            shape.replay.launch(p.device, *groups)
+    else:
+        shape.replay.launch(p.device, *groups)
+    return True
+
+
+@contextmanager
+def _explained(c: Call) -> Iterator[None]:
+    """Says of a refused compilation (forbid.py) what the call has that earlier ones had not."""
+    try:
+        yield
+    except Refused as refused:
+        keys = list(numbers)
+        serving = isinstance(c.p, Problem) and c.p.pool is not None
+        others = (*Slots._fields, *Around._fields) if serving else ("do", "dfinal")
+        tensors = dict(zip((*c.x._fields, *others), (*c.x, *c.more), strict=False))
+        why = difference(keys[c.shape.key], (keys[number] for number in _ready), tensors)
+        raise RuntimeError(
+            f"{c.p.op}: kernel {refused} would have to be compiled, which forbid_compilation() forbids: {why}"
+        ) from None
+
+
+@lru_cache(None)
+def _several_devices() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], Iterable[Plan]]) -> None:
+    """``pointers``, a plan's scalars and its constants are the kernel's parameters, in their order.
+
+    Of the ``plans`` there is one, but while compiling.
+    """
+    for plan in plans():
+        if c.steps is not None:
+            if 0 not in plan.grid:
+                values = (*pointers, *plan.scalars, *plan.constants.values())
+                c.steps.append(make_step(compiled_as(_name(c, kernel, plan)), plan.grid, values))
+            continue
+        options = plan.constants | _options(plan)
+        if c.compiling is not None:
+            compiled = kernel.warmup(*pointers, *plan.scalars, grid=plan.grid, **options)
+            c.compiling[_name(c, kernel, plan)] = compiled
+        elif 0 not in plan.grid:
+            if plan.tile.tma:
+                triton.set_allocator(_scratch)
+            kernel[plan.grid](*pointers, *plan.scalars, **options)
+
+
+def compiled_as(name: tuple) -> Any:
+    """What was compiled, by the name that its launcher gave it in ``Call.compiling``."""
+    return _compiled[name]
+
+
+def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
+    """Of what is compiled: beside what calls of a shape have in common, a launch's own."""
+    return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
+
+
+def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """As objects of their own: here one tensor may come as q and as k, in the next call two."""
+    found: dict[int, Tensor | None] = {}
+    for number, t in enumerate(tensors):
+        key = number if t is None else id(t)
+        found[number if key in found else key] = t.detach() if t is not None and key in found else t
+    return list(found.values())
+
+
+def _options(plan: Plan) -> dict[str, int | bool]:
+    """What Triton takes beside a kernel's parameters; AMD's compiler does not know the last two."""
+    t = plan.tile
+    options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": plan.contracts}
+    if t.registers is not None:
+        options["maxnreg"] = t.registers
+    if plan.follows:
+        options["launch_pdl"] = True
+    return options
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where descriptors lie."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,161 @@
+"""What the kernels of a call hand each other, and the one allocation in which it lies.
+
+Every tensor is a number of slots (chunk.py) times what one chunk needs, a multiple of 256 bytes. Launched kernels take
+addresses; views are made only where Triton wants to see tensors: when it compiles, interprets, or is looked at by a
+profiler.
+"""
+
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.problem import Problem
+
+
+class Solved(NamedTuple):
+    """What `solve` writes."""
+
+    A: Any  # [slots, HV, C, C]; None where nothing is erased
+    vectors: Any  # [slots, HV, 4, C] float32: G high, G low, b, log decay
+    norms: Any  # [slots, H, 3, C] float32: of q, k, p; None without a norm
+
+
+class Channels(NamedTuple):
+    """What `channel` writes: with a decay per channel, what the other kernels read instead of q and k; else None."""
+
+    Qg: Any  # [slots, HV, C, K]
+    Kg: Any  # [slots, HV, C, K]
+    Kd: Any  # [slots, HV, C, K]
+    P: Any  # [slots, HV, C, C]
+    L: Any  # [slots, HV, C, C]; never bfloat16
+    gamma: Any  # [slots, HV, K] float32
+    rates: Any  # [slots, HV, 4, C] float32
+
+
+class Factors(NamedTuple):
+    """What `factor` writes; None with a decay per channel."""
+
+    X: Any  # [slots, HV, C, K]
+    Y: Any  # [slots, HV, C, C]
+    rates: Any  # [slots, HV, 4, C] float32
+
+
+class Residual(NamedTuple):
+    """What `scan` writes for the backward pass."""
+
+    states: Any  # [slots, HV, V, K]
+    R: Any  # [slots, HV, C, V]
+    U: Any  # [slots, HV, C, V]
+
+
+class Chain(NamedTuple):
+    """What `scan_backward` writes."""
+
+    dstates: Any  # [slots, HV, V, K]
+    dU: Any  # [slots, HV, C, V]
+
+
+class Scores(NamedTuple):
+    """What `pairs` writes for the other kernels of gradients."""
+
+    queries: Any  # [slots, HV, C, C]: the gradient of q . k in a chunk
+    keys: Any  # [slots, HV, C, C]: of p . k, its sign turned
+    parts: Any  # [slots, HV, 4, C] float32: of the gates' gradients, each kernel's own row; None but with a scalar gate
+
+
+class HeadGradients(NamedTuple):
+    """What `channel_gradients` writes for `key_head_gradients`, a value head each, and in bfloat16 `pairs` begins; else
+    None."""
+
+    dq: Any  # [slots, HV, C, K]
+    dk: Any  # [slots, HV, C, K]
+    written: Any  # [slots, HV, C, K]; this and the next ones in bfloat16 only
+    through: Any  # [slots, HV, K] float32
+    fallen: Any  # [slots, HV, K] float32
+
+
+class Part(NamedTuple):
+    """One tensor: per slot, where it begins and what it is."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Layout(NamedTuple):
+    bytes: int  # per slot
+    groups: tuple[Any, ...]  # named tuples of Part or None
+
+
+class Workspace:
+    """Memory for some groups of tensors, ``Solved`` and the like; or ``buffer``, one that was filled before."""
+
+    def __init__(self, p: Problem, *groups: type, buffer: Tensor | None = None):
+        self.slots, self.layout = count_slots(p), _layout_of(p, groups)
+        size = self.slots * self.layout.bytes
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=p.device) if buffer is None else buffer
+
+    def addresses(self) -> list[Any]:
+        """The groups, each tensor as the number that a kernel takes for a pointer."""
+        base, slots = self.buffer.data_ptr(), self.slots
+        return [
+            g._make([None if part is None else base + slots * part.start for part in g]) for g in self.layout.groups
+        ]
+
+    def views(self) -> list[Any]:
+        """The groups, each tensor as one."""
+        return [g._make([None if part is None else self._view(part) for part in g]) for g in self.layout.groups]
+
+    def _view(self, part: Part) -> Tensor:
+        size = self.slots * prod(part.shape) * part.dtype.itemsize
+        piece = self.buffer.narrow(0, self.slots * part.start, size)
+        return piece.view(part.dtype).view(self.slots, *part.shape)
+
+
+def count_bytes(p: Problem, *groups: type) -> int:
+    """Of the memory for them."""
+    return count_slots(p) * _layout_of(p, groups).bytes
+
+
+def _layout_of(p: Problem, groups: tuple[type, ...]) -> Layout:
+    found = None if p.memo is None else p.memo.get(groups)
+    if found is None:
+        found = _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
+        if p.memo is not None:
+            p.memo[groups] = found
+    return found
+
+
+@lru_cache
+def _layout(
+    groups: tuple[type, ...], dtype: torch.dtype, H: int, HV: int, K: int, V: int, gate: str, erase: str | None,
+    l2norm: bool,
+) -> Layout:  # fmt: skip
+    square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
+    state, rows, keys = ((HV, V, K), dtype), ((HV, C, V), dtype), ((HV, C, K), dtype)
+    fine = torch.float32 if dtype == torch.float32 else torch.float16
+    per_channel = ((HV, K), torch.float32)
+    channels = (keys, keys, keys, square, ((HV, C, C), fine), per_channel, vectors)
+    products = (keys, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
+    tensors = {
+        Solved: (None if erase is None else square, vectors, ((H, 3, C), torch.float32) if l2norm else None),
+        Channels: channels if gate == "channel" else (None,) * 7,
+        Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
+        Residual: (state, rows, rows),
+        Chain: (state, rows),
+        Scores: (square, square, vectors if gate == "scalar" else None),
+        HeadGradients: (keys, keys, *products) if gate == "channel" else (None,) * 5,
+    }
+    start, placed = 0, []
+    for group in groups:
+        parts = []
+        for tensor in tensors[group]:
+            parts.append(None if tensor is None else Part(start, *tensor))
+            if tensor is not None:
+                start += -(-prod(tensor[0]) * tensor[1].itemsize // 256) * 256
+        placed.append(group._make(parts))
+    return Layout(start, tuple(placed))

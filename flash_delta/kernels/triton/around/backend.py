@@ -1,0 +1,140 @@
+"""The ``triton`` backend of what layers do around the rule: short convolution and RMS norm, forward and backward.
+
+Gradients of parameters take two launches: every program sums over its rows, and ``total`` over the programs, in an
+order that sizes alone decide. Nothing is saved for the backward pass but the inputs.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from flash_delta.kernels.runtime.calls import Call, make_module_call, on
+from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.triton.around.convolution import (
+    count_parts,
+    run_convolve,
+    run_convolve_backward,
+    run_convolve_token,
+)
+from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
+from flash_delta.problem import MOST_TAPS, WIDEST_ROW, Convolution, Convolved, Norm, Normalized
+
+CONVOLVE, TOKEN, NORMALIZE = ("convolve",), ("convolve_token",), ("normalize",)  # kinds of calls
+
+
+def unsupported(problem: Convolution | Norm) -> str | None:
+    """Why this backend cannot run ``problem``; None if it can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
+        return f"it needs a GPU, the tensors are on {problem.device}"
+    if problem.dtype == torch.float64:
+        return "it computes in float32, the tensors are float64"
+    if isinstance(problem, Norm) and problem.D > WIDEST_ROW:
+        return f"it normalises rows of up to {WIDEST_ROW} numbers, they are {problem.D} wide"
+    if isinstance(problem, Convolution) and problem.W > MOST_TAPS:
+        return f"it has up to {MOST_TAPS} taps, here are {problem.W}"
+    return None
+
+
+def convolve(p: Convolution, x: Convolved) -> tuple[Tensor, Tensor | None]:
+    """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``, both contiguous."""
+    y = x.x.new_empty(*x.x.shape)  # a torch.Size takes 1 us more than its numbers
+    final = x.x.new_empty(p.N, p.D, p.W) if p.output_final_state else None
+    if replayed(p, CONVOLVE, x, (y, final)):
+        return y, final
+    if not y.numel():  # nothing is launched for nothing
+        if final is not None:
+            final.copy_(x.initial_state) if x.initial_state is not None else final.zero_()
+        return y, final
+    with on(p.device):
+        call = make_module_call(p, _aligned(x), (*CONVOLVE, p.output_final_state))
+        run(call, lambda c: run_convolve(c, y, final), y, final)
+        remember(call, CONVOLVE, x)
+    return y, final
+
+
+def convolve_backward(p: Convolution, x: Convolved, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
+    x, dy = _aligned(x), torch.zeros(x.x.shape, dtype=x.x.dtype, device=p.device) if dy is None else _unit(dy)
+    d = Convolved(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:4]))
+    if not dy.numel():
+        _zero(d)
+        if d.initial_state is not None and dfinal is not None:
+            d.initial_state.copy_(dfinal)
+        return d
+    with on(p.device):
+        call = make_module_call(p, x, ("convolve_backward",), dy, dfinal)
+        rows = p.W + (x.bias is not None)
+        parts = torch.empty(count_parts(call), rows, p.D, dtype=torch.float32, device=p.device)
+
+        def kernels(c: Call) -> None:
+            run_convolve_backward(c, d.x, d.initial_state, parts)
+            run_total(c, parts, d.weight, d.bias)
+
+        run(call, kernels, *d[:4], parts)
+    return d
+
+
+def convolve_token(p: Convolution, x: Convolved) -> Tensor:
+    """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
+    y = x.x.new_empty(*x.x.shape)
+    if replayed(p, TOKEN, x, (y,)) or not y.numel():
+        return y
+    with on(p.device):
+        call = make_module_call(p, _with_whole_parameters(x), TOKEN)
+        run(call, lambda c: run_convolve_token(c, y), y)
+        remember(call, TOKEN, x)
+    return y
+
+
+def normalize(p: Norm, x: Normalized) -> Tensor:
+    y = x.x.new_empty(*x.x.shape)
+    if replayed(p, NORMALIZE, x, (y,)) or not y.numel():
+        return y
+    rows = y.view(-1, p.D)
+    with on(p.device):
+        call = make_module_call(p, _rows(x), NORMALIZE)
+        run(call, lambda c: run_normalize(c, rows), rows)
+        remember(call, NORMALIZE, x)
+    return y
+
+
+def normalize_backward(p: Norm, x: Normalized, dy: Tensor) -> Normalized:
+    shape, x, dy = x.x.shape, _rows(x), _unit(dy.reshape(-1, p.D))
+    d = Normalized(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
+    if dy.numel():
+        with on(p.device):
+            call = make_module_call(p, x, ("normalize_backward",), dy)
+            parts = torch.empty(count_row_parts(call), 1, p.D, dtype=torch.float32, device=p.device)
+
+            def kernels(c: Call) -> None:
+                run_normalize_backward(c, d.x, d.gate, parts)
+                run_total(c, parts, d.weight, None)
+
+            run(call, kernels, *d, parts)
+    else:
+        _zero(d)
+    return d._replace(x=d.x.view(shape), gate=None if d.gate is None else d.gate.view(shape))
+
+
+def _zero(d: Convolved | Normalized) -> None:
+    for t in d:
+        if t is not None:
+            t.zero_()
+
+
+def _aligned(x: Convolved) -> Convolved:
+    """Channels side by side, as they nearly always are, and parameters without gaps."""
+    return _with_whole_parameters(x._replace(x=_unit(x.x)))
+
+
+def _with_whole_parameters(x: Convolved) -> Convolved:
+    return x._replace(weight=x.weight.contiguous(), bias=None if x.bias is None else x.bias.contiguous())
+
+
+def _rows(x: Normalized) -> Normalized:
+    D = x.x.shape[-1]
+    gate = None if x.gate is None else _unit(x.gate.reshape(-1, D))
+    return Normalized(_unit(x.x.reshape(-1, D)), x.weight.contiguous(), gate)
+
+
+def _unit(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()

@@ -1,0 +1,300 @@
+"""The short causal convolution of whole sequences, forward and backward, and its step by one token.
+
+    z[t, d] = bias[d] + sum_w weight[d, w] x[t - (W-1) + w, d]        y = z or silu(z)
+
+A program walks down BT tokens of BD channels and holds the last inputs in registers, so that a token is read once. Its
+loads come in groups of G tokens, all before the group's stores: past a store, which might write what they read, no
+compiler moves a load. Tokens are found as those of chunks are (chunk.find_slot), so that a program sees one sequence.
+
+Backward, beside z, which is computed again:
+
+    dz = dy or dy silu'(z)      dx[t] = sum_w weight[w] dz[t + (W-1) - w]      dweight[w] = sum_t dz[t] x[t - (W-1) + w]
+
+The walk goes on for W - 1 tokens behind its own, whose dz reach back, and gives dx W - 1 tokens behind the one it is
+at; in front of a sequence's first token that is the gradient of its initial state. ``total`` (norm.py) sums what the
+programs found of dweight and dbias, always in the same order.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.activation import sigmoid
+from flash_delta.kernels.device.chunk import find_slot
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile, family, next_power_of_2
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.problem import Convolution
+
+
+@triton.jit
+def load_taps(weight, d, inside, W: tl.constexpr):
+    taps = ()
+    for w in tl.static_range(W):
+        taps = taps + (tl.load(weight + d * W + w, mask=inside, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def dot(taps, window, bias, W: tl.constexpr):
+    z = taps[0] * window[0]
+    for w in tl.static_range(1, W):
+        z += taps[w] * window[w]
+    return z if bias is None else z + bias
+
+
+@triton.jit
+def load_state(state, strides, n, d, i, mask):
+    """Input i of a sequence's state, in float32."""
+    at = state + n.to(tl.int64) * strides[0] + d.to(tl.int64) * strides[1] + i * strides[2]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.constexpr):
+    """Of a sequence's row its token t, in float32; before the first one the state's, or 0."""
+    value = tl.load(x + t.to(tl.int64) * strides[1] + d, mask=mask & (t >= start), other=0.0).to(tl.float32)
+    if state is not None:
+        i = W + t - start
+        value += load_state(state, state_strides, n, d, i, mask & (t < start) & (i >= 0))
+    return value
+
+
+@triton.jit
+def load_group(x, stride, t, stop, d, inside, G: tl.constexpr):
+    """Tokens t to t + G - 1, in float32; 0 from ``stop`` on."""
+    group, at = (), x + t.to(tl.int64) * stride + d
+    for j in tl.static_range(G):
+        group = group + (tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0),)
+    wide = ()
+    for j in tl.static_range(G):
+        wide = wide + (group[j].to(tl.float32),)
+    return wide
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def convolve(
+    x, weight, bias, initial_state, cu_seqlens, y, final_state, N, T, x_strides, state_strides,
+    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+    SILU: tl.constexpr,
+):  # fmt: skip
+    """y and final_state are contiguous: [B, T, D] and [N, D, W]."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
+    token, inside, live = start + number * BT, d < D, n < N
+    known = inside & live  # rows behind the last sequence may hold anything
+    before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind
+    x += row.to(tl.int64) * x_strides[0]
+    y += row.to(tl.int64) * T * D
+    taps, base = load_taps(weight, d, inside, W), None
+    if bias is not None:
+        base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    window = ()
+    for w in tl.static_range(W - 1):
+        t = token - (W - 1) + w
+        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
+    for i in range(0, tl.minimum(BT, stop - token), G):
+        t = token + i
+        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
+        for j in tl.static_range(G):
+            z = dot(taps, window[j : j + W], base, W)
+            if SILU:
+                z *= sigmoid(z)
+            if PACKED:
+                z = tl.where(live, z, 0.0)
+            tl.store(at + j * D, z.to(y.dtype.element_ty), mask=inside & (t + j < stop))
+        window = window[G:]
+    if final_state is not None:  # noqa: SIM102  this is known when it is compiled, the other one is not
+        if (number == 0) & live:
+            for w in tl.static_range(W):
+                last = load_input(x, x_strides, initial_state, state_strides, n, stop - W + w, start, d, inside, W)
+                at = final_state + (n.to(tl.int64) * D + d) * W + w
+                tl.store(at, last.to(final_state.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def convolve_backward(
+    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, parts, N, T, x_strides, state_strides,
+    dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    PACKED: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """dx and dinitial are contiguous; parts [slots, W, D], or with a bias [slots, W + 1, D]: dweight and dbias."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
+    token, inside, live = start + number * BT, d < D, n < N
+    known, end = inside & live, tl.minimum(token + BT, stop)
+    before = known & (token <= stop)
+    x += row.to(tl.int64) * x_strides[0]
+    dy += row.to(tl.int64) * dy_strides[0]
+    dx += row.to(tl.int64) * T * D
+    taps, base = load_taps(weight, d, inside, W), None
+    if bias is not None:
+        base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    window, dz, dtaps, dbase = (), (), (), tl.zeros([BD], tl.float32)
+    for w in tl.static_range(W - 1):
+        t = token - (W - 1) + w
+        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
+        dz = dz + (tl.zeros([BD], tl.float32),)
+    for _ in tl.static_range(W):
+        dtaps = dtaps + (tl.zeros([BD], tl.float32),)
+    steps = tl.where((token < stop) | (number == 0), end - token + W - 1, 0)  # there may be no chunk
+    for i in range(0, steps, G):
+        t = token + i
+        window = window + load_group(x, x_strides[1], t, stop, d, known, G)
+        group, back = load_group(dy, dy_strides[1], t, stop, d, known, G), dx + (t - (W - 1)).to(tl.int64) * D + d
+        for j in tl.static_range(G):
+            new, p = group[j], t + j - (W - 1)
+            if SILU:
+                z = dot(taps, window[j : j + W], base, W)
+                s = sigmoid(z)
+                new = new * s * (1.0 + z * (1.0 - s))
+            dz = dz + (new,)
+            own = tl.where(t + j < end, new, 0.0)
+            dbase += own
+            sums, dinput = (), taps[0] * dz[j + W - 1]
+            for w in tl.static_range(W):
+                sums = sums + (dtaps[w] + own * window[j + w],)
+            for w in tl.static_range(1, W):
+                dinput += taps[w] * dz[j + (W - 1) - w]
+            dtaps = sums
+            if dfinal is not None:
+                last = p - (stop - W)
+                dinput += load_state(dfinal, dfinal_strides, n, d, last, known & (last >= 0) & (last < W))
+            dinput = dinput.to(dx.dtype.element_ty)
+            tl.store(back + j * D, dinput, mask=inside & (p >= token) & (p < end))
+            if dinitial is not None:
+                at = dinitial + (n.to(tl.int64) * D + d) * W + W + p - start
+                tl.store(at, dinput.to(dinitial.dtype.element_ty), mask=known & (p < start) & (number == 0))
+        window, dz = window[G:], dz[G:]
+    if dinitial is not None:  # its oldest input no output reads
+        oldest = tl.zeros([BD], tl.float32)
+        if dfinal is not None:
+            oldest = load_state(dfinal, dfinal_strides, n, d, 0, known & (start >= stop))
+        at = dinitial + (n.to(tl.int64) * D + d) * W
+        tl.store(at, oldest.to(dinitial.dtype.element_ty), mask=known & (number == 0))
+    ROWS: tl.constexpr = W if bias is None else W + 1
+    at = parts + slot.to(tl.int64) * ROWS * D + d
+    for w in tl.static_range(W):
+        tl.store(at + w * D, dtaps[w], mask=inside)
+    if bias is not None:
+        tl.store(at + W * D, dbase, mask=inside)
+
+
+@triton.jit
+def convolve_token(
+    x, state, weight, bias, y, x_strides, state_strides, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr,
+):  # fmt: skip
+    """One token of every row, x [N, D]; it moves into the state, in place. y is contiguous."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    n, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    inside, taps = d < D, load_taps(weight, d, d < D, W)
+    new = tl.load(x + n.to(tl.int64) * x_strides[0] + d * x_strides[1], mask=inside, other=0.0).to(tl.float32)
+    window = ()
+    for w in tl.static_range(1, W):
+        window = window + (load_state(state, state_strides, n, d, w, inside),)
+    window = window + (new,)
+    z = dot(taps, window, None, W)
+    if bias is not None:
+        z += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        z *= sigmoid(z)
+    tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
+    for w in tl.static_range(W):
+        at = state + n.to(tl.int64) * state_strides[0] + d.to(tl.int64) * state_strides[1] + w * state_strides[2]
+        tl.store(at, window[w].to(state.dtype.element_ty), mask=inside)
+    tl.store(y + n.to(tl.int64) * D + d, z.to(y.dtype.element_ty), mask=inside)
+
+
+class Walk(NamedTuple):
+    """How a convolution is cut."""
+
+    warps: int
+    BD: int  # channels of a program
+    BT: int  # tokens of a program
+    G: int  # of which so many are loaded at once
+
+
+WALKS = {  # 16 bytes of a row of 16-bit numbers are one thread's; AMD's warps are twice as wide
+    ("convolve", "nvidia"): Walk(2, 256, 64, 8),
+    ("convolve", "amd"): Walk(1, 512, 64, 8),
+    # With twice the channels a thread's sums spill.
+    ("convolve_backward", "nvidia"): Walk(2, 256, 128, 8),
+    ("convolve_backward", "amd"): Walk(1, 256, 128, 4),
+}
+TOKEN = Tile(4, 1, 256)
+
+
+def walk(kernel: str, c: Call) -> Walk:
+    amd = family(c.shape.chip.target) == "gfx942"
+    w = WALKS[kernel, "amd" if amd else "nvidia"]
+    much = c.p.W > 4 or c.x.x.element_size() > 2  # for a thread's registers
+    BD = min(w.BD // 2 if much else w.BD, next_power_of_2(c.p.D))
+    return w._replace(BD=BD, G=min(w.G, 4) if c.p.W > 4 else w.G)
+
+
+def count_walks(p: Convolution, BT: int) -> int:
+    """Programs along the tokens: an upper bound, as that of chunks (chunk.count_slots)."""
+    return p.T // BT + p.N + 1 if p.packed else p.N * -(-p.T // BT)
+
+
+def count_parts(c: Call) -> int:
+    """Rows of what `run_convolve_backward` leaves to be summed."""
+    return count_walks(c.p, walk("convolve_backward", c).BT)
+
+
+def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Walk | None = None) -> None:
+    p, x, w = c.p, c.x, chosen or walk("convolve", c)
+
+    def plans() -> Iterator[Plan]:
+        yield _along(c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), **_of(c, w))
+
+    launch(c, convolve, (*x, y, final), plans)
+
+
+def run_convolve_backward(
+    c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Walk | None = None
+) -> None:
+    """``c.more``: dy, and dfinal or None."""
+    p, x, (dy, dfinal), w = c.p, c.x, c.more, chosen or walk("convolve_backward", c)
+
+    def plans() -> Iterator[Plan]:
+        yield _along(
+            c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), dy.stride(), strides(dfinal), **_of(c, w)
+        )  # fmt: skip
+
+    launch(c, convolve_backward, (*x, dy, dfinal, dx, dinitial, parts), plans)
+
+
+def run_convolve_token(c: Call, y: Tensor) -> None:
+    """One token of each row, x [N, D]; the state moves on in place."""
+    p, x = c.p, c.x
+    BD = min(TOKEN.BV, next_power_of_2(p.D))
+
+    def plans() -> Iterator[Plan]:
+        constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
+        grid = (p.N * -(-p.D // BD), 1, 1)
+        yield Plan(grid, TOKEN, (x.x.stride(), x.initial_state.stride()), constants, follows=False)
+
+    launch(c, convolve_token, (x.x, x.initial_state, x.weight, x.bias, y), plans)
+
+
+def strides(t: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if t is None else t.stride()
+
+
+def _along(c: Call, w: Walk, *scalars: int | tuple[int, ...], **constants: int | bool) -> Plan:
+    grid = (count_walks(c.p, w.BT) * -(-c.p.D // w.BD), 1, 1)
+    return Plan(grid, Tile(w.warps, 1), scalars, constants, follows=False)
+
+
+def _of(c: Call, w: Walk) -> dict[str, int | bool]:
+    p = c.p
+    return {
+        "D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": p.activation is not None
+    }  # fmt: skip

@@ -1,0 +1,158 @@
+"""The RMS norm, gated or not, forward and backward; and the sum of what programs found of parameters' gradients.
+
+    y = x r w act(gate),  r = 1 / sqrt(mean(x²) + eps)
+
+Backward, with n = x r and u = dy act(gate):
+
+    dgate = dy n w act'(gate)        dw = sum over rows of u n        dx = r (u w - n mean(u w n))
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.activation import sigmoid
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile, next_power_of_2
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.triton.around.convolution import strides
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """act(z) and act'(z)."""
+    s = sigmoid(z)
+    if ACTIVATION == "silu":
+        return z * s, s * (1.0 + z * (1.0 - s))
+    else:
+        return s, s * (1.0 - s)
+
+
+@triton.jit
+def load_rows(x, stride, row, d, mask):
+    return tl.load(x + row.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def reciprocal_rms(x, row, M, eps, D: tl.constexpr):
+    """r of every row; 1 of those from M on, which are zeros: r would be infinite if eps is 0, and 0 r no number."""
+    return tl.rsqrt(tl.where(row < M, tl.sum(x * x, 1) / D + eps, 1.0))
+
+
+@triton.jit(do_not_specialize=["M", "eps"])
+def normalize(
+    x, gate, weight, y, M, eps, x_stride, gate_stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """ROWS of the M rows; y is contiguous."""
+    row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
+    inside = (row < M)[:, None] & (d < D)[None, :]
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    tile = load_rows(x, x_stride, row, d, inside)
+    if ACTIVATION is not None:
+        act, _ = activate(load_rows(gate, gate_stride, row, d, inside), ACTIVATION)
+    result = tile * reciprocal_rms(tile, row, M, eps, D)[:, None] * w[None, :]
+    if ACTIVATION is not None:
+        result *= act
+    at = y + row.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(at, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "eps", "step"])
+def normalize_backward(
+    x, gate, weight, dy, dx, dgate, parts, M, eps, step, x_stride, gate_stride, dy_stride, D: tl.constexpr,
+    BD: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """ROWS of the M rows at a time, the next ones ``step`` further on; parts [programs, D] of dw."""
+    d = tl.arange(0, BD)
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BD], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, M, step):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < M)[:, None] & (d < D)[None, :]
+        n, u = load_rows(x, x_stride, row, d, inside), load_rows(dy, dy_stride, row, d, inside)
+        at = row.to(tl.int64)[:, None] * D + d[None, :]
+        if ACTIVATION is not None:
+            act, slope = activate(load_rows(gate, gate_stride, row, d, inside), ACTIVATION)
+        r = reciprocal_rms(n, row, M, eps, D)
+        n *= r[:, None]
+        if ACTIVATION is not None:
+            tl.store(dgate + at, (u * n * w[None, :] * slope).to(dgate.dtype.element_ty), mask=inside)
+            u *= act
+        dw += u * n
+        u *= w[None, :]
+        mean = tl.sum(u * n, 1) / D
+        tl.store(dx + at, ((u - n * mean[:, None]) * r[:, None]).to(dx.dtype.element_ty), mask=inside)
+    tl.store(parts + tl.program_id(0).to(tl.int64) * D + d, tl.sum(dw, 0), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["P"])
+def total(
+    parts, dweight, dbias, P, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
+):
+    """Over P of parts [P, ROWS, D], always in the same order: dweight [D, W], and of the row behind them dbias [D]."""
+    w, d, p = tl.program_id(1), tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BP)
+    inside, sums = d < D, tl.zeros([BP, BD], tl.float32)
+    for first in range(0, P, BP):
+        at = parts + ((first + p).to(tl.int64)[:, None] * ROWS + w) * D + d[None, :]
+        sums += tl.load(at, mask=(first + p < P)[:, None] & inside[None, :], other=0.0)
+    result = tl.sum(sums, 0)
+    tl.store(dweight + d * W + w, result.to(dweight.dtype.element_ty), mask=inside & (w < W))
+    if dbias is not None:
+        tl.store(dbias + d, result.to(dbias.dtype.element_ty), mask=inside & (w == W))
+
+
+ROWS, BACKWARD_ROWS = 4096, 1024  # numbers of a norm's tile
+PROGRAMS = 1024  # of a norm's backward pass, at most: a few for each multiprocessor, and as many sums to add
+TOTAL = Tile(4, 1, 16)
+SUMMED = 128  # rows of a step of ``total``
+
+
+def run_normalize(c: Call, y: Tensor) -> None:
+    """x and the gate are rows [M, D]."""
+    x, BD, rows, t = c.x, *_rows(c, ROWS)
+
+    def plans() -> Iterator[Plan]:
+        M = len(x.x)
+        scalars = M, c.p.eps, x.x.stride(0), strides(x.gate)[0]
+        constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
+        yield Plan((-(-M // rows), 1, 1), t, scalars, constants, follows=False)
+
+    launch(c, normalize, (x.x, x.gate, x.weight, y), plans)
+
+
+def count_row_parts(c: Call) -> int:
+    """Programs of `run_normalize_backward`."""
+    _, rows, _ = _rows(c, BACKWARD_ROWS)
+    return min(PROGRAMS, -(-len(c.x.x) // rows))
+
+
+def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor) -> None:
+    """``c.more``: dy [M, D]."""
+    x, (dy,), BD, rows, t = c.x, c.more, *_rows(c, BACKWARD_ROWS)
+
+    def plans() -> Iterator[Plan]:
+        programs = len(parts)
+        scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), strides(x.gate)[0], dy.stride(0)
+        constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
+        yield Plan((programs, 1, 1), t, scalars, constants, follows=False)
+
+    launch(c, normalize_backward, (x.x, x.gate, x.weight, dy, dx, dgate, parts), plans)
+
+
+def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> None:
+    P, rows, D = parts.shape
+
+    def plans() -> Iterator[Plan]:
+        constants = {"D": D, "W": dweight.numel() // D, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
+        yield Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants, follows=False)
+
+    launch(c, total, (parts, dweight, dbias), plans)
+
+
+def _rows(c: Call, numbers: int) -> tuple[int, int, Tile]:
+    """Columns and rows of a norm's tile, and its warps."""
+    BD = next_power_of_2(c.p.D)
+    return BD, max(1, numbers // BD), Tile(4 if numbers >= BD else 8, 1)

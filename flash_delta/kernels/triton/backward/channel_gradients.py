@@ -1,0 +1,262 @@
+"""What queries, keys and gates get where every key channel has a gate of its own, all chunks at once, in bfloat16.
+
+    dq = scale e^G . (dO S0^T) + sum over j <= i of dP_ij e^{G_i - G_j} . k_j
+    dp = -e^G . (dV S0^T) + sum over j < i of dL_ij e^{G_i - G_j} . k_j
+    dk = e^{G_C - G} . (U dS1^T) + sum over i >= j of e^{G_i - G_j} . (dP_ij q_i + dL_ij k_i)      (and dp, as p is k)
+    dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write behind the chunk
+
+`pairs` has written dPD and taken, the gradients of q_i . k_j and of p_i . k_j (its sign turned), with the norms in
+them, and the products with states: q and k are multiplied as they lie in memory, and with a norm y = r x what is
+accumulated is z = r dy (see gradients.py).
+
+Tokens come in blocks of 16, and a tile is [W, 16]: W channels, a row of the accumulators each, of one block. So decayed
+copies go into the next product from registers, and what they are multiplied with, the same for all channels, waits in
+shared memory. As in `channel` the decay of a pair is split at G of the first token of the row's block,
+``(q_i e^{G_i - r}) (k_j e^{r - G_j})``: no factor is above 1 but within a block, where the second one is as large as a
+channel falls there.
+
+What a pair adds to the gates between its tokens is the difference of two sums that begin at either one: the same three
+rounded numbers are multiplied in both, so that it cancels up to float32's rounding where a gate is not between them.
+That is good enough for bfloat16. Channels that fall by more than ``MILD`` within a block are left to
+`halved_gradients`, which reads in ``fallen`` how far they fell, and so are other types.
+
+Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` sums and finishes them.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters
+from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_block, rows_of, store_tile
+from flash_delta.kernels.runtime.arguments import block, plan, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import HeadGradients, Scores
+from flash_delta.kernels.triton.backward.halved_gradients import MILD, in_parts, leading, sum_of
+from flash_delta.kernels.triton.tiles import tile
+
+
+@triton.jit
+def load_channels(x, strides, token, left, c, K: tl.constexpr, W: tl.constexpr):
+    """``[W, 16]``: channels c of the first ``left`` of 16 tokens, 0 for the others."""
+    t = tl.arange(0, 16)[None, :]
+    at = x + token.to(tl.int64) * strides[1] + t * strides[1] + c[:, None] * strides[3]
+    some = (t < left) & (c[:, None] >= 0)
+    if K % W > 0:
+        some &= c[:, None] < K
+    return tl.load(at, mask=some, other=0.0)
+
+
+@triton.jit
+def in_order(x):
+    """As float32, in the layout of products: that with the unit matrix is exact."""
+    if x.dtype == tl.float32:
+        return x
+    else:
+        o = tl.arange(0, 16)
+        return tl.dot(x, (o[:, None] == o[None, :]).to(x.dtype))
+
+
+@triton.jit
+def chosen(x, I):
+    """Element I of a tuple of tiles, 0 behind its last one."""
+    y = x[0] * 0.0
+    for m in tl.static_range(len(x)):
+        y = tl.where(m == I, x[m], y)
+    return y
+
+
+@triton.jit
+def total(x, first: tl.constexpr, I):
+    """The sum of the elements from ``first`` up to before I of a tuple of vectors."""
+    y = x[0] * 0.0
+    for m in tl.static_range(first, len(x)):
+        y += tl.where(m < I, x[m], 0.0)
+    return y
+
+
+@triton.jit
+def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Of 16 tokens, of which ``left`` are there: the activations, their log decay in bits, and which are there."""
+    a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
+    decay = log_decay(
+        living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, BITS, RAW_GATE, BOUNDED
+    )  # fmt: skip
+    return a, decay, live
+
+
+@triton.jit
+def blocks_of(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """All blocks of a chunk, [W, 16] each."""
+    tiles = ()
+    for I in tl.static_range(C // 16):
+        tiles += (load_channels(x, strides, token + 16 * I, stop - token - 16 * I, c, K, W),)
+    return tiles
+
+
+@triton.jit
+def scores_of(x, I, J: tl.constexpr, C: tl.constexpr):
+    """Of rows of block I, with columns of an earlier block J; 0 where that is none."""
+    r, c = tl.arange(0, 16)[:, None], 16 * J + tl.arange(0, 16)[None, :]
+    return tl.load(x + (16 * I + r) * C + c, mask=(c < 16 * I) & (r >= 0), other=0.0)
+
+
+@triton.jit
+def store_rows(out, x, first, count, stride, K: tl.constexpr, W: tl.constexpr):
+    """``[W, 16]`` as the channels from ``first`` on of the first ``count`` tokens."""
+    r, c = tl.arange(0, 16)[:, None], first + tl.arange(0, W)[None, :]
+    some = r < count
+    if K % W > 0:
+        some &= c < K
+    tl.store(out + r * stride + c, tl.trans(x.to(out.dtype.element_ty)), mask=some)
+
+
+@triton.jit
+def rounded(x):
+    """As bfloat16 would round it. A number that is rounded and looked at is converted alone, not two at once: slow."""
+    return leading((x.to(tl.int32, bitcast=True) + 32768).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
+    """Adds what rows of one block and columns of another say to each other: to rows, before their own decay and with
+    dp's sign turned, and to z and y, the columns' gradients and what they take from those of the gates."""
+    columns = rounded(columns)
+    ke = columns.to(dP.dtype)
+    aq, ap = tl.dot(ke, tl.trans(dP), aq), tl.dot(ke, tl.trans(dL), ap)
+    back = tl.dot(pe, dL, tl.dot(qe, dP))
+    return aq, ap, z + factor * back, y - columns * back
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def channel_gradients(
+    q, k, g, A_log, dt_bias, dPD, taken, cu_seqlens, dq, dk, written, through, fallen, dg, dA_log, ddt_bias, N, T,
+    lower_bound, q_strides, k_strides, g_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dg; of one value head dq and dk (with a norm, r dy), ``[slots, HV, C, K]``, where the products with states are;
+    of A_log and dt_bias ``[slots, HV, K]``, to be summed."""
+    lead(OVERLAP)
+    follow(OVERLAP)
+    BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
+    slot, hv, first = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(0) % BLOCKS * W
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    c, t = first + tl.arange(0, W), tl.arange(0, 16)
+    ty: tl.constexpr = k.dtype.element_ty
+    head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
+    strides, rows = (T.to(tl.int64) * HV * K, HV * K, K, 1), (0, K, 0, 1)
+    dg, sums = rows_of(dg, strides, row, hv), head * K + c
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+            store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, first, K, C, W)
+            tl.store(fallen + sums, 0.0, mask=c < K)
+            if HAS_A:
+                tl.store(dA_log + sums, 0.0, mask=c < K)
+            if HAS_BIAS:
+                tl.store(ddt_bias + sums, 0.0, mask=c < K)
+            return
+    q, k, g = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h), rows_of(g, g_strides, row, hv)
+    dPD, taken = dPD + head * C * C, taken + head * C * C
+    dq, dk, written = dq + head * C * K, dk + head * C * K, written + head * C * K
+    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    stop = tl.minimum(stop, token + C)
+    LAST: tl.constexpr = C // 16 - 1
+    # Right to left: what keys write behind the chunk, the sum of the gates from a block on, and of every block but the
+    # last one the keys, decayed up to its end, and its gates' sum. No load passes a barrier, and operands of products
+    # have many: all that comes from memory is loaded at once.
+    k_tiles = blocks_of(k, k_strides, token, stop, c, K, W, C)
+    g_tiles = blocks_of(g, g_strides, token, stop, c, K, W, C)
+    written_tiles = blocks_of(written, rows, token * 0, C, c, K, W, C)
+    zero, none = tl.zeros([W, 16], tl.float32), tl.zeros([W], tl.float32)
+    rest, D, lowest, keys, totals, z, y = none, none, none, (), (), (), ()
+    behind_first = (t[:, None] > 0) & (t[:, None] <= t[None, :])
+    for m in tl.static_range(LAST, -1, -1):
+        _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, lower_bound, RAW_GATE, BOUNDED)
+        kk = in_order(k_tiles[m])
+        s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
+        fall, fell = tl.min(s, 1), tl.sum(gates, 1)
+        kk *= tl.exp2(fall[:, None] - s)
+        rest += tl.sum(kk * in_order(written_tiles[m]), 1) * tl.exp2(D)
+        lowest = tl.minimum(lowest, fall)
+        if m < LAST:
+            keys, totals = (kk,) + keys, (fell,) + totals  # noqa: RUF005 (Triton knows no star)
+            z += (zero,)
+            y += (zero,)
+        D += fell
+    tl.store(fallen + sums, lowest, mask=c < K)
+    rest += tl.exp2(D) * tl.load(through + sums, mask=c < K, other=0.0)
+    dA, dbias, D = none, none, none
+    # Block by block, right to left. What later rows give to a block's columns waits in z and y; not unrolled, so that
+    # tiles are fetched blocks ahead. Scores with blocks that are not earlier are 0.
+    for back in range(C // 16):
+        I = LAST - back
+        at = token + 16 * I
+        left = stop - at
+        q_tile, k_tile = load_channels(q, q_strides, at, left, c, K, W), load_channels(k, k_strides, at, left, c, K, W)
+        g_tile, end = load_channels(g, g_strides, at, left, c, K, W), load_channels(written, rows, 16 * I, 16, c, K, W)
+        dq_tile, dk_tile = load_channels(dq, rows, 16 * I, 16, c, K, W), load_channels(dk, rows, 16 * I, 16, c, K, W)
+        a, gates, live = gates_of(g_tile, left, rate, bias, lower_bound, RAW_GATE, BOUNDED)
+        s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
+        opens, fall = tl.sum(tl.where(t[None, :] == 0, gates, 0.0), 1), tl.min(s, 1)
+        e, kk = tl.exp2(s), in_order(k_tile)
+        q_rows, p_rows = rounded(in_order(q_tile) * e), rounded(kk * (e * -1.0))
+        qe, pe = q_rows.to(ty), p_rows.to(ty)
+        start = tl.exp2(total(totals, 0, I) + opens)[:, None]
+        aq, ap = in_order(dq_tile) * start, in_order(dk_tile) * start
+        later_z, later_y = (), ()
+        for J in tl.static_range(LAST):
+            reach = tl.exp2(total(totals, J + 1, I) + opens)[:, None]
+            aq, ap, zj, yj = between(
+                aq, ap, z[J], y[J], qe, pe, keys[J] * reach, reach, scores_of(dPD, I, J, C), scores_of(taken, I, J, C)
+            )  # fmt: skip
+            later_z += (zj,)
+            later_y += (yj,)
+        z, y = later_z, later_y
+        grown = s * -1.0
+        if not BOUNDED:
+            grown = tl.minimum(grown, MILD + 1.0)  # what is larger is computed again
+        grown = tl.exp2(grown)
+        dP, dL = load_block(dPD, 16 * I, 16 * I, C, C, 16, 16), load_block(taken, 16 * I, 16 * I, C, C, 16, 16)
+        aq, ap, zz, yy = between(aq, ap, zero, chosen(y, I), qe, pe, kk * grown, grown, dP, dL)
+        late, end = tl.exp2(fall)[:, None] * grown, in_order(end) * tl.exp2(D)[:, None]
+        D += opens + fall
+        store_rows(dq + 16 * I * K, e * aq, first, 16, K, K, W)
+        store_rows(dk + 16 * I * K, zz + late * (end + chosen(z, I)) - e * ap, first, 16, K, K, W)
+        yy += q_rows * aq + p_rows * ap - kk * late * end
+        d = sum_of(in_parts(yy, 3), t[:, None] >= t[None, :], zero, 3) + rest[:, None]
+        rest += tl.sum(yy, 1)
+        if RAW_GATE:
+            d, of_A_log = gate_backward(d, gates * (1.0 / BITS), a, rate[:, None], bias[:, None], live, BOUNDED)
+            dA += tl.sum(of_A_log, 1)
+            dbias += tl.sum(d, 1)
+        store_rows(dg + at.to(tl.int64) * (HV * K), d, first, left, HV * K, K, W)
+    if HAS_A:
+        tl.store(dA_log + sums, dA, mask=c < K)
+    if HAS_BIAS:
+        tl.store(ddt_bias + sums, dbias, mask=c < K)
+
+
+def run_channel_gradients(
+    c: Call, scores: Scores, heads: HeadGradients, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
+    t: Tile | None = None,
+) -> None:  # fmt: skip
+    """dg; dq and dk of every value head; and of A_log and dt_bias ``[slots, HV, K]``, to be summed. For bfloat16."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        chosen = t or tile("channel_gradients", p, c.shape.chip)
+        W = min(chosen.BV, block(p.K))  # channels of one program
+        yield plan(
+            c, channel_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
+            p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
+        )  # fmt: skip
+
+    pointers = (
+        x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias
+    )  # fmt: skip
+    launch(c, channel_gradients, pointers, plans)

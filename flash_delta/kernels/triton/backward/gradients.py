@@ -1,0 +1,302 @@
+"""What queries, keys and gates get, all chunks at once; dq and dk are written once, summed over a key head's heads.
+
+    dq = scale e^G . (dO S0^T) + dPD k                        dp = -e^H . (dV S0^T) - taken k         dV = b . dU~
+    dk = e^{G_C - G} . (U dS1^T) + dPD^T q - taken^T p        (and dp, where p is k)
+    dg_t = pairs_t + what reads and erases in rows from t on + what writes in rows before t + gamma <S0, dS1>
+
+`pairs` has written dPD, taken and pairs_t, with the norms in them: q, k and p are multiplied as they lie in memory.
+With a norm, y = r x has length 1, what is accumulated is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
+
+`query_gradients` and `key_gradients`, grid (slots, H), leave the terms of dg in ``parts [slots, HV, 4, C]``: pairs_t +
+gamma <S0, dS1>, what is read, erased and written. `gates`, grid (slots, HV), sums them over just the rows that carry
+gate t, so that nothing cancels (docs/mathematics.md section 4), and undoes the raw gate; dA_log and ddt_bias ``[slots,
+HV]`` are left to be summed over slots. A kernel of its own, because a barrier does not make one thread's stores
+visible to another on AMD.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import (
+    count_slots,
+    find_chunk,
+    follow,
+    lead,
+    load_block,
+    load_row,
+    load_tile,
+    rows_of,
+    store_row,
+    store_tile,
+)
+from flash_delta.kernels.runtime.arguments import batch, plan, strides, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Chain, Factors, Residual, Scores, Solved
+from flash_delta.kernels.triton.tiles import WARP, tile
+from flash_delta.problem import Inputs
+
+
+@triton.jit
+def norm_backward(z, x, r):
+    """z - y <y, z>, y = r x."""
+    y = x * r[:, None]
+    return z - y * tl.sum(y * z, 1)[:, None]
+
+
+@triton.jit
+def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
+    """Of ``t``, to be added to ``z`` (OWN_SUMS) or with z in it already: both, what t adds to <x, .>, and <x, z>."""
+    sums = before
+    if GATE:
+        sums = tl.sum(x * t, 1)
+    if OWN_SUMS:
+        return z + t, sums, before
+    else:
+        return t, sums - before, sums
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def query_gradients(
+    q, k, do, states, dPD, norms, rates, cu_seqlens, dq, parts, N, T,
+    q_strides, k_strides, do_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of the queries of one chunk and key head, and what they read, row 1 of ``parts``."""
+    lead(OVERLAP)
+    follow(OVERLAP)
+    slot, h = tl.program_id(0), tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    i = tl.arange(0, C)
+    ty: tl.constexpr = k.dtype.element_ty
+    GROUP: tl.constexpr = HV // H
+    out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
+    dq_rows = rows_of(dq, out_strides, row, h)
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+            store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+            return
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
+    OWN_SUMS: tl.constexpr = ty == tl.float32  # see key_gradients
+    z, before = tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
+    for member in range(GROUP):
+        hv = h * GROUP + member
+        head = slot.to(tl.int64) * HV + hv
+        do_rows = rows_of(do, do_strides, row, hv)
+        e_q = tl.load(rates + head * 4 * C + i)  # scale e^G r_q
+        t = z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
+        for w in range(0, V, BV):
+            s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
+            dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
+            t = tl.dot((dO * e_q[:, None]).to(ty), s0, t, input_precision=PRECISION)
+        z, sums, before = add(z, t, qq, before, GATE, OWN_SUMS)
+        if GATE:
+            tl.store(parts + head * 4 * C + C + i, sums)
+        z = tl.dot(load_block(dPD + head * C * C, 0, 0, C, C, C, C), kk, z, input_precision=PRECISION)
+        if GATE and not OWN_SUMS:
+            before = tl.sum(qq * z, 1)
+    if NORM:
+        z = norm_backward(z, qq, tl.load(norms + (slot.to(tl.int64) * H + h) * 3 * C + i))
+    store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def key_gradients(
+    q, k, p, U, dU, states, dstates, dPD, taken, vectors, norms, rates, cu_seqlens, dk, dp, parts, N, T,
+    q_strides, k_strides, p_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
+    ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk (and dp) of one chunk and key head, and what they erase and write, rows 2 and 3 of ``parts``."""
+    lead(OVERLAP)
+    follow(OVERLAP)
+    slot, h = tl.program_id(0), tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    i = tl.arange(0, C)
+    ty: tl.constexpr = k.dtype.element_ty
+    GROUP: tl.constexpr = HV // H
+    out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
+    dk_rows = rows_of(dk, out_strides, row, h)
+    if OWN_P:
+        dp_rows = rows_of(dp, out_strides, row, h)
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):
+            store_tile(dk_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+            if OWN_P:
+                store_tile(dp_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+            return
+    kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
+    pp = kk
+    if OWN_P:
+        pp = load_tile(rows_of(p, p_strides, row, h), p_strides, token, stop, 0, K, C, BK)
+    rk = tl.full([C], 1.0, tl.float32)
+    if NORM:
+        norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
+        rk = tl.load(norm + C)
+    # Row sums of what is added to an accumulator are differences of the accumulator's. That costs float32 its last
+    # digits, so it gets an accumulator for each: it spills anyway, and would spill 700 bytes in 16 bits (sm_90a, K = V
+    # = 128).
+    OWN_SUMS: tl.constexpr = ty == tl.float32
+    d = tl.arange(0, BV)
+    z, zp = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    before, before_p = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for member in range(GROUP):
+        head = slot.to(tl.int64) * HV + h * GROUP + member
+        rate, e_k, through = rates + head * 4 * C, rk, 0.0
+        if GATE:
+            part, first = parts + head * 4 * C, vectors + head * 4 * C
+            high, low = tl.load(first + C - 1) - tl.load(first + i), tl.load(first + 2 * C - 1) - tl.load(first + C + i)
+            e_k = rk * tl.exp(high + low)
+        e_p = tl.load(rate + C + i) * tl.load(rate + 2 * C + i)  # b e^H r_p
+        t = zp if OWN_P else z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
+        for w in range(0, V, BV):
+            s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
+            if ERASE:
+                lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
+                t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
+            if GATE:
+                ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
+                # <S0, dS1> is the trace of a product: neither has to go through registers
+                rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)
+                through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
+        if GATE:
+            tl.store(part + i, tl.load(part + i) + tl.load(rate + 3 * C) * through)
+        if ERASE:
+            if OWN_P:
+                zp, sums, before_p = add(zp, t, pp, before_p, GATE, OWN_SUMS)
+            else:
+                z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
+            if GATE:
+                tl.store(part + 2 * C + i, sums)
+        t = z
+        if OWN_SUMS:
+            t = tl.zeros([C, BK], tl.float32)
+        for w in range(0, V, BV):
+            u = load_block(U + head * C * V, 0, w, C, V, C, BV)
+            ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
+            t = tl.dot((u * e_k[:, None]).to(ty), ds1, t, input_precision=PRECISION)
+        z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
+        if GATE:
+            tl.store(part + 3 * C + i, sums)
+        pairs_qk = load_block(dPD + head * C * C, 0, 0, C, C, C, C)
+        z = tl.dot(tl.trans(pairs_qk), qq, z, input_precision=PRECISION)
+        if ERASE:
+            pairs_pk = load_block(taken + head * C * C, 0, 0, C, C, C, C)
+            z -= tl.dot(tl.trans(pairs_pk), pp, input_precision=PRECISION)
+            if OWN_P:
+                zp -= tl.dot(pairs_pk, kk, input_precision=PRECISION)
+            else:
+                z -= tl.dot(pairs_pk, kk, input_precision=PRECISION)
+        if GATE and not OWN_SUMS:
+            before = tl.sum(kk * z, 1)
+            if OWN_P:
+                before_p = tl.sum(pp * zp, 1)
+    if NORM:
+        z = norm_backward(z, kk, rk)
+    store_tile(dk_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
+    if OWN_P:
+        if NORM:
+            zp = norm_backward(zp, pp, tl.load(norm + 2 * C))
+        store_tile(dp_rows, out_strides, zp.to(ty), token, stop, 0, K, C, BK)
+
+
+@triton.jit(do_not_specialize=["N", "T", "g_batch"])
+def gates(
+    g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_strides,
+    HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dg of one chunk and value head from its ``parts``, and the raw gate's backward pass. Grid (slots, HV)."""
+    follow(OVERLAP)
+    slot, hv = tl.program_id(0), tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    i = tl.arange(0, C)
+    head = slot.to(tl.int64) * HV + hv
+    dg_strides = (T.to(tl.int64) * HV, HV, 1)
+    dg_rows = rows_of(dg, dg_strides, row, hv)
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+            store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C)
+            if RAW_GATE:
+                tl.store(dA_log + head, 0.0)
+            if HAS_BIAS:
+                tl.store(ddt_bias + head, 0.0)
+            return
+    parts = parts + head * 4 * C + i
+    reads, writes = tl.load(parts + C), tl.load(parts + 3 * C)
+    carrying = i[:, None] <= i[None, :]  # [t, i]: what reads in row i carries gate t, what writes there does not
+    sums = tl.load(parts) + tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)
+    if ERASE:
+        if UNDECAYED:  # row i erases with the gates before its own
+            carrying = i[:, None] < i[None, :]
+        sums += tl.sum(tl.where(carrying, tl.load(parts + 2 * C)[None, :], 0.0), 1)
+    if RAW_GATE:
+        live = token + i < stop
+        all_strides = (g_batch, g_strides[0], g_strides[1])
+        a = load_row(rows_of(g, all_strides, row, hv), all_strides, token, stop, C)
+        if HAS_BIAS:
+            a += tl.load(dt_bias + hv).to(tl.float32)
+        decays = tl.load(vectors + head * 4 * C + 3 * C + i)
+        tl.store(dA_log + head, tl.sum(tl.where(live, sums * decays, 0.0)))
+        sums *= -tl.exp(tl.load(A_log + hv).to(tl.float32)) / (1.0 + tl.exp(-a))
+        if HAS_BIAS:
+            tl.store(ddt_bias + head, tl.sum(tl.where(live, sums, 0.0)))
+    store_row(dg_rows, dg_strides, sums, token, stop, C)
+
+
+def run_query_gradients(
+    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: Scores, t: Tile | None = None
+) -> None:
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, query_gradients, (count_slots(p), p.H, 1), t or tile("query_gradients", p, c.shape.chip),
+            p.N, p.T, strides(x.q), strides(x.k), strides(do), follows=True,
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
+    launch(c, query_gradients, pointers, plans)
+
+
+def run_key_gradients(
+    c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: Scores, t: Tile | None = None
+) -> None:
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, key_gradients, (count_slots(p), p.H, 1), t or tile("key_gradients", p, c.shape.chip),
+            p.N, p.T, strides(x.q), strides(x.k), strides(c.keys), follows=True,
+        )  # fmt: skip
+
+    pointers = (
+        x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys, s.vectors, s.norms,
+        f.rates, x.cu_seqlens, d.k, d.p, scores.parts,
+    )  # fmt: skip
+    launch(c, key_gradients, pointers, plans)
+
+
+def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
+    """dg; and of A_log and dt_bias ``[slots, HV]``, to be summed."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(c, gates, (count_slots(p), p.HV, 1), WARP, p.N, p.T, batch(x.g), tokens(x.g), follows=True)
+
+    pointers = (
+        x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias
+    )  # fmt: skip
+    launch(c, gates, pointers, plans)

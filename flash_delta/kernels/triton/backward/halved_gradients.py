@@ -1,0 +1,328 @@
+"""What `channel_gradients` says, for any decay and any type: no factor is above 1, and no sum cancels.
+
+A chunk is halved again and again, into parts of 32, 16, .. 1 tokens, and a pair's decay is split where its two tokens
+part, ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the earlier part. Between the halves of
+the chunk these factors are those that the state before and behind the chunk is read and written with, but for a half's
+whole decay.
+
+A tile is [W, 32]: W channels, a row of the accumulators each, of half a chunk. So decayed copies go into the next
+product from registers, and what they are multiplied with, the same for all channels, waits in shared memory. Exponents
+are sums of just the gates that a factor carries, by products with ones, whatever came before; and a gate's gradient is
+summed over just what carries the gate: what rows add to dq and dp counts up to their own tokens, what columns add to dk
+from the token behind them on, and tokens between the two get all of it.
+
+In bfloat16 only channels are computed that fell by more than ``MILD`` within some block of 16 tokens (``fallen``); all
+other programs end at once. Grid (slots K / W, HV), dq and dk as `channel_gradients` writes them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters
+from flash_delta.kernels.device.chunk import (
+    count_slots,
+    find_chunk,
+    follow,
+    lead,
+    load_block,
+    load_tile,
+    rows_of,
+    store_tile,
+)
+from flash_delta.kernels.runtime.arguments import block, plan, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Chain, HeadGradients, Residual, Scores, Solved
+from flash_delta.kernels.triton.tiles import tile
+from flash_delta.problem import Problem
+
+MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15 tokens at the lower bound have 108
+
+
+@triton.jit
+def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
+    """``[W, 32]``: channels c of 32 tokens, of the last one again from ``stop`` on: all that it meets there is 0.
+
+    Not by a mask: those of loads and stores would be the same, and take registers from the first to the last of them.
+    """
+    o = tl.minimum(tl.arange(0, 32), stop - 1 - token)
+    at = o[None, :] * strides[1] + c[:, None] * strides[3]  # short: 64 bits would be registers
+    at += x + token.to(tl.int64) * strides[1]
+    if K % W == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(c < K)[:, None], other=0.0)
+
+
+@triton.jit
+def store_channels(out, x, stride, count, c, K: tl.constexpr, W: tl.constexpr):
+    """Of the first ``count`` tokens."""
+    o = tl.arange(0, 32)
+    some = (o < count)[None, :]
+    if K % W > 0:
+        some &= (c < K)[:, None]
+    tl.store(out + o[None, :] * stride + c[:, None], x.to(out.dtype.element_ty), mask=some)
+
+
+@triton.jit
+def load_gates(
+    g, strides, A_log, dt_bias, lower_bound, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """``[W, 32]``: the activations, their log decay, where there are any; and ``parameters``."""
+    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    live = (token + tl.arange(0, 32) < stop)[None, :]
+    a = load_channels(g, strides, token, stop, c, K, W)
+    decays = log_decay(
+        living(a, live, RAW_GATE), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
+    )  # fmt: skip
+    return a, decays, live, rate, bias
+
+
+@triton.jit
+def leading(x):
+    """The bits of a float32 that bfloat16 has, by a mask: a number that is rounded and looked at is converted alone,
+    not two at once, and that is slow."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_parts(x, PARTS: tl.constexpr):
+    """x in parts of 8 bits, whose products with zeros and ones are exact."""
+    parts = ()
+    for _ in tl.static_range(PARTS - 1):
+        part = leading(x)
+        parts += (part.to(tl.bfloat16),)
+        x -= part
+    return parts + (x.to(tl.bfloat16),)  # noqa: RUF005 (Triton knows no star)
+
+
+@triton.jit
+def sum_of(parts, carried, out, PARTS: tl.constexpr):
+    """Column t: ``out`` and the sum of those whose row of ``carried [32, 32]`` has t."""
+    ones = carried.to(tl.bfloat16)
+    for m in tl.static_range(PARTS):
+        out = tl.dot(parts[m], ones, out)
+    return out
+
+
+@triton.jit
+def decay(gates, carried, PARTS: tl.constexpr):
+    return tl.exp2(sum_of(gates, carried, tl.zeros(gates[0].shape, tl.float32), PARTS))
+
+
+@triton.jit
+def add_sums(dg, x, carried, PARTS: tl.constexpr):
+    """Adds to every gate r those x whose column of ``carried`` has r."""
+    return sum_of(in_parts(x, PARTS), tl.trans(carried.to(tl.bfloat16)), dg, PARTS)
+
+
+@triton.jit
+def to_rows(aq, ap, ke, dP, dL, PRECISION: tl.constexpr):
+    """Adds what the columns ``ke`` say to the rows."""
+    aq = tl.dot(ke, tl.trans(dP), aq, input_precision=PRECISION)
+    return aq, tl.dot(ke, tl.trans(dL), ap, input_precision=PRECISION)
+
+
+@triton.jit
+def to_columns(back, qe, pe, dP, dL, PRECISION: tl.constexpr):
+    """Adds what the rows say to the columns."""
+    back = tl.dot(qe, dP, back, input_precision=PRECISION)
+    return tl.dot(pe, dL, back, input_precision=PRECISION)
+
+
+@triton.jit
+def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds what every earlier part of ``half`` tokens and the later one behind it say to each other."""
+    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    middle = (t & -half) | half
+    carried = ((middle < r) & (r <= t)) | ((t < r) & (r <= middle))  # by token t, gate r
+    e = decay(gates, carried, PARTS)
+    ke, qe = (k * e).to(k.dtype), (q * e).to(q.dtype)
+    below = (((r ^ t) & -half) == half) & (r > t)
+    dP, dL = tl.where(below, dP, 0.0), tl.where(below, dL, 0.0)
+    zero = tl.zeros(zq.shape, tl.float32)
+    aq, ak = to_rows(zero, zero, ke, dP, dL, PRECISION)  # later keys erase,
+    ak = to_columns(ak, qe, ke, dP, dL, PRECISION)  # earlier ones write
+    dg = add_sums(dg, qe.to(tl.float32) * aq + ke.to(tl.float32) * ak, carried, 3)
+    return zq + e * aq, zk + e * ak, dg
+
+
+@triton.jit
+def state_product(state, rows, factor, PRECISION: tl.constexpr):
+    """``state^T rows^T``, every column times its factor."""
+    return tl.dot(tl.trans(state), tl.trans(rows), input_precision=PRECISION) * factor[None, :]
+
+
+@triton.jit
+def token_factors(norms, b, scale, I, C: tl.constexpr, NORM: tl.constexpr):
+    """Of half I of the chunk: what reads, erases and writes in the state are multiplied with."""
+    i = 32 * I + tl.arange(0, 32)
+    reads, erases, writes = tl.full([32], scale, tl.float32), -tl.load(b + i), tl.full([32], 1.0, tl.float32)
+    if NORM:
+        writes = tl.load(norms + C + i)
+        reads, erases = reads * tl.load(norms + i), erases * writes
+    return reads, erases, writes
+
+
+@triton.jit
+def load_scores(dPD, taken, I, J, C: tl.constexpr):
+    """dP and dL between the halves I and J."""
+    return load_block(dPD, 32 * I, 32 * J, C, C, 32, 32), -load_block(taken, 32 * I, 32 * J, C, C, 32, 32)
+
+
+@triton.jit
+def half_chunk(
+    q, k, dO, lam, U, s0, ds1, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, c, I,
+    K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
+
+    ``ke``, ``written``: the earlier half's keys, decayed up to its end, and what its columns get from behind that;
+    ``past``: its decay; ``rest``: what is carried by all gates of this half. Up to the later half's end ``written``
+    and ``rest`` are decayed there: it comes first, and adds what its rows say to columns of the earlier one and read in
+    the state.
+    """
+    r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    ty: tl.constexpr = k.dtype
+    zero = tl.zeros(q.shape, tl.float32)
+    reads, erases, writes = token_factors(norms, b, scale, I, C, NORM)
+    gates = in_parts(g, PARTS)
+    dP, dL = load_scores(dPD, taken, I, I, C)
+    own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # no gate is between
+    e = decay(gates, r <= t, PARTS)
+    zq, zk = e * state_product(s0, dO, reads, PRECISION), e * state_product(s0, lam, erases, PRECISION)
+    if I == 1:
+        future = tl.exp2(tl.sum(g, 1))
+        written, rest, through = written * future[:, None], rest * future, through * future
+        zq, zk = zq * past[:, None], zk * past[:, None]
+    here, back = rest, written
+    dg = add_sums(zero, q * zq + k * zk, r <= t, PARTS)
+    if I == 1:
+        rest = through + tl.sum(tl.where(t == 0, dg, 0.0), 1)
+        dP_next, dL_next = load_scores(dPD, taken, 1, 0, C)
+        u = load_block(U, 32, 0, C, V, 32, BV)
+        written = to_columns(written, (q * e).to(ty), (k * e).to(ty), dP_next, dL_next, PRECISION)
+        aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
+        aq, ap = e * aq, e * ap
+        zq, zk, dg = zq + aq, zk + ap, add_sums(dg, q * aq + k * ap, r <= t, PARTS)
+        back = state_product(ds1, u, writes, PRECISION)
+    dg += here[:, None]
+    back *= decay(gates, r > t, PARTS)
+    dg = add_sums(dg, k * back, r > t, PARTS)
+    zq, zk, dq, dk = zq + own * k, zk + back + own * q, dq + 32 * I * K, dk + 32 * I * K
+    for level in range(5):
+        zq, zk, dg = halves(zq, zk, dg, q, k, gates, dP, dL, 1 << level, PARTS, PRECISION)
+    store_channels(dq, zq, K, 32, c, K, W)
+    store_channels(dk, zk, K, 32, c, K, W)
+    return dg, written, rest
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def halved_gradients(
+    q, k, g, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
+    fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, lower_bound, q_strides, k_strides, g_strides, do_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    follow(OVERLAP)
+    BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
+    part, slot, hv = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    o, c = tl.arange(0, 32), part * W + tl.arange(0, W)
+    ty: tl.constexpr = k.dtype.element_ty
+    PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # what e^-76 gets wrong is nothing
+    head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
+    strides = (T.to(tl.int64) * HV * K, HV * K, K, 1)
+    dg, sums = rows_of(dg, strides, row, hv), head * K + c
+    if ty == tl.bfloat16:  # noqa: SIM102 (a constant, then a number)
+        if tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:
+            return
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+            store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
+            if HAS_A:
+                tl.store(dA_log + sums, 0.0, mask=c < K)
+            if HAS_BIAS:
+                tl.store(ddt_bias + sums, 0.0, mask=c < K)
+            return
+    q, k = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
+    g, do = rows_of(g, g_strides, row, hv), rows_of(do, do_strides, row, hv)
+    U, dU, dPD, taken = U + head * C * V, dU + head * C * V, dPD + head * C * C, taken + head * C * C
+    dq, dk = dq + head * C * K, dk + head * C * K
+    b = vectors + head * 4 * C + 2 * C
+    if NORM:
+        norms += (slot.to(tl.int64) * H + h) * 3 * C
+    # the earlier half first: its decay, and what it writes into the state
+    s0 = load_block(states + head * V * K, 0, part * W, V, K, BV, W)
+    ds1 = load_block(dstates + head * V * K, 0, part * W, V, K, BV, W)
+    kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, V, 32, BV)
+    gi = load_gates(
+        g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+    )[1]
+    past = tl.exp2(tl.sum(gi, 1))
+    through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
+    e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
+    written = state_product(ds1, u, token_factors(norms, b, scale, 0, C, NORM)[2], PRECISION)
+    rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
+    dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
+    for step in range(2):  # not unrolled: instructions have a cache, too
+        I = 1 - step
+        at = token + 32 * I
+        qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
+        dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, V, 32, BV)
+        gi = load_gates(
+            g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+        )[1]
+        d, written, rest = half_chunk(
+            qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
+            scale, dq, dk, c, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
+        )  # fmt: skip
+        a, decays, live, rate, bias = load_gates(  # again: fewer registers
+            g, g_strides, A_log, dt_bias, lower_bound, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+        )
+        if RAW_GATE:
+            d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
+            dA += tl.sum(of_A_log, 1)
+            dbias += tl.sum(d, 1)
+        store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, stop - at, c, K, W)
+    if HAS_A:
+        tl.store(dA_log + sums, dA, mask=c < K)
+    if HAS_BIAS:
+        tl.store(ddt_bias + sums, dbias, mask=c < K)
+
+
+def needs_halving(p: Problem) -> bool:
+    """Whether there may be channels that `channel_gradients` leaves to `halved_gradients`."""
+    return p.dtype != torch.bfloat16 or p.lower_bound is None
+
+
+def run_halved_gradients(
+    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
+    dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
+) -> None:  # fmt: skip
+    """What `channel_gradients` says; behind it, only what it could not say."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        chosen = t or tile("halved_gradients", p, c.shape.chip)
+        W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
+        yield plan(
+            c, halved_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
+            p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
+            W=W, BV=block(p.V), follows=True,
+        )  # fmt: skip
+
+    pointers = (
+        x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
+        s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
+    )  # fmt: skip
+    launch(c, halved_gradients, pointers, plans)

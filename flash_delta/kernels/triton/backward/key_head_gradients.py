@@ -1,0 +1,83 @@
+"""The end of the gradients of q and k with a decay per channel: the sum over a key head's value heads, and the norm.
+
+    dq = z = sum of dq over value heads;      with a norm y = r q, of r dy:  dq = z - y <y, z>
+
+A kernel of its own behind `channel_gradients`, whose programs have a few channels each: row sums over all channels
+would have to wait for other programs. Grid (slots, H).
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.device.chunk import (
+    count_slots,
+    find_chunk,
+    follow,
+    lead,
+    load_block,
+    load_tile,
+    rows_of,
+    store_tile,
+)
+from flash_delta.kernels.runtime.arguments import plan, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import HeadGradients, Solved
+from flash_delta.kernels.triton.backward.gradients import norm_backward
+from flash_delta.kernels.triton.tiles import HEADS
+from flash_delta.problem import Inputs
+
+
+@triton.jit
+def sum_heads(parts, first, HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    """``[C, BK]``: the sum over the value heads of a key head, of which ``first`` is the first."""
+    z = tl.zeros([C, BK], tl.float32)
+    for member in range(HV // H):
+        z += load_block(parts + (first + member) * C * K, 0, 0, C, K, C, BK).to(tl.float32)
+    return z
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def key_head_gradients(
+    q, k, norms, cu_seqlens, dq_parts, dk_parts, dq, dk, N, T, q_strides, k_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    follow(OVERLAP)
+    slot, h = tl.program_id(0), tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    i = tl.arange(0, C)
+    ty: tl.constexpr = k.dtype.element_ty
+    strides = (T.to(tl.int64) * H * K, H * K, K, 1)
+    dq, dk = rows_of(dq, strides, row, h), rows_of(dk, strides, row, h)
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+            store_tile(dq, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+            store_tile(dk, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+            return
+    first = slot.to(tl.int64) * HV + h * (HV // H)
+    z = sum_heads(dq_parts, first, HV, H, K, BK, C)
+    if NORM:
+        norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
+        qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
+        z = norm_backward(z, qq, tl.load(norm))
+    store_tile(dq, strides, z.to(ty), token, stop, 0, K, C, BK)
+    z = sum_heads(dk_parts, first, HV, H, K, BK, C)
+    if NORM:
+        kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
+        z = norm_backward(z, kk, tl.load(norm + C))
+    store_tile(dk, strides, z.to(ty), token, stop, 0, K, C, BK)
+
+
+def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) -> None:
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, key_head_gradients, (count_slots(p), p.H, 1), HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True
+        )  # fmt: skip
+
+    launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k), plans)

@@ -1,0 +1,220 @@
+"""What the pairs of tokens of a chunk say, all chunks at once: gradients of their scores, of strengths and of values.
+
+    dP = tril(dO U^T)        dL = -tril(dV U^T, -1)        dV = b . dU~
+    db = <dU~, R - L U>      dv = dV
+    pairs_t = sum over j < t <= i of (dP . P + dL . L)_ij         its part of dg
+
+L U is not formed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL is made of the same product. Where the erase reads
+the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t. With a decay per
+channel (CHANNEL) L is read, and what is written has no decay in it: `channel_gradients` applies it. For that kernel
+(STATES) the products with states are taken here, too, where their other factors are at hand,
+
+    dq = scale dO S0^T      dk = b . dU~ S0^T (the sign of dp turned)      written = U dS1^T      through = S0 . dS1
+
+Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
+products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
+that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
+(slots, HV).
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import (
+    count_slots,
+    find_chunk,
+    follow,
+    lead,
+    load_block,
+    load_tile,
+    rows_of,
+    store_row,
+    store_tile,
+)
+from flash_delta.kernels.runtime.arguments import block, plan, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Chain, Channels, HeadGradients, Residual, Scores, Solved
+from flash_delta.kernels.triton.forward.factor import decay
+from flash_delta.kernels.triton.tiles import tile
+from flash_delta.problem import Inputs
+
+
+@triton.jit
+def times_ones(x, ones, PARTS: tl.constexpr):
+    """The float32 product of x and a bfloat16 matrix of zeros and ones: x in parts of 8 bits, whose products are exact.
+
+    A difference of products (hence the turned sign): where one continues another, both warp groups get the same rows.
+    """
+    part = x.to(tl.bfloat16)
+    out = tl.dot(part, ones)
+    rest = part - x
+    for _ in tl.static_range(PARTS - 1):
+        part = rest.to(tl.bfloat16)
+        out -= tl.dot(part, ones)
+        rest -= part
+    return out
+
+
+@triton.jit
+def store_product(out, x, factor, column, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    i, c = tl.arange(0, C)[:, None], column + tl.arange(0, BK)[None, :]
+    tl.store(out + i * K + c, (x * factor[:, None]).to(out.dtype.element_ty), mask=(i >= 0) & (c < K))
+
+
+@triton.jit
+def state_products(
+    dO, do_strides, U, dU, state, dstate, reads, erases, writes, token, stop, dq, dk, written, through,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What the state before the chunk and the gradient of the one behind it give to tokens, BK channels at a time."""
+    c = tl.arange(0, BK)
+    for column in range(0, K, BK):
+        zero, product = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
+        x, y = zero, zero
+        for w in range(0, V, BV):
+            s = load_block(state, w, column, V, K, BV, BK)
+            x = tl.dot(load_tile(dO, do_strides, token, stop, w, V, C, BV), s, x)
+            y = tl.dot(load_block(dU, 0, w, C, V, C, BV), s, y)
+        store_product(dq, x, reads, column, K, BK, C)
+        store_product(dk, y, erases, column, K, BK, C)
+        x = zero
+        for w in range(0, V, BV):
+            s, d = load_block(state, w, column, V, K, BV, BK), load_block(dstate, w, column, V, K, BV, BK)
+            x = tl.dot(load_block(U, 0, w, C, V, C, BV), d, x)
+            product += tl.sum(s.to(tl.float32) * d.to(tl.float32), 0)
+        store_product(written, x, writes, column, K, BK, C)
+        tl.store(through + column + c, product, mask=column + c < K)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def pairs(
+    q, k, p, do, R, U, dU, L, states, dstates, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, dq, dk,
+    written, through, N, T, scale, beta_top,
+    q_strides, k_strides, p_strides, do_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
+    STATES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    follow(OVERLAP)
+    slot, hv = tl.program_id(0), tl.program_id(1)
+    h = hv // (HV // H)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    i = tl.arange(0, C)
+    ty: tl.constexpr = k.dtype.element_ty
+    PARTS: tl.constexpr = 3 if ty == tl.float32 else 2
+    v_strides, b_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1), (T.to(tl.int64) * HV, HV, 1)
+    dv_rows = rows_of(dv, v_strides, row, hv)
+    if HAS_BETA:
+        dbeta_rows = rows_of(dbeta, b_strides, row, hv)
+    if PACKED:  # noqa: SIM102 (a constant, then a number)
+        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, nothing is stored
+            for w in range(0, V, BV):
+                store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+            if HAS_BETA:
+                store_row(dbeta_rows, b_strides, tl.zeros([C], tl.float32), token, stop, C)
+            return
+    head = slot.to(tl.int64) * HV + hv
+    first = vectors + head * 4 * C
+    b = tl.load(first + 2 * C + i)
+    qk, pk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    if (GATE or HAS_BETA) and not CHANNEL:
+        q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
+        p_rows = rows_of(p, p_strides, row, h)
+        for w in range(0, K, BK):
+            kk = load_tile(k_rows, k_strides, token, stop, w, K, C, BK)  # [C, BK]
+            if GATE:
+                qq = load_tile(q_rows, q_strides, token, stop, w, K, C, BK)
+                qk = tl.dot(qq, tl.trans(kk), qk, input_precision=PRECISION)
+            if ERASE:
+                pp = kk
+                if OWN_P:
+                    pp = load_tile(p_rows, p_strides, token, stop, w, K, C, BK)
+                pk = tl.dot(pp, tl.trans(kk), pk, input_precision=PRECISION)
+    do_rows = rows_of(do, do_strides, row, hv)
+    dP, M, db = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
+    for w in range(0, V, BV):
+        dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)  # [C, BV]
+        u = load_block(U + head * C * V, 0, w, C, V, C, BV)
+        lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
+        dP = tl.dot(dO, tl.trans(u), dP, input_precision=PRECISION)
+        if ERASE:
+            M = tl.dot(lam, tl.trans(u), M, input_precision=PRECISION)  # dU~ U^T
+        if HAS_BETA:
+            z = load_block(R + head * C * V, 0, w, C, V, C, BV)
+            db += tl.sum(lam.to(tl.float32) * z.to(tl.float32), 1)
+        store_tile(dv_rows, v_strides, (lam * b[:, None]).to(ty), token, stop, w, V, C, BV)
+    lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if NORM:
+        norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
+        rq, rk, rp = tl.load(norm), tl.load(norm + C), tl.load(norm + 2 * C)
+    if GATE:
+        high, low = tl.load(first + i), tl.load(first + C + i)
+        high_p, low_p = high, low
+        if UNDECAYED:
+            high_p = tl.load(first + i - 1, mask=i > 0, other=0.0)
+            low_p = tl.load(first + C + i - 1, mask=i > 0, other=0.0)
+        dP *= decay(high, low, high, low)
+    dP = tl.where(lower, dP * (rq * scale)[:, None] * rk[None, :], 0.0)
+    at = head * C * C + i[:, None] * C + i[None, :]
+    tl.store(dPD + at, dP.to(ty))
+    if ERASE:
+        if GATE:
+            M *= decay(high_p, low_p, high, low)
+        if CHANNEL:  # the norms are in L already
+            db -= tl.sum(M * tl.load(L + at, mask=strict, other=0.0).to(tl.float32), 1)
+        M = tl.where(strict, M * rp[:, None] * rk[None, :], 0.0)
+        tl.store(taken + at, (M * b[:, None]).to(ty))
+        if not CHANNEL:
+            M *= pk  # L . (dU~ U^T)
+            db -= tl.sum(M, 1)
+            M *= b[:, None]  # -dL . L
+    if HAS_BETA:
+        if RAW_BETA:
+            db *= b * (1.0 - b / beta_top)
+        store_row(dbeta_rows, b_strides, db, token, stop, C)
+    if GATE:
+        dP *= qk  # dP . P
+        before = (i[:, None] < i[None, :]).to(tl.bfloat16)  # [j, t]
+        if ERASE and not UNDECAYED:
+            dP -= M
+        carried = tl.where(lower, times_ones(dP, before, PARTS), 0.0)  # [i, t]
+        if UNDECAYED:
+            carried -= tl.where(strict, times_ones(M, before, PARTS), 0.0)
+        tl.store(parts + head * 4 * C + i, tl.sum(carried, 0))
+    if STATES:
+        values, keys, state = head * C * V, head * C * K, head * V * K
+        state_products(
+            do_rows, do_strides, U + values, dU + values, states + state, dstates + state, rq * scale, rp * b, rk,
+            token, stop, dq + keys, dk + keys, written + keys, through + head * K, K, BK, V, BV, C,
+        )  # fmt: skip
+
+
+def run_pairs(
+    c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores,
+    heads: HeadGradients, t: Tile | None = None,
+) -> None:  # fmt: skip
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        with_states = heads.written is not None
+        chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
+        # Steps of loops over K. Of states 64 at least: narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
+        BK = min(chosen.BV, max(64, block(p.K))) if with_states else min(chosen.BV, block(p.K))
+        yield plan(
+            c, pairs, (count_slots(p), p.HV, 1), chosen,
+            p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
+            BK=BK, STATES=with_states, follows=True,
+        )  # fmt: skip
+
+    read = (
+        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens
+    )  # fmt: skip
+    launch(c, pairs, (*read, d.v, d.beta, *scores, *heads[:4]), plans)

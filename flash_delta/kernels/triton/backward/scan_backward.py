@@ -1,0 +1,131 @@
+"""The state's gradient walks from chunk to chunk, right to left: the mirror of ``scan``.
+
+    dU~ = X dS1 + Y^T dO        dV = b . dU~
+    dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^H . p)^T dV
+
+and with a decay per channel, where `scan` solves for U itself, dU~ = A^T (Kd dS1 + P^T dO).
+
+Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V, K]``, dU~ ``[slots, HV, C, V]`` and at last
+the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV, N).
+
+RECOMPUTE: what `scan` had not saved is written by as many programs before these. Neither walk needs what the other
+one writes, and each waits for its own products most of the time: side by side they take little longer than one.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
+from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, plan, states, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
+from flash_delta.kernels.triton.forward.pool_launches import maps, outside, readers
+from flash_delta.kernels.triton.forward.scan import load_rates, load_state, scan, store_state
+from flash_delta.kernels.triton.tiles import scan_tiles
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def scan_backward(
+    q, p, v, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
+    q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
+    RECOMPUTE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    if RECOMPUTE:
+        if n < N:
+            scan(
+                q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
+                None, None, None, None, N, T, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                q_strides, p_strides, v_strides, initial_strides, initial_strides,
+                H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL, False, False, False, True, CHANNEL, TMA, OVERLAP,
+                PRECISION,
+            )  # fmt: skip
+            return
+        n -= N
+    h = hv // (HV // H)
+    row = n
+    if PACKED:
+        row = n * 0
+    start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
+    ty: tl.constexpr = q.dtype.element_ty
+    head = slot.to(tl.int64) * HV + hv
+    chunks = (stop - start + C - 1) // C
+    rows = chunks * (HV * C)
+    STATE_TMA: tl.constexpr = TMA and V % BV == 0  # as in scan
+    k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
+    Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
+    Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
+    dSs = matrix(dstates + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
+    dUs = matrix(dU + head * C * V, v_matrix, rows, V, C, BV, TMA)
+    if CHANNEL:
+        As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
+    dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, TMA)
+    q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
+    if CHANNEL:  # as in scan
+        q_rows, p_rows, q_stop = q + head * C * K, p + head * C * K, rows
+        q_strides, p_strides = k_matrix, k_matrix
+    qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
+    if ERASE:
+        ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
+    dS = tl.zeros([BV, BK], tl.float32)
+    if FINAL:
+        dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
+    follow(OVERLAP)
+    e_q, e_p, b, gamma = load_rates(rates, gammas, head + (chunks - 1) * HV, i, c, chunks, C, K, CHANNEL)
+    for back in range(chunks):
+        j = chunks - 1 - back
+        token, at = start + j * C, j * (HV * C)
+        q_token = at if CHANNEL else token
+        dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, TMA))  # [BV, C]
+        y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
+        x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
+        qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
+        s = dS.to(ty)
+        store_tile(dSs, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
+        if CHANNEL:
+            lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * e_p[None, :]
+            lam = tl.dot(dO, y, lam, input_precision=PRECISION).to(ty)
+            lam = tl.dot(lam, load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA), input_precision=PRECISION)
+        else:
+            lam = tl.dot(dO, y, input_precision=PRECISION)
+            lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
+        dS *= gamma
+        dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
+        if ERASE:
+            pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
+            dS = tl.dot(-(lam * (e_p * b)[None, :]).to(ty), pp, dS, input_precision=PRECISION)
+        store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, V, C, BV, TMA)
+        e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
+    if INITIAL:
+        store_state(dinitial, dinitial_strides, dS, n, hv, d, c, V, K)
+
+
+def run_scan_backward(
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
+    dinitial: Tensor | None, *choice: Tile, recompute: bool,
+) -> None:  # fmt: skip
+    """``recompute``: writes ``r``, too, in programs of their own."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
+            yield plan(
+                c, scan_backward, (-(-p.V // columns(p, t)), p.HV, p.N * (1 + recompute)), t,
+                p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
+                states(p, dfinal), states(p, dinitial),
+                FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
+                TMA=t.tma and fits_tma(x.v, do, *outside(p, x)), follows=recompute,
+            )  # fmt: skip
+
+    read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state, dfinal)
+    pointers = (*read, *r, *chain, dinitial)
+    launch(c, scan_backward, pointers, plans)

@@ -1,0 +1,362 @@
+"""Stages ``cumulate`` and ``scores`` with a decay per key channel: all that a chunk's tokens are to each other.
+
+    Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
+    P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc   i >= j           L_ij = sum_c k_ic e^{G_ic - G_jc} k_jc   i > j
+
+Norms, and the scale, are in P and L but not in the others: as without a decay per channel `scan` applies them to
+accumulators (``rates``).
+
+A decay per channel has to be split between the two factors of a score, ``(q e^{G_i - r}) (k e^{r - G_j})``. Rows come
+in blocks of 16 tokens, and r is G at a block's first token: for the columns of earlier blocks both factors are at most
+1, and no r lies behind a row that it touches, so that no token ever changes what comes before it, not by a bit. Within
+the block the second factor reaches e^{r - G_j}, which float32 and bfloat16 hold as long as no channel falls by more
+than 76 nats; rows below that are computed again from explicit differences (``explicit_scores``), if there are any.
+
+One thread owns two neighbouring channels, which it stores as one word, and a tile is 16 vectors of channels, one per
+token: sums over tokens stay in a register, and are summed for the differences that are needed, so that nothing cancels.
+Exponents are in bits (log2).
+
+Writes Qg, Kg, Kd ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` (of L the blocks on and below the diagonal; in
+float16 where inputs have 16 bits, as `solve` multiplies), gamma ``[slots, HV, K]``; what `solve` writes without a decay
+per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms, the same bits where these were saved; and what
+`factor` does: ``rates [slots, HV, 4, C]``, the norms of q, with the scale, and of k, and b. Grid (slots HV).
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.device.channel_gate import BITS, living, log_decay, parameters
+from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, rows_of
+from flash_delta.kernels.runtime.arguments import batch, plan, strides, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Channels, Solved
+from flash_delta.kernels.triton.forward.solve import cumulate
+from flash_delta.kernels.triton.tiles import tile
+
+# Bits that a channel falls within a block of 16 tokens; e^-76 is 2^-109.6, and with a bounded gate it is e^-75 at most.
+# Sums are rounded in different orders: a row that is unsafe by its own sum always sees to it that it is looked at, and
+# one that is safe finds all its columns.
+LOOK = tl.constexpr(-109.0)
+UNSAFE = tl.constexpr(-110.0)
+DROP = tl.constexpr(112.0)
+
+
+@triton.jit
+def halves(tiles, W: tl.constexpr, n: tl.constexpr):
+    """Of every tile [W, 2 n] its even and its odd columns, [W, n]; all even ones first."""
+    even, odd = (), ()
+    for m in tl.static_range(len(tiles)):
+        a, b = tl.split(tl.reshape(tiles[m], [W, n, 2]) if n > 1 else tl.reshape(tiles[m], [W, 2]))
+        even += (a,)
+        odd += (b,)
+    return even + odd
+
+
+@triton.jit
+def vectors_of(tile, W: tl.constexpr):
+    """The 16 rows of ``[16, W]``; a thread gets all tokens of its channels."""
+    return halves(halves(halves(halves((tl.trans(tile),), W, 8), W, 4), W, 2), W, 1)
+
+
+@triton.jit
+def first_of(g, left, RAW_GATE: tl.constexpr):
+    """Of the activations of 16 tokens the first ``left``."""
+    out = ()
+    for m in tl.static_range(16):
+        out += (living(g[m], m < left, RAW_GATE),)
+    return out
+
+
+@triton.jit
+def behind(gates):
+    """Of 16 vectors: the sums of those behind each one."""
+    out = (tl.zeros(gates[0].shape, tl.float32),)
+    for m in tl.static_range(1, 16):
+        out = (out[0] + gates[16 - m],) + out  # noqa: RUF005 (Triton knows no star)
+    return out
+
+
+@triton.jit
+def decayed(x, exponents):
+    y = ()
+    for m in tl.static_range(16):
+        y += (x[m].to(tl.float32) * tl.exp2(exponents[m]),)
+    return y
+
+
+@triton.jit
+def times(x, factor):
+    y = ()
+    for m in tl.static_range(16):
+        y += (x[m] * factor,)
+    return y
+
+
+@triton.jit
+def quarter(x, m: tl.constexpr):
+    return tl.join(tl.join(x[m], x[m + 8]), tl.join(x[m + 4], x[m + 12]))
+
+
+@triton.jit
+def tile_of(x):
+    """``[W, 16]`` from 16 vectors [W], without moving a number: a thread keeps its channels."""
+    t = tl.join(tl.join(quarter(x, 0), quarter(x, 2)), tl.join(quarter(x, 1), quarter(x, 3)))
+    return joined(t, x[0].shape[0], 16)
+
+
+@triton.jit
+def joined(t, W: tl.constexpr, n: tl.constexpr):
+    """``[W, n]``. The sum over one number hides the joins, which Triton takes for a packed format's: slow layouts."""
+    return tl.sum(tl.reshape(t, [W, 1, n]), 1)
+
+
+@triton.jit
+def store_rows(out, x, c, K: tl.constexpr):
+    """16 vectors as 16 rows of K channels from ``out`` on."""
+    for m in tl.static_range(16):
+        tl.store(out + m * K + c, x[m].to(out.dtype.element_ty), mask=c < K)
+
+
+@triton.jit
+def multiply(
+    P, L, rows, columns, row_weights, column_weights, i, j, DIAGONAL: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the block of P and L that begins in row i and column j.
+
+    ``rows [32, W]``: of q and k in turn; weights: their norms, and the scale, [32, 1] and [n].
+    """
+    scores = tl.dot(rows, columns, input_precision=PRECISION) * row_weights
+    r, o = tl.arange(0, 32)[:, None], tl.arange(0, columns.shape[1])[None, :]
+    if NORM:
+        scores *= column_weights[None, :]
+    if DIAGONAL:
+        scores = tl.where(r // 2 >= o + r % 2, scores, 0.0)
+    at = (i + r // 2) * C + j + o
+    # One store for both, whose numbers have the same size: every store brings them in order first, with two barriers.
+    WORD: tl.constexpr = tl.int16 if P.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    p, l = scores.to(P.dtype.element_ty), scores.to(L.dtype.element_ty)
+    out: tl.constexpr = tl.pointer_type(WORD)
+    tl.store(
+        tl.where(r % 2 == 0, P.to(out, bitcast=True) + at, L.to(out, bitcast=True) + at),
+        tl.where(r % 2 == 0, p.to(WORD, bitcast=True), l.to(WORD, bitcast=True)),
+    )
+
+
+@triton.jit
+def pairs_of(q, k, W: tl.constexpr):
+    """``[32, W]``: rows of q and k in turn, each from 16 vectors."""
+    return tl.trans(joined(tl.join(tile_of(q), tile_of(k)), W, 32))
+
+
+@triton.jit
+def squares_of(x, zeros):
+    """Of 16 vectors; ``zeros``: see `channel`."""
+    y = ()
+    for m in tl.static_range(16):
+        y += (x[m].to(tl.float32) * x[m].to(tl.float32) + zeros,)
+    return y
+
+
+@triton.jit
+def reciprocal_lengths(q, k, zeros, W: tl.constexpr, PRECISION: tl.constexpr):
+    """``(sum x^2 + eps)^{-1/2}`` of rows of q and k in turn, [32], each from 16 vectors.
+
+    A product with ones adds up what threads have. In bfloat16 each square is rounded, by 2^-9 of it at most, and so
+    their sum is no further off.
+    """
+    WIDE: tl.constexpr = tl.float32 if k[0].dtype == tl.float16 else k[0].dtype
+    squares = pairs_of(squares_of(q, zeros), squares_of(k, zeros), W).to(WIDE)
+    sums = tl.dot(squares, tl.full([W, 16], 1.0, WIDE), input_precision=PRECISION)
+    return tl.rsqrt(tl.max(sums, 1) + 1e-6)
+
+
+@triton.jit
+def explicit_scores(
+    q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides, k_strides,
+    g_strides, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The unsafe rows of the diagonal blocks once more, column by column, from e^{G_i - G_j}: no exponent above 0."""
+    o = tl.arange(0, 16)
+    for block in range(C // 16):
+        first = token + 16 * block
+        p, l, lowest = tl.zeros([16, 16], tl.float32), tl.zeros([16, 16], tl.float32), tl.zeros([16], tl.float32)
+        for column in range(0, K, W):
+            c = column + tl.arange(0, W)
+            rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+            qq = load_tile(q_rows, q_strides, first, stop, column, K, 16, W).to(tl.float32) * scale
+            kk = load_tile(k_rows, k_strides, first, stop, column, K, 16, W).to(tl.float32)
+            if NORM:
+                qq *= tl.load(norms + 16 * block + o)[:, None]
+                kk *= tl.load(norms + C + 16 * block + o)[:, None]
+            D = tl.zeros([16, W], tl.float32)  # the decay of the tokens behind m, up to each row
+            for back in range(16):
+                m = 15 - back
+                live = c < tl.where(first + m < stop, K, 0)
+                r = tl.load(k_rows + (first + m).to(tl.int64) * k_strides[1] + c * k_strides[3], mask=live, other=0.0)
+                r = r.to(tl.float32)
+                if NORM:
+                    r *= tl.load(norms + C + 16 * block + m)
+                weights = tl.where(o[:, None] >= m, tl.exp2(D), 0.0) * r[None, :]
+                p = tl.where(o[None, :] == m, p + tl.sum(qq * weights, 1)[:, None], p)
+                l = tl.where(o[None, :] == m, l + tl.sum(kk * weights, 1)[:, None], l)
+                a = tl.load(g_rows + (first + m).to(tl.int64) * g_strides[1] + c * g_strides[3], mask=live, other=0.0)
+                decay = log_decay(living(a, live, RAW_GATE), rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+                D = tl.where((o[:, None] >= m) & (m > 0), D + decay[None, :], D)
+            lowest = tl.minimum(lowest, tl.min(D, 1))
+        unsafe = (lowest < UNSAFE)[:, None]
+        at = (16 * block + o)[:, None] * C + 16 * block + o[None, :]
+        tl.store(P + at, p.to(P.dtype.element_ty), mask=unsafe & (o[:, None] >= o[None, :]))
+        tl.store(L + at, l.to(L.dtype.element_ty), mask=unsafe & (o[:, None] > o[None, :]))
+
+
+@triton.jit
+def token_block(
+    q_tile, k_tile, g_tile, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
+    scale, lower_bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Block I of 16 tokens, of which ``left`` are there; ``early``: the block before's k, decayed up to its end.
+
+    Returns this block's k, G at its end, the sum of the half's gates so far, and how far a channel fell.
+    """
+    ty: tl.constexpr = k_tile.dtype
+    WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too much for float16
+    HALF: tl.constexpr = C // 2
+    i, o = 16 * I, tl.arange(0, 16)
+    q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
+    of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
+    if NORM:  # every value head writes the same numbers
+        of_q, of_k = tl.split(tl.reshape(reciprocal_lengths(q, k, zeros, BK, PRECISION), [16, 2]))
+        tl.store(norms + i + o, of_q)
+        tl.store(norms + C + i + o, of_k)
+        tl.store(norms + 2 * C + i + o, of_k)
+    of_q *= scale
+    tl.store(rates + i + o, of_q)
+    tl.store(rates + C + i + o, of_k)
+    weights = tl.reshape(tl.join(of_q, of_k), [32, 1])
+    if left < 16:  # most are whole
+        g = first_of(g, left, RAW_GATE)
+    fallen = zeros  # since the block's first token
+    if I % 2 == 0:
+        since = zeros
+    gates, qe, ke, own = (), (), (), ()
+    for m in tl.static_range(16):  # token by token: few numbers at a time
+        gates += (log_decay(g[m], rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED),)
+        if m == 0:
+            G += gates[0]
+            since += gates[0]
+            e_start = tl.exp2(G)
+        else:
+            fallen += gates[m]
+        e = tl.exp2(fallen)
+        qe += (q[m].to(tl.float32) * e,)
+        ke += (k[m].to(tl.float32) * e,)
+        tl.store(Qg + (i + m) * K + c, (qe[m] * e_start).to(ty), mask=c < K)
+        tl.store(Kg + (i + m) * K + c, (ke[m] * e_start).to(ty), mask=c < K)
+        grown = fallen * -1.0  # not -x, which is 0 - x: no instruction takes that in
+        if not BOUNDED:  # 0 where it is too large: these columns belong to unsafe rows only
+            grown = tl.where(grown > DROP, -1024.0, grown)
+        own += (k[m].to(tl.float32) * tl.exp2(grown),)
+    rows = pairs_of(qe, ke, BK).to(WIDE)
+    multiply(P, L, rows, tile_of(own).to(WIDE), weights, of_k, i, i, True, C, NORM, PRECISION)
+    if I >= C // 32:
+        # Written in earlier blocks, by other threads: all have waited for this block's tiles since. This has to stay in
+        # a branch: a load that is not, Triton's pipeliner takes and runs before what it reads is written.
+        first = load_block(Kd, 0, 0, C, K, HALF, BK)
+        columns = tl.trans((first * tl.exp2(since)[None, :]).to(ty))
+        norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
+        multiply(P, L, rows.to(ty), columns, weights, norms_of, i, 0, False, C, NORM, PRECISION)
+    # 2^fallen is exact to 1e-5 in this product
+    latest = times(own, tl.exp2(fallen)) if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
+    if I % 2 == 1:
+        near = tile_of(times(early, tl.exp2(gates[0]))).to(ty)
+        norms_of = tl.load(norms + C + i - 16 + o) if NORM else 1.0
+        multiply(P, L, rows.to(ty), near, weights, norms_of, i, i - 16, False, C, NORM, PRECISION)
+        store_rows(Kd + (i - 16) * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
+        store_rows(Kd + i * K, latest, c, K)
+    return latest, G + fallen, since + fallen, fallen
+
+
+@triton.jit(do_not_specialize=["N", "T", "beta_batch"])
+def channel(
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, N, T, scale,
+    lower_bound, beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    slot, hv = tl.program_id(0) // HV, tl.program_id(0) % HV  # what lies side by side in memory is read at once
+    h = hv // (HV // H)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
+    if (token >= stop) | (n >= N):
+        return
+    head = slot.to(tl.int64) * HV + hv
+    b = cumulate(
+        g, beta, A_log, dt_bias, vectors + head * 4 * C, row, hv, token, stop, beta_top, (0, 0, 0),
+        (beta_batch, beta_strides[0], beta_strides[1]), C, False, False, False, HAS_BETA, RAW_BETA,
+    )  # fmt: skip
+    ty: tl.constexpr = k.dtype.element_ty
+    i, c = tl.arange(0, C), tl.arange(0, BK)
+    q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
+    g_rows = rows_of(g, g_strides, row, hv)
+    rates += head * 4 * C
+    tl.store(rates + 2 * C + i, b)
+    if NORM:
+        norms += (slot.to(tl.int64) * H + h) * 3 * C
+    P, L, tile = P + head * C * C, L + head * C * C, head * C * K
+    tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
+    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    # Zeros; nothing is read: a load settles which thread owns which channels, and without one every vector is moved.
+    zeros = tl.load(gamma + head * K + c, mask=c < tl.minimum(token, 0), other=0.0)
+    G, since, lowest = zeros, zeros, zeros
+    stop = tl.minimum(stop, token + C)
+    early = ()
+    for _ in tl.static_range(16):
+        early += (zeros,)
+    # Tiles are fetched blocks ahead, by cp.async where there is one. Not unrolled: instructions have a cache, too, and
+    # Triton's passes are slow in long bodies.
+    for I in range(C // 16):
+        at = token + 16 * I
+        q_tile = load_tile(q_rows, q_strides, at, stop, 0, K, 16, BK)
+        k_tile = load_tile(k_rows, k_strides, at, stop, 0, K, 16, BK)
+        g_tile = load_tile(g_rows, g_strides, at, stop, 0, K, 16, BK)
+        early, G, since, fell = token_block(
+            q_tile, k_tile, g_tile, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
+            early, I, stop - at, c, rate, bias, scale, lower_bound, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
+        )  # fmt: skip
+        lowest = tl.minimum(lowest, fell)
+    tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
+    # So far the first half is decayed up to its own end.
+    HALF: tl.constexpr = C // 2
+    early, j = load_block(Kd + tile, 0, 0, C, K, HALF, BK), tl.arange(0, HALF)[:, None]
+    early = (early * tl.exp2(since)[None, :]).to(ty)
+    tl.store(Kd + tile + j * K + c[None, :], early, mask=(c < K)[None, :])
+    if not BOUNDED:  # noqa: SIM102 (a constant, then a number)
+        if tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
+            tl.debug_barrier()  # rows that were written above are written again, by other threads
+            explicit_scores(
+                q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,
+                k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,
+            )  # fmt: skip
+
+
+def run_channel(c: Call, s: Solved, ch: Channels) -> None:
+    """The strengths and norms in ``s``, too, which `solve` writes where there is no decay per channel."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, channel, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.shape.chip),
+            p.N, p.T, p.scale, p.lower_bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
+            batch(x.beta), tokens(x.beta),
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)
+    launch(c, channel, pointers, plans)

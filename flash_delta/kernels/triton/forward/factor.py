@@ -1,0 +1,110 @@
+"""Stage ``scores``, and what ``solve`` makes of it: a chunk as a map of the state, which the scan then only applies.
+
+    Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
+    X = A^T Kd     Kd = k e^{G_C - G}
+
+Writes X ``[slots, HV, C, K]`` and Y ``[slots, HV, C, C]`` in the dtype of k, and the factors that the scan applies to
+accumulators, ``rates [slots, HV, 4, C]``: scale e^G of the rows that read, e^H of those that erase, b, and gamma.
+Norms are part of them. Grid (slots, H): q k^T is formed once for the value heads of a key head. (With a decay per
+channel `scan` works with P, Kd and A themselves.)
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, rows_of
+from flash_delta.kernels.runtime.arguments import plan, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Factors, Solved
+from flash_delta.kernels.triton.tiles import tile
+
+
+@triton.jit
+def decay(high_i, low_i, high_j, low_j):
+    """e^{G_i - G_j} for every pair, [C, C], at most 1; the large parts cancel before the small ones are added."""
+    exponent = (high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :])
+    return tl.exp(tl.minimum(exponent, 0.0))
+
+
+@triton.jit
+def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
+    """Of one chunk: G and H, each (high, low) [C], and (high, low) of the last G; ``vectors`` as `solve` wrote them."""
+    high, low = tl.load(vectors + i), tl.load(vectors + C + i)
+    high_p, low_p = high, low
+    if UNDECAYED:
+        high_p = tl.load(vectors + i - 1, mask=i > 0, other=0.0)
+        low_p = tl.load(vectors + C + i - 1, mask=i > 0, other=0.0)
+    return high, low, high_p, low_p, tl.load(vectors + C - 1), tl.load(vectors + 2 * C - 1)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def factor(
+    q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    slot, h = tl.program_id(0), tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
+    if (token >= stop) | (n >= N):
+        follow(OVERLAP and SHORT > 0)
+        return
+    i, c = tl.arange(0, C), tl.arange(0, BK)
+    ty: tl.constexpr = k.dtype.element_ty
+    square = i[:, None] * C + i[None, :]
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
+    follow(OVERLAP)
+    first = slot.to(tl.int64) * HV + h * (HV // H)
+    rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if NORM:
+        norms += (slot.to(tl.int64) * H + h) * 3 * C
+        rq, rk, rp = tl.load(norms + i), tl.load(norms + C + i), tl.load(norms + 2 * C + i)
+    scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
+    for member in range(HV // H):
+        head = first + member
+        v = vectors + head * 4 * C
+        b = tl.load(v + 2 * C + i)
+        e_q, e_p, e_k, gamma = scale * rq, rp, rk, tl.full([C], 1.0, tl.float32)
+        y = scores  # P
+        if GATE:
+            high, low, high_p, low_p, last_high, last_low = load_gate(v, i, C, UNDECAYED)
+            e_q *= tl.exp(high + low)
+            e_p *= tl.exp(high_p + low_p)
+            e_k *= tl.exp((last_high - high) + (last_low - low))
+            gamma *= tl.exp(last_high + last_low)
+            y = y * decay(high, low, high, low)
+        at = rates + head * 4 * C + i
+        tl.store(at, e_q)
+        tl.store(at + C, e_p)
+        tl.store(at + 2 * C, b)
+        tl.store(at + 3 * C, gamma)
+        if ERASE:
+            a = tl.load(A + head * C * C + square)
+            y = tl.dot(y.to(ty), a, input_precision=PRECISION)
+        tl.store(Y + head * C * C + square, y.to(ty))
+        if ERASE:
+            decayed = (a * e_k[:, None]).to(ty)  # e_k in A is fewer numbers
+            x = tl.dot(tl.trans(decayed), kk, input_precision=PRECISION)
+        else:
+            x = kk * e_k[:, None]
+        tl.store(X + head * C * K + i[:, None] * K + c[None, :], x.to(ty), mask=(c < K)[None, :])
+
+
+def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
+    """``follows``: the launch before it was this call's."""
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, factor, (count_slots(p), p.H, 1), t or tile("factor", p, c.shape.chip),
+            p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
+        )  # fmt: skip
+
+    launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)

@@ -1,0 +1,346 @@
+"""Stages ``scan`` and ``output``: the state walks from chunk to chunk.
+
+    R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
+
+With a decay per channel (CHANNEL) R is solved for here, U = A (b . R), and with rows decayed by channel (channel.py)
+
+    R = v - Kg S0             S1 = gamma . S0 + Kd^T U         O = scale Qg S0 + P U
+
+for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that they save is one small product of five.
+
+The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
+are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
+they were given; what Qg and Kg give lacks norms only. One program walks a sequence with BV columns of one value head's
+state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
+
+On a pool of states (POOL) sequences start from slots and end in slots, and leave checkpoints in others. What is no slot
+is never an address; a sequence without one that it needs is padding, whose outputs are zeros. With SHORT it walks those
+of more tokens only, program z the one that has z such in front of it. How many there are the device says: a launch is
+for ``least`` to ``most`` of them, and if there are fewer or more its programs end at once; or, if it is for ``others``,
+too, take one after the other.
+
+For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
+``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
+
+A long sequence may be walked in SEGMENTS of ``length`` tokens, side by side (segments.py): grid (V / BV, HV, slots of
+segments), each from the state in ``initial_state[slot]``, which `compose` has written. Before, without OUTPUT, every
+segment's map of the state is found, S_end = Phi S + B: grid ((V + K) / BV, ...), since the columns of Phi are those of
+a state that starts as the identity and meets no values.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import (
+    C,
+    bounds,
+    find_segment,
+    follow,
+    lead,
+    load_block,
+    load_tile,
+    matrix,
+    rows_of,
+    store_tile,
+)
+from flash_delta.kernels.runtime.arguments import every, fits_tma, plan, states, strides, table
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
+from flash_delta.kernels.triton.forward.pool_launches import outside, scan_grid, walked, walks
+from flash_delta.kernels.triton.serving.decode import find_state, load_slot
+from flash_delta.problem import Slots
+
+
+@triton.jit
+def load_state(state, strides, n, hv, d, c, V: tl.constexpr, K: tl.constexpr, stored=True):
+    """S^T [BV, BK] in float32; strides: (sequence, head, key, value), as the caller's layout has them. 0 if it is not
+    ``stored``."""
+    at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
+    return tl.load(at, mask=(d < V)[:, None] & (c < K)[None, :] & stored, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr, stored=True):
+    at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
+    tl.store(at, S.to(state.dtype.element_ty), mask=(d < V)[:, None] & (c < K)[None, :] & stored)
+
+
+@triton.jit
+def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
+    """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read.
+
+    With CHANNEL gamma is [1, BK]; what `channel` has not applied to rows, its rates say, and e_p is the keys', too.
+    """
+    at, some = rates + head * (4 * C) + i, i < chunks * C
+    e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
+    b = tl.load(at + 2 * C, mask=some, other=0.0)
+    if CHANNEL:
+        gamma = tl.load(gammas + head * K + c, mask=c < tl.minimum(chunks, 1) * K, other=0.0)[None, :]
+    else:
+        gamma = tl.load(rates + head * (4 * C) + 3 * C, mask=chunks > 0, other=0.0)
+    return e_q, e_p, b, gamma
+
+
+@triton.jit
+def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
+    """Of sequence n the slot of its first state and whether there is one, that of its last, if it is no padding."""
+    read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
+    write = n
+    if write_indices is not None:
+        write, well = load_slot(write_indices, n, 0, (write_row, 0), slots, well)
+    return read, stored & well, write, well
+
+
+@triton.jit
+def store_zeros(o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+    for token in range(start, stop, C):
+        zeros = tl.zeros([C, BV], o_rows.dtype.element_ty)
+        store_tile(o_rows, o_strides, zeros, token, stop, column, V, C, BV)
+
+
+@triton.jit
+def find_long(rank, cu_seqlens, N, T, SHORT: tl.constexpr):
+    """The sequence of more than SHORT tokens that has ``rank`` such in front of it, and how many there are."""
+    n, count = N, rank * 0
+    for i in range(0, N, 128):
+        at = i + tl.arange(0, 128)
+        start, stop, _ = bounds(at, cu_seqlens, N, T, 1, True)
+        long = ((at < N) & (stop - start > SHORT)).to(tl.int32)
+        before = count + tl.cumsum(long, 0) - long
+        n = tl.minimum(n, tl.min(tl.where((long != 0) & (before == rank), at, N), 0))
+        count += tl.sum(long, 0)
+    return n, count
+
+
+@triton.jit
+def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr):
+    """What program z walks, as `find_segment` has it: a segment, or a sequence."""
+    if SEGMENTS:
+        return find_segment(z, length, cu_seqlens, N, T, C, PACKED)
+    else:
+        start, stop, slot = bounds(z, cu_seqlens, N, T, C, PACKED)
+        return z, z * (1 - PACKED), start, stop, slot, 0, True
+
+
+@triton.jit
+def walk(
+    z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, POOL: tl.constexpr,
+    SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of sequence n, or of segment z in it, the tokens from ``start`` to ``stop``, whose chunks begin in ``slot``."""
+    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
+    read_indices, write_indices, has_initial_state, checkpoint_indices = indices
+    N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
+    q_strides, p_strides, v_strides, initial_strides, final_strides = strides
+    MAP: tl.constexpr = SEGMENTS and not OUTPUT
+    hv, w = tl.program_id(1), tl.program_id(0) * BV
+    h = hv // (HV // H)
+    i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
+    ty: tl.constexpr = v.dtype.element_ty
+    o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    if OUTPUT:
+        o_rows = rows_of(o, o_strides, row, hv)
+    # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
+    head = slot.to(tl.int64) * HV + hv
+    chunks = (stop - start + C - 1) // C
+    first, stored, last, well = n, True, n, True  # where the states lie
+    if POOL:
+        first, stored, last, well = load_slots(
+            read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
+        )
+    if MAP:  # none of a sequence's last segment, and of the first one, whose start is known, no Phi
+        well = (chunks > 0) & (n < N) & (ends == 0) & ((number > 0) | (w < V))
+        stored, last = well & (number == 0), z
+    if POOL or MAP:
+        chunks = tl.where(well, chunks, 0)
+    rows = chunks * (HV * C)
+    CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
+    STATE_TMA: tl.constexpr = TMA and V % BV == 0  # a block of a state's rows must not reach into the next state
+    k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
+    Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
+    vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, TMA)
+    q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
+    if CHANNEL:
+        q_rows, p_rows, q_stop = q + head * C * K, p + head * C * K, rows
+        q_strides, p_strides = k_matrix, k_matrix
+    if ERASE:
+        ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
+    # At 128 value columns a third stage of all tiles takes 14 KB too much; so P comes in registers, too: 258 us for 303
+    # (docs/notes; with narrower tiles that is slower).
+    AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
+    if OUTPUT:
+        qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
+        if not AHEAD:
+            Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
+        os = matrix(o_rows, o_strides, stop, V, C, BV, TMA)
+    if SAVE:
+        Ss = matrix(states + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
+        Rs = matrix(R_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
+        Us = matrix(U_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
+    if ERASE and (SAVE or CHANNEL):
+        As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
+    S = tl.zeros([BV, BK], tl.float32)
+    if INITIAL:
+        S = load_state(initial_state, initial_strides, first, hv, d, c, V, K, stored)
+    follow(OVERLAP)
+    if SEGMENTS and OUTPUT:  # `compose` wrote it
+        S = load_block(initial_state + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
+    if MAP:
+        S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is what becomes of key j
+    if POOL:
+        store_zeros(o_rows, o_strides, tl.where(well, stop, start), stop, w, V, C, BV)
+    # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
+    # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
+    if AHEAD:
+        y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
+    e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
+    # From checkpoint to checkpoint: stored inside of the pipelined loop, one would take shared memory beside its tiles.
+    # Maps in parts, too: zeros that meet no values stay zeros, and where gates are strong Phi is soon nothing else.
+    begin, end = 0, chunks
+    parts = (chunks + interval - 1) // interval if CHECKPOINTS or MAP else 1
+    for m in range(parts):
+        if CHECKPOINTS or MAP:
+            begin, end = m * interval, tl.minimum((m + 1) * interval, chunks)
+        if MAP:
+            end = tl.where((w >= V) & (tl.max((S != 0.0).to(tl.int32)) == 0), begin, end)
+        for j in range(begin, end):
+            token, at = start + j * C, j * (HV * C)
+            q_token = at if CHANNEL else token
+            x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
+            R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
+            s = S.to(ty)
+            if SAVE:
+                store_tile(Ss, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
+            if ERASE:
+                pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
+                E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
+            if OUTPUT:
+                qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
+                O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
+            if ERASE:
+                R -= E * e_p[None, :]
+            r = (R * b[None, :]).to(ty)  # [BV, C]
+            u, written, read = r, r, r
+            if ERASE and (SAVE or CHANNEL):
+                a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
+                U = tl.dot(r, tl.trans(a), input_precision=PRECISION)
+                u = U.to(ty)
+                if CHANNEL:
+                    written, read = (U * e_p[None, :]).to(ty), u
+            S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
+            if OUTPUT:
+                y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
+                O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+                store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
+            if SAVE:
+                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
+                store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
+            later = head + tl.minimum(j + 1, chunks - 1) * HV
+            if AHEAD:
+                y_ahead = load_block(Y + later * C * C, 0, 0, C, C, C, C)
+            e_q, e_p, b, gamma = load_rates(rates, gammas, later, i, c, chunks, C, K, CHANNEL)
+        if CHECKPOINTS:
+            reached = (m < columns) & ((m + 1) * interval * C <= stop - start)
+            slot, known = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, reached)
+            store_state(final_state, final_strides, S, slot, hv, d, c, V, K, known)
+    if SEGMENTS and OUTPUT:  # found again: kept through the loop, these are registers too many (Triton 3.9, BV = 128)
+        last, _, _, _, _, _, well = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
+    if (OUTPUT or MAP) and (not POOL or write_indices is not None):
+        store_state(final_state, final_strides, S, last, hv, d, c, V + K if MAP else V, K, well)
+
+
+NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
+    "N", "T", "length", "least", "most", "others", "slots", "columns", "interval", "read_row", "write_row", "has_row",
+    "checkpoint_row", "checkpoint_column",
+]  # fmt: skip
+INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_indices"]  # see decode.py
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def scan(
+    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
+    write_indices, has_initial_state, checkpoint_indices, N, T, length, least, most, others, slots, columns, interval,
+    read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides, initial_strides,
+    final_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
+    POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
+    indices = (read_indices, write_indices, has_initial_state, checkpoint_indices)
+    numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
+    strides = (q_strides, p_strides, v_strides, initial_strides, final_strides)
+    z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    if POOL and SHORT > 0:
+        if others != 0:
+            lead(OVERLAP)  # into `decode`, which needs nothing of this
+        n, count = find_long(z, cu_seqlens, N, T, SHORT)
+        if (count < least) | ((count > most) & (others == 0)):
+            follow(OVERLAP)  # for the next launch, which waits for this one only
+            return
+        turns = tl.num_programs(2) - 1
+        if z == turns:
+            start, stop, _ = bounds(N, cu_seqlens, N, T, C, PACKED)
+            follow(OVERLAP)
+            store_zeros(rows_of(o, o_strides, z * 0, hv), o_strides, start, stop, w, V, C, BV)
+            return
+        if count > most:
+            for rank in range(z, count, turns):
+                n, _ = find_long(rank, cu_seqlens, N, T, SHORT)
+                start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+                walk(
+                    z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
+                    PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+                )  # fmt: skip
+        elif z < count:  # by itself: in a loop it spills, and takes 8 % longer (docs/notes)
+            start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+            walk(
+                z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
+                PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+            )  # fmt: skip
+    else:
+        n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
+        if PACKED and OUTPUT:  # noqa: SIM102 (a constant, then a number)
+            if n == N:
+                store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
+                return
+        walk(
+            z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
+            PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+        )  # fmt: skip
+
+
+def run_scan(
+    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor | None, r: Residual | None, *choice: Tile,
+    slots: Slots | None = None,
+) -> None:  # fmt: skip
+    """Stage output, too; with ``r``, what the backward pass needs. With ``slots`` states are theirs."""
+    p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
+    initial, indices, counts = x.initial_state, (None,) * 4, (0, 0, 0)
+    if slots is not None:
+        initial = final = slots.state_pool
+        indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
+        counts = (len(final), 0 if indices[3] is None else indices[3].shape[1], min(p.checkpoint_every, p.T + C) // C)
+
+    def plans() -> Iterator[Plan]:
+        for w in walks(kernel, p, c.shape.chip, every(c), *choice):
+            t = w.tile
+            yield plan(
+                c, scan, scan_grid(p, w), t,
+                p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
+                *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
+                INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
+                SAVE=r is not None, TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
+            )  # fmt: skip
+
+    launch(c, scan, (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices), plans)

@@ -1,0 +1,150 @@
+"""A long sequence on few heads: walked in segments, side by side.
+
+A run of chunks maps the state it starts from, S_end = Phi S + B, exactly. Where a sequence's programs would leave most
+of a chip idle it is cut into segments of equal length (tiles.plan_segments says how long), and
+
+    `scan` without output finds (Phi, B) of all segments but the last, B of the first one from the initial state;
+    `compose` gives every segment the state that it starts from, one after the other;
+    `scan` walks all segments.
+
+(Phi, B) and starts are float32, so are the products of `compose`. Nothing is cut off by its decay: Phi is multiplied
+even where it has faded. Segments start at multiples of their length from a sequence's start, and a slot of segments
+finds its own as a slot of chunks does (chunk.py): no plan in memory, no length on the host, nothing that a length
+compiles.
+
+Backward would take Phi^T and what dO alone sends to a segment's start, from `scan_backward` without its stores, and the
+same `compose` from right to left.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import bounds, count_slots, follow
+from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, plan, states, strides
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile, precision
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
+from flash_delta.kernels.triton.forward.pool_launches import outside, walked
+from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
+from flash_delta.kernels.triton.tiles import Segments, plan_endless, segment_tiles
+from flash_delta.problem import Problem
+
+
+@triton.jit(do_not_specialize=["N", "T", "length"])
+def compose(
+    maps, starts, cu_seqlens, initial_state, N, T, length, map_strides, start_strides, initial_strides,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``starts [slots, HV, V, K]`` from ``maps [slots, HV, V + K, K]``: B^T, and behind it Phi^T. Grid (V / BV, HV, N).
+
+    It must not ``lead``: the kernels before and behind it have descriptors (chunk.follow).
+    """
+    d, hv, n = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
+    c = tl.arange(0, BK)
+    start, stop, slot = bounds(n, cu_seqlens, N, T, length, PACKED)
+    segments = (stop - start + length - 1) // length
+    S = tl.zeros([BV, BK], tl.float32)
+    if INITIAL:
+        S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
+    follow(OVERLAP)
+    store_state(starts, start_strides, S, slot, hv, d, c, V, K)
+    S = load_state(maps, map_strides, slot, hv, d, c, V, K, segments > 1)
+    store_state(starts, start_strides, S, slot + 1, hv, d, c, V, K, segments > 1)
+    for number in range(1, segments - 1):
+        Phi = load_state(maps, map_strides, slot + number, hv, V + c, c, V + K, K)
+        B = load_state(maps, map_strides, slot + number, hv, d, c, V, K)
+        S = tl.dot(S, Phi, B, input_precision=PRECISION)
+        store_state(starts, start_strides, S, slot + number + 1, hv, d, c, V, K)
+
+
+NOTHING = (None,) * 7  # no states saved, and no slots of a pool
+PART = 32  # chunks after which a map is looked at: with 8 a pipeline that runs dry took 10 % (docs/notes)
+
+
+class Walk(NamedTuple):
+    """How sequences are split, and what the kernels hand each other for it."""
+
+    split: Segments
+    maps: Tensor  # [slots, HV, V + K, K] float32: B^T, and behind it Phi^T
+    starts: Tensor  # [slots, HV, V, K] float32
+
+
+def new_walk(p: Problem, split: Segments) -> Walk:
+    slots = count_slots(p, split.length)
+    maps, starts = (
+        torch.empty(slots, p.HV, rows, p.K, dtype=torch.float32, device=p.device) for rows in (p.V + p.K, p.V)
+    )
+    return Walk(split, maps, starts)
+
+
+def run_walk(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: Walk) -> None:
+    """What `run_scan` does, for a call that saves nothing, on states that are no pool's."""
+    run_maps(c, ch, s, f, w)
+    run_compose(c, w)
+    run_segments(c, ch, s, f, o, final, w)
+
+
+def compile_walk(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor) -> None:
+    """All that calls of other sizes may launch."""
+    split = plan_endless(c.p, c.shape.chip)
+    if split is not None:
+        run_walk(c, ch, s, f, o, final, new_walk(c.p._replace(N=1, T=0), split))
+
+
+def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: Walk) -> None:
+    p, initial = c.p, c.x.initial_state
+
+    def plans() -> Iterator[Plan]:
+        t = w.split.maps
+        yield _scan_plan(c, w, t, p.V + p.K, states(p, initial), by_value(w.maps), initial is not None, output=False)
+
+    launch(c, scan, (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING), plans)
+
+
+def run_compose(c: Call, w: Walk) -> None:
+    p, x, t = c.p, c.x, w.split.compose
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, compose, (-(-p.V // columns(p, t)), p.HV, p.N), t,
+            p.N, p.T, w.split.length, by_value(w.maps), by_value(w.starts), states(p, x.initial_state),
+            INITIAL=x.initial_state is not None, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
+        )  # fmt: skip
+
+    launch(c, compose, (w.maps, w.starts, x.cu_seqlens, x.initial_state), plans)
+
+
+def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: Walk) -> None:
+    p = c.p
+
+    def plans() -> Iterator[Plan]:
+        for t in segment_tiles(p, c.shape.chip) if every(c) else (w.split.scan,):
+            yield _scan_plan(c, w, t, p.V, (0,) * 4, states(p, final), initial=False, output=True)
+
+    launch(c, scan, (*walked(c, ch, s, f), w.starts, o, final, *NOTHING), plans)
+
+
+def _scan_plan(
+    c: Call, w: Walk, t: Tile, width: int, start: tuple[int, ...], end: tuple[int, ...], initial: bool, output: bool
+) -> Plan:
+    """Of a scan of segments, ``width`` columns; ``start``, ``end``: strides of the states that it reads and writes."""
+    p, x = c.p, c.x
+    grid = -(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)
+    return plan(
+        c, scan, grid, t,
+        p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v), start, end,
+        INITIAL=initial, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
+        TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
+    )  # fmt: skip
+
+
+def by_value(t: Tensor) -> tuple[int, ...]:
+    """Strides of (slot, head, key, value) of states that lie as a scan keeps them."""
+    return t.mT.stride()

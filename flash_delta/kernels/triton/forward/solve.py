@@ -1,0 +1,315 @@
+"""Stages ``cumulate`` and ``solve``: what the tokens of a chunk do to each other, for all value heads of a key head.
+
+    G_i = g_1 + .. + g_i                g: the log decay, or made of its raw activation
+    L_ij = p_i . k_j e^{H_i - G_j}      i > j;  H = G, or G_{i-1} where the erase reads the undecayed state
+    A = (I + diag(b) L)^{-1}
+
+One warp builds A of 16 x 16 blocks, by doubling: with M = -diag(b) L and A the inverses of the blocks of s tokens on
+the diagonal, those of 2 s are ``A + A M A``, of M only what lies between the two halves. So nothing is ever larger than
+the inverse, whatever the keys. Small matrices come with their transposes: what a product leaves of B^T is, register for
+register, what a product takes for B. Decays are part of M, from later to earlier tokens only: none is above 1.
+
+G is summed in float64 and kept as two float32, whose differences are right although G is large. Writes, per chunk and
+value head, ``A [C, C]`` and the vectors ``[4, C]``: G, what float32 left of it (both with a gate), b, and the log decay
+(if g was raw); and per key head with a norm the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots, H), one warp.
+With a decay per channel (CHANNEL) `channel` has written L, b and the norms, and only A is left to do.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.device.activation import log_decay, strength
+from flash_delta.kernels.device.chunk import (
+    count_slots,
+    find_chunk,
+    follow,
+    lead,
+    load_block,
+    load_row,
+    load_tile,
+    rows_of,
+)
+from flash_delta.kernels.runtime.arguments import batch, plan, strides, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.workspace import Channels, Solved
+from flash_delta.kernels.triton.tiles import WARP
+
+LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0; a gate of -inf stays a number
+
+
+@triton.jit
+def product(a, bt, c, PRODUCTS: tl.constexpr):
+    """``c + a b`` of [16, 16], with b given by its transpose, in float16 or in float32 of a given input precision.
+
+    b is transposed as float32, which stays in its registers; 16-bit numbers Triton would send through shared memory.
+    """
+    b = tl.trans(bt)
+    if PRODUCTS == "float16":
+        return tl.dot(a.to(tl.float16), b.to(tl.float16), c)
+    else:
+        return tl.dot(a, b, c, input_precision=PRODUCTS)
+
+
+@triton.jit
+def pairs_of_tokens(M, PRODUCTS: tl.constexpr):
+    """The inverses of blocks of 2 tokens, [16, 16], and their transposes."""
+    o = tl.arange(0, 16)
+    r, c = o[:, None], o[None, :]
+    eye = tl.where(r == c, 1.0, 0.0)
+    A = tl.where((r ^ c) == 1, M, eye)
+    return A, product(eye, A, tl.zeros([16, 16], tl.float32), PRODUCTS)
+
+
+@triton.jit
+def doubled(A, At, M, level, PRODUCTS: tl.constexpr):
+    """From the inverses of the blocks of ``2^level`` tokens, and their transposes, those of twice as many."""
+    half = tl.arange(0, 16) >> level
+    below = tl.where((half[:, None] ^ half[None, :]) == 1, M, 0.0)
+    step = product(At, below, tl.zeros([16, 16], tl.float32), PRODUCTS)  # (below A)^T
+    return product(A, step, A, PRODUCTS), product(step, A, At, PRODUCTS)
+
+
+@triton.jit
+def inverses(M0, M1, PRODUCTS: tl.constexpr):
+    """Of two matrices [16, 16], ``(I - M)^{-1}`` and its transpose."""
+    A0, T0 = pairs_of_tokens(M0, PRODUCTS)
+    A1, T1 = pairs_of_tokens(M1, PRODUCTS)
+    if PRODUCTS == "float16":
+        for level in range(1, 4):
+            A0, T0 = doubled(A0, T0, M0, level, PRODUCTS)
+            A1, T1 = doubled(A1, T1, M1, level, PRODUCTS)
+    else:  # float32 has registers for one at a time
+        for level in range(1, 4):
+            A0, T0 = doubled(A0, T0, M0, level, PRODUCTS)
+        for level in range(1, 4):
+            A1, T1 = doubled(A1, T1, M1, level, PRODUCTS)
+    return A0, T0, A1, T1
+
+
+@triton.jit
+def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]."""
+    squares = tl.zeros([C, W], tl.float32)
+    for column in range(0, K, W):
+        tile = load_tile(x, strides, token, stop, column, K, C, W).to(tl.float32)
+        squares += tile * tile
+    return tl.rsqrt(tl.sum(squares, 1) + 1e-6)
+
+
+@triton.jit
+def cumulate(
+    g, beta, A_log, dt_bias, vectors, row, hv, token, stop, beta_top, g_strides, beta_strides,
+    C: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
+    RAW_BETA: tl.constexpr,
+):  # fmt: skip
+    """Writes the vectors of one value head, to which ``vectors`` points; returns b."""
+    i = tl.arange(0, C)
+    live = token + i < stop
+    if GATE:
+        x = load_row(rows_of(g, g_strides, row, hv), g_strides, token, stop, C)
+        if RAW_GATE:
+            x = tl.where(live, log_decay(x, A_log, dt_bias, hv, HAS_BIAS), 0.0)
+            tl.store(vectors + 3 * C + i, x)
+        G = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
+        high = G.to(tl.float32)
+        tl.store(vectors + i, high)
+        tl.store(vectors + C + i, (G - high.to(tl.float64)).to(tl.float32))
+    b = tl.where(live, 1.0, 0.0)
+    if HAS_BETA:
+        b = load_row(rows_of(beta, beta_strides, row, hv), beta_strides, token, stop, C)
+        if RAW_BETA:
+            b = tl.where(live, strength(b, beta_top), 0.0)
+    tl.store(vectors + 2 * C + i, b)
+    return b
+
+
+@triton.jit
+def block_gates(scores, vectors, m: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, UNDECAYED: tl.constexpr):
+    """M of the tokens 16 m to 16 m + 15, [16, 16], and what the blocks beside it and below it are made of.
+
+    ``row_i = -b_i e^{H_i - G_before}  [16, 1]`` and ``column_j = e^{G_last - G_j}  [1, 16]``; before and last: the last
+    tokens of the block before and of this one; and ``span = e^{G_last - G_before}``.
+    """
+    o = tl.arange(0, 16)
+    at = vectors + 16 * m
+    row, column, span = -tl.load(at + 2 * C + o), tl.full([16], 1.0, tl.float32), 1.0
+    M = tl.where(o[:, None] > o[None, :], scores * row[:, None], 0.0)
+    if GATE:
+        high, low = tl.load(at + o), tl.load(at + C + o)
+        high_p, low_p = high, low
+        if UNDECAYED:
+            high_p = tl.load(at - 1 + o, mask=16 * m + o > 0, other=0.0)
+            low_p = tl.load(at + C - 1 + o, mask=16 * m + o > 0, other=0.0)
+        M *= tl.exp(tl.minimum((high_p[:, None] - high[None, :]) + (low_p[:, None] - low[None, :]), 0.0))
+        last_high, last_low = tl.load(at + 15), tl.load(at + C + 15)
+        column = tl.exp((last_high - high) + (last_low - low))
+        if m > 0:
+            before_high, before_low = tl.load(at - 1), tl.load(at + C - 1)
+            row *= tl.exp((high_p - before_high) + (low_p - before_low))
+            span = tl.exp((last_high - before_high) + (last_low - before_low))
+    return M, row[:, None], column[None, :], span
+
+
+@triton.jit
+def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
+    o = tl.arange(0, 16)
+    tl.store(A + 16 * (i * C + j) + o[:, None] * C + o[None, :], block.to(A.dtype.element_ty))
+
+
+@triton.jit
+def load_score(L, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
+    return load_block(L, 16 * i, 16 * j, C, C, 16, 16).to(tl.float32)
+
+
+@triton.jit
+def load_scores(L, C: tl.constexpr):
+    """What ``score_blocks`` returns, as `channel` wrote it."""
+    return (
+        load_score(L, 0, 0, C), load_score(L, 1, 0, C), load_score(L, 1, 1, C), load_score(L, 2, 0, C),
+        load_score(L, 2, 1, C), load_score(L, 2, 2, C), load_score(L, 3, 0, C), load_score(L, 3, 1, C),
+        load_score(L, 3, 2, C), load_score(L, 3, 3, C),
+    )  # fmt: skip
+
+
+@triton.jit
+def score_blocks(
+    k, p, norms, token, stop, k_strides, p_strides, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    NORM: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The ten blocks of p k^T on and below the diagonal, row by row."""
+    zero = tl.zeros([16, 16], tl.float32)
+    s00, s10, s11, s20, s21 = zero, zero, zero, zero, zero
+    s22, s30, s31, s32, s33 = zero, zero, zero, zero, zero
+    for column in range(0, K, W):
+        k0 = load_tile(k, k_strides, token, stop, column, K, 16, W)  # [16, W]
+        k1 = load_tile(k, k_strides, token + 16, stop, column, K, 16, W)
+        k2 = load_tile(k, k_strides, token + 32, stop, column, K, 16, W)
+        k3 = load_tile(k, k_strides, token + 48, stop, column, K, 16, W)
+        p0, p1, p2, p3 = k0, k1, k2, k3
+        if OWN_P:
+            p0 = load_tile(p, p_strides, token, stop, column, K, 16, W)
+            p1 = load_tile(p, p_strides, token + 16, stop, column, K, 16, W)
+            p2 = load_tile(p, p_strides, token + 32, stop, column, K, 16, W)
+            p3 = load_tile(p, p_strides, token + 48, stop, column, K, 16, W)
+        t0, t1, t2, t3 = tl.trans(k0), tl.trans(k1), tl.trans(k2), tl.trans(k3)
+        s00 = tl.dot(p0, t0, s00, input_precision=PRECISION)
+        s10 = tl.dot(p1, t0, s10, input_precision=PRECISION)
+        s11 = tl.dot(p1, t1, s11, input_precision=PRECISION)
+        s20 = tl.dot(p2, t0, s20, input_precision=PRECISION)
+        s21 = tl.dot(p2, t1, s21, input_precision=PRECISION)
+        s22 = tl.dot(p2, t2, s22, input_precision=PRECISION)
+        s30 = tl.dot(p3, t0, s30, input_precision=PRECISION)
+        s31 = tl.dot(p3, t1, s31, input_precision=PRECISION)
+        s32 = tl.dot(p3, t2, s32, input_precision=PRECISION)
+        s33 = tl.dot(p3, t3, s33, input_precision=PRECISION)
+    if NORM:
+        at = norms + C + tl.arange(0, 16)
+        c0, c1 = tl.load(at)[None, :], tl.load(at + 16)[None, :]
+        c2, c3 = tl.load(at + 32)[None, :], tl.load(at + 48)[None, :]
+        r0, r1 = tl.load(at + C)[:, None], tl.load(at + C + 16)[:, None]
+        r2, r3 = tl.load(at + C + 32)[:, None], tl.load(at + C + 48)[:, None]
+        s00, s10, s20, s30 = s00 * r0 * c0, s10 * r1 * c0, s20 * r2 * c0, s30 * r3 * c0
+        s11, s21, s31 = s11 * r1 * c1, s21 * r2 * c1, s31 * r3 * c1
+        s22, s32, s33 = s22 * r2 * c2, s32 * r3 * c2, s33 * r3 * c3
+    return s00, s10, s11, s20, s21, s22, s30, s31, s32, s33
+
+
+@triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch"])
+def solve(
+    q, k, p, g, beta, A_log, dt_bias, cu_seqlens, L, A, vectors, norms, N, T, beta_top,
+    q_strides, k_strides, p_strides, g_batch, g_strides, beta_batch, beta_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    slot, h = tl.program_id(0), tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
+    if (token >= stop) | (n >= N):
+        follow(OVERLAP and SHORT > 0 and CHANNEL)
+        return
+    if CHANNEL:
+        follow(OVERLAP)  # otherwise it is the first kernel of its call
+    else:
+        W: tl.constexpr = min(BK, 512 // k.dtype.element_ty.primitive_bitwidth)  # wider ones take too many registers
+        for member in range(HV // H):
+            hv = h * (HV // H) + member
+            cumulate(
+                g, beta, A_log, dt_bias, vectors + (slot.to(tl.int64) * HV + hv) * 4 * C, row, hv, token, stop,
+                beta_top, (g_batch, g_strides[0], g_strides[1]), (beta_batch, beta_strides[0], beta_strides[1]),
+                C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
+            )  # fmt: skip
+        k_rows, p_rows = rows_of(k, k_strides, row, h), rows_of(p, p_strides, row, h)
+        if NORM:
+            norms += (slot.to(tl.int64) * H + h) * 3 * C
+            i = tl.arange(0, C)
+            tl.store(norms + i, reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W))
+            lengths = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
+            tl.store(norms + C + i, lengths)
+            if OWN_P:
+                lengths = reciprocal_lengths(p_rows, p_strides, token, stop, K, C, W)
+            tl.store(norms + 2 * C + i, lengths)
+    if ERASE:
+        if not CHANNEL:
+            tl.debug_barrier()  # what was written above is read below, by other threads
+            s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = score_blocks(
+                k_rows, p_rows, norms, token, stop, k_strides, p_strides, K, C, W, NORM, OWN_P, PRECISION
+            )
+        # float16 is as fine as tf32: with keys 0.9-correlated and b up to 2, A is off by 3e-3, in bfloat16 by 2.5e-2
+        PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16"
+        zero = tl.zeros([16, 16], tl.float32)
+        for member in range(HV // H):
+            head = slot.to(tl.int64) * HV + h * (HV // H) + member
+            v, a = vectors + head * 4 * C, A + head * C * C
+            if CHANNEL:
+                s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = load_scores(L + head * C * C, C)
+            r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+            tl.store(a + r * C + c, tl.zeros([C, C], k.dtype.element_ty), mask=r // 16 < c // 16)
+            # tokens 0 to 31
+            M00, _, c0, _ = block_gates(s00, v, 0, C, GATE, UNDECAYED)
+            M11, r1, c1, span1 = block_gates(s11, v, 1, C, GATE, UNDECAYED)
+            A00, T00, A11, T11 = inverses(M00, M11, PRODUCTS)
+            step = product(T00, s10 * r1 * c0, zero, PRODUCTS)
+            A10, T10 = product(A11, step, zero, PRODUCTS), product(step, A11, zero, PRODUCTS)
+            store_block(a, A00, 0, 0, C)
+            store_block(a, A10, 1, 0, C)
+            store_block(a, A11, 1, 1, C)
+            # tokens 32 to 63
+            M22, r2, c2, span2 = block_gates(s22, v, 2, C, GATE, UNDECAYED)
+            M33, r3, _, _ = block_gates(s33, v, 3, C, GATE, UNDECAYED)
+            A22, T22, A33, _ = inverses(M22, M33, PRODUCTS)
+            A32 = product(A33, product(T22, s32 * r3 * c2, zero, PRODUCTS), zero, PRODUCTS)
+            store_block(a, A22, 2, 2, C)
+            store_block(a, A32, 3, 2, C)
+            store_block(a, A33, 3, 3, C)
+            # what the second 32 owe to the first
+            c0 *= span1
+            M21 = s21 * r2 * c1
+            W20 = product(T10, M21, product(T00, s20 * r2 * c0, zero, PRODUCTS), PRODUCTS)
+            W21 = product(T11, M21, zero, PRODUCTS)
+            store_block(a, product(A22, W20, zero, PRODUCTS), 2, 0, C)
+            store_block(a, product(A22, W21, zero, PRODUCTS), 2, 1, C)
+            c0, c1 = c0 * span2, c1 * span2
+            M31 = s31 * r3 * c1
+            W30 = product(T10, M31, product(T00, s30 * r3 * c0, zero, PRODUCTS), PRODUCTS)
+            W31 = product(T11, M31, zero, PRODUCTS)
+            store_block(a, product(A32, W20, product(A33, W30, zero, PRODUCTS), PRODUCTS), 3, 0, C)
+            store_block(a, product(A32, W21, product(A33, W31, zero, PRODUCTS), PRODUCTS), 3, 1, C)
+
+
+def run_solve(c: Call, ch: Channels, s: Solved) -> None:
+    p, x = c.p, c.x
+
+    def plans() -> Iterator[Plan]:
+        yield plan(
+            c, solve, (count_slots(p), p.H, 1), WARP,
+            p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
+            batch(x.beta), tokens(x.beta), follows=p.gate == "channel",
+        )  # fmt: skip
+
+    pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, ch.L, *s)
+    launch(c, solve, pointers, plans)
