@@ -116,7 +116,7 @@ class Around(NamedTuple):
     norm_weight: Tensor | None = None  # [V]
 
 
-class Convolution(NamedTuple):
+class ConvolutionProblem(NamedTuple):
     """A call of the short convolution, described but for the values of its tensors."""
 
     op: str
@@ -143,7 +143,7 @@ class Convolved(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1]
 
 
-class Norm(NamedTuple):
+class NormProblem(NamedTuple):
     """A call of the RMS norm over the last axis, gated if there is an activation."""
 
     op: str

@@ -151,16 +151,16 @@ def family(tokens):
     """Every kernel of the Triton backend, forward and backward."""
     from flash_delta.compiler.cases import rule
 
-    rule.call_chunks(rule.Case(raw=True, tokens=tokens))
-    rule.call_scan(rule.Case(tokens=tokens), False, rule.Tile(4, 2, 32))
-    rule.call_scan_backward(rule.Case(tokens=tokens), True, rule.Tile(4, 2, 32))
+    rule.call_chunks(rule.RuleCase(raw=True, tokens=tokens))
+    rule.call_scan(rule.RuleCase(tokens=tokens), False, rule.Tile(4, 2, 32))
+    rule.call_scan_backward(rule.RuleCase(tokens=tokens), True, rule.Tile(4, 2, 32))
 
 
 def channels(tokens):
     """Those of its kernels that are there for a decay per channel, and those that have another form with it."""
     from flash_delta.compiler.cases import rule
 
-    rule.call_chunks(rule.Case(gate="channel", raw=True, tokens=tokens))
+    rule.call_chunks(rule.RuleCase(gate="channel", raw=True, tokens=tokens))
 
 
 def decoding(tokens):
@@ -174,7 +174,7 @@ def prefilling(tokens):
     """With checkpoints, of which there are more the longer sequences are."""
     from flash_delta.compiler.cases import rule, serving
 
-    case = serving.Prefilling(rule.Case(gate="channel", raw=True, tokens=tokens))
+    case = serving.Prefilling(rule.RuleCase(gate="channel", raw=True, tokens=tokens))
     serving.call_prefill(case)
     serving.call_prefill(case, rule.Tile(4, 2, 32))
 

@@ -18,7 +18,7 @@ from flash_delta.kernels.runtime.calls import Call, Shape
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
 from flash_delta.ops import _backend, _modules, _remembered
-from flash_delta.problem import Norm, Normalized, addresses, signature
+from flash_delta.problem import Normalized, NormProblem, addresses, signature
 
 KIND = ("test",)
 
@@ -34,7 +34,7 @@ class Launched(list):
 def call(monkeypatch):
     """One that was launched, on tensors of the CPU."""
     monkeypatch.setattr(launch, "_several_devices", lambda: False)
-    p = Norm("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None, memo={})
+    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None, memo={})
     x = Normalized(torch.randn(4, 8), torch.randn(8))
     return Call(p, x, (), Shape(0, None, Launched()), True)
 

@@ -79,7 +79,7 @@ def test_descriptions_that_cannot_be():
 def keys():
     from flash_delta.kernels.runtime import compile_key
 
-    return dict(compile_key._keys)
+    return dict(compile_key.numbers)
 
 
 @needs_triton
@@ -273,7 +273,7 @@ def scratch(target):
     from flash_delta.kernels.triton.tiles import scan_tiles
 
     found, sizes = [], {}
-    for case in (rule.Case(), rule.Case(64), rule.Case(gate="channel"), rule.Case(erase=None)):
+    for case in (rule.RuleCase(), rule.RuleCase(64), rule.RuleCase(gate="channel"), rule.RuleCase(erase=None)):
         p, x = rule.problem_of(case)
         for processors in (1, 8, 16, 132):
             chip = Chip(target.removesuffix("a"), processors)
@@ -293,7 +293,7 @@ def scratch(target):
                 serving.call_prefill(pool, w.tile)
             asked.append(prod(pool_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
         found.append((pool_launches.scratch_bytes(p, x, chip), max(asked)))
-    assert pool_launches.scratch_bytes(*rule.problem_of(rule.Case(gap=1)), chip) == 0
+    assert pool_launches.scratch_bytes(*rule.problem_of(rule.RuleCase(gap=1)), chip) == 0
     return found
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from flash_delta.kernels.hopper.choice import hesitation
-from flash_delta.problem import ENVIRONMENT, Convolution, Norm, Problem
+from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, NormProblem, Problem
 
-Call = Problem | Convolution | Norm
+Call = Problem | ConvolutionProblem | NormProblem
 Load = Callable[[str], ModuleType]
 
 # The preferred one first, but for `preferred`. Loaded when asked for: the kernels need Triton, which a CPU can do
@@ -21,8 +21,8 @@ BACKENDS = {
     "torch": "flash_delta.reference.backend",
 }
 MODULES = {  # of the convolution and the norms around the rule; "hopper" has none of its own and stands on "triton"
-    "triton": "flash_delta.kernels.triton.modules",
-    "hopper": "flash_delta.kernels.triton.modules",
+    "triton": "flash_delta.kernels.triton.around.backend",
+    "hopper": "flash_delta.kernels.triton.around.backend",
     "torch": "flash_delta.reference.modules",
 }
 

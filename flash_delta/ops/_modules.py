@@ -21,10 +21,10 @@ from flash_delta.ops._transforms import differentiable_once, has_tangents, is_tr
 from flash_delta.problem import (
     MOST_TAPS,
     WIDEST_ROW,
-    Convolution,
+    ConvolutionProblem,
     Convolved,
-    Norm,
     Normalized,
+    NormProblem,
     needs_gradient,
 )
 from flash_delta.reference import modules as in_torch
@@ -33,7 +33,7 @@ from flash_delta.reference import modules as in_torch
 class Known(NamedTuple):
     """What is found of a call, and holds for those that differ in their tensors' values only."""
 
-    p: Convolution | Norm
+    p: ConvolutionProblem | NormProblem
     module: ModuleType
     needs_grad: bool
     function: bool = False  # it goes through an autograd Function: kernels have no other derivative
@@ -108,34 +108,34 @@ def _describe(describe: Callable[..., Any], x: Convolved | Normalized, backend: 
     return Known(p, load_modules(name), needs_grad, needs_grad and name != "torch")
 
 
-def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> Convolution:
+def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> ConvolutionProblem:
     final = check_convolution(op, x, activation, final)
     return library.describe_convolution(x, op, activation, final)
 
 
-def _describe_token(x: Convolved, op: str, activation: str | None) -> Convolution:
+def _describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
     check_token(op, x, activation)
     return library.describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, True)
 
 
-def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> Norm:
+def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
     eps = check_norm(op, x, eps)
     return library.describe_norm(x, op, activation, eps)
 
 
-def _is_operator(p: Convolution | Norm, backend: str | None) -> bool:
+def _is_operator(p: ConvolutionProblem | NormProblem, backend: str | None) -> bool:
     """Whether this becomes an operator while compiling; PyTorch's own operations the compiler had better see. Sizes
     decide here as in the backend, which no tracer can ask."""
     wish = wished(backend)
     if wish is not None:
         return wish != "torch"
-    fits = p.D <= WIDEST_ROW if isinstance(p, Norm) else p.W <= MOST_TAPS
+    fits = p.D <= WIDEST_ROW if isinstance(p, NormProblem) else p.W <= MOST_TAPS
     return p.device.type == "cuda" and p.dtype != torch.float64 and fits
 
 
 class Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, problem: Convolution, module, *tensors: Tensor | None):
+    def forward(ctx, problem: ConvolutionProblem, module, *tensors: Tensor | None):
         ctx.problem, ctx.module = problem, module
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -149,7 +149,7 @@ class Convolve(torch.autograd.Function):
 
 class Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, problem: Norm, module, *tensors: Tensor | None):
+    def forward(ctx, problem: NormProblem, module, *tensors: Tensor | None):
         ctx.problem, ctx.module = problem, module
         ctx.save_for_backward(*tensors)
         return module.normalize(problem, Normalized(*tensors))

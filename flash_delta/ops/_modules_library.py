@@ -11,26 +11,28 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_modules
-from flash_delta.problem import Convolution, Convolved, Norm, Normalized
+from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
 
 CONVOLUTION = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens"
 CONVOLUTION_OPTIONS = "str op, str? activation, bool output_final_state, str? backend"
 NORM, NORM_OPTIONS = "Tensor x, Tensor weight, Tensor? gate", "str op, str? activation, float eps, str? backend"
 
 
-def options(p: Convolution | Norm) -> tuple[Any, ...]:
+def options(p: ConvolutionProblem | NormProblem) -> tuple[Any, ...]:
     """What tensors do not tell, in the order of the schemas."""
-    return p.op, p.activation, p.output_final_state if isinstance(p, Convolution) else p.eps
+    return p.op, p.activation, p.output_final_state if isinstance(p, ConvolutionProblem) else p.eps
 
 
-def describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> Convolution:
+def describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> ConvolutionProblem:
     (B, T, D), W = x.x.shape, x.weight.shape[1]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    return Convolution(op, B, T, D, W, N, _widest(x[:4]), x.x.device, x.cu_seqlens is not None, activation, final)
+    return ConvolutionProblem(
+        op, B, T, D, W, N, _widest(x[:4]), x.x.device, x.cu_seqlens is not None, activation, final
+    )
 
 
-def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> Norm:
-    return Norm(op, x.x.shape[-1], _widest(x), x.x.device, eps, activation)
+def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
+    return NormProblem(op, x.x.shape[-1], _widest(x), x.x.device, eps, activation)
 
 
 def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
@@ -39,7 +41,7 @@ def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
-def _kernels(p: Convolution | Norm, wish: str | None) -> ModuleType:
+def _kernels(p: ConvolutionProblem | NormProblem, wish: str | None) -> ModuleType:
     return load_modules(choose_backend(p, wish or "triton", load_modules))
 
 

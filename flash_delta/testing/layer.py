@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from flash_delta import chunk_gated_delta_rule, naive_gdn_gate
-from flash_delta.problem import Convolution, Convolved, Norm, Normalized
+from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
 from flash_delta.reference.modules import convolve, normalize
 from flash_delta.testing.accuracy import relative_error
 from flash_delta.testing.workload import Workload
@@ -53,13 +53,13 @@ def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
     q, k, v, z = (t.flatten(2) for t in qkvz.split([w.K, w.K, group * w.V, group * w.V], -1))
     beta, a = (t.flatten(2) for t in linear(hidden, x["in_proj_ba.weight"]).unflatten(-1, (w.H, -1)).chunk(2, -1))
     weight = x["conv1d.weight"].squeeze(1)
-    convolution = Convolution("layer", B, T, D, TAPS, B, dtype, device, packed=False, activation="silu")
+    convolution = ConvolutionProblem("layer", B, T, D, TAPS, B, dtype, device, packed=False, activation="silu")
     mixed, _ = convolve(convolution, Convolved(torch.cat([q, k, v], -1), weight))
     q, k, v = (t.unflatten(-1, (-1, w.K)) for t in mixed.split([w.H * w.K, w.H * w.K, w.HV * w.V], -1))
     v = v.flatten(2).unflatten(-1, (w.HV, w.V))
     g = naive_gdn_gate(a, x["A_log"], x["dt_bias"], torch.promote_types(dtype, torch.float32))
     o, _ = chunk_gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm_in_kernel=True, backend="torch")
-    norm = Norm("layer", w.V, dtype, device, EPS, "silu")
+    norm = NormProblem("layer", w.V, dtype, device, EPS, "silu")
     o = normalize(norm, Normalized(o, x["norm.weight"], z.unflatten(-1, (w.HV, w.V))))
     return linear(o.flatten(2), x["out_proj.weight"])[:, -w.T :]
 

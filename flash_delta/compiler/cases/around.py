@@ -14,10 +14,10 @@ from flash_delta.kernels.triton.around.backend import (
     normalize,
     normalize_backward,
 )
-from flash_delta.problem import Convolution, Convolved, Norm, Normalized
+from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
 
 
-class Row(NamedTuple):
+class ConvolutionCase(NamedTuple):
     """A convolution over the projections of a layer."""
 
     D: int = 8192
@@ -27,12 +27,12 @@ class Row(NamedTuple):
 
 
 CONVOLUTIONS = {
-    "convolution": Row(),
-    "convolution-packed": Row(whole=True),
-    "convolution-float32": Row(dtype=torch.float32),
-    "convolution-float32-packed": Row(dtype=torch.float32, whole=True),
-    "convolution-8-taps-packed": Row(W=8, whole=True),
-    "convolution-narrow": Row(D=100),
+    "convolution": ConvolutionCase(),
+    "convolution-packed": ConvolutionCase(whole=True),
+    "convolution-float32": ConvolutionCase(dtype=torch.float32),
+    "convolution-float32-packed": ConvolutionCase(dtype=torch.float32, whole=True),
+    "convolution-8-taps-packed": ConvolutionCase(W=8, whole=True),
+    "convolution-narrow": ConvolutionCase(D=100),
 }
 NORMS = {  # columns, activation, dtype
     "norm-128": (128, None, torch.bfloat16),
@@ -43,12 +43,12 @@ NORMS = {  # columns, activation, dtype
 }
 
 
-def call_convolution(case: Row) -> None:
+def call_convolution(case: ConvolutionCase) -> None:
     new = partial(torch.empty, device="meta", dtype=case.dtype)
     x, weight, state = new(1, 256, case.D), new(case.D, case.W), new(2, case.D, case.W)
     bounds = torch.empty(3, device="meta", dtype=torch.int32)
     inputs = Convolved(x, weight, weight[:, 0], state, bounds) if case.whole else Convolved(x, weight)
-    p = Convolution(
+    p = ConvolutionProblem(
         "launches", 1, 256, case.D, case.W, 2 if case.whole else 1, case.dtype, x.device, case.whole, "silu", case.whole
     )  # fmt: skip
     convolve(p, inputs)
@@ -59,7 +59,7 @@ def call_convolution(case: Row) -> None:
 
 def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
     x, weight = torch.empty(4096, D, device="meta", dtype=dtype), torch.empty(D, device="meta", dtype=dtype)
-    p = Norm("launches", D, dtype, x.device, 1e-6, activation)
+    p = NormProblem("launches", D, dtype, x.device, 1e-6, activation)
     inputs = Normalized(x, weight, x if activation else None)
     normalize(p, inputs)
     normalize_backward(p, inputs, x)

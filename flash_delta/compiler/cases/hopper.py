@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
-from flash_delta.compiler.cases.rule import Case, describe, problem_of
+from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import new_walk, new_whole_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, Tile
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
 from flash_delta.problem import Inputs, Problem, Slots
@@ -29,18 +29,18 @@ def batched() -> tuple[Problem, Inputs]:
 
 def alike() -> tuple[Problem, Inputs]:
     """As many key heads as value heads, with norms: a program of `rates` has one head."""
-    p, x = problem_of(Case())
+    p, x = problem_of(RuleCase())
     return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
 
 
 def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
-    p, x = problem_of(Case(width, raw=True))
+    p, x = problem_of(RuleCase(width, raw=True))
     return p._replace(needs_grad=True, disable_recompute=saving), x
 
 
 def serving(width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool) -> tuple[Problem, Inputs, Slots]:
     """A prefill whose states lie in the slots of a pool."""
-    p, x = problem_of(Case(width, raw=True))
+    p, x = problem_of(RuleCase(width, raw=True))
     index = torch.empty(p.N, dtype=torch.int32, device="meta")
     pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
     slots = Slots(pool, index, index, None, None, index.bool(), index[:, None] if checkpoints else None)
@@ -55,14 +55,14 @@ POOLS = {
     "pool-64": partial(serving, 64, torch.float16, v_first=True, checkpoints=True),
 }
 CASES = {
-    "packed": partial(problem_of, Case()),
-    "packed-raw": partial(problem_of, Case(raw=True)),
-    "packed-float16": partial(problem_of, Case(dtype=torch.float16)),
+    "packed": partial(problem_of, RuleCase()),
+    "packed-raw": partial(problem_of, RuleCase(raw=True)),
+    "packed-float16": partial(problem_of, RuleCase(dtype=torch.float16)),
     "batched": batched,
     "training": partial(training, 128),
-    "packed-64": partial(problem_of, Case(64)),
+    "packed-64": partial(problem_of, RuleCase(64)),
     "training-64": partial(training, 64),
-    "packed-256": partial(problem_of, Case(256)),
+    "packed-256": partial(problem_of, RuleCase(256)),
     "training-256": partial(training, 256),
     "saving": partial(training, 128, saving=True),
     "saving-64": partial(training, 64, saving=True),
@@ -78,12 +78,12 @@ def call_rates(case: str) -> None:
     run_rates(c, o, rates, solved)
 
 
-def call_loop(case: str, t: Tile) -> None:
+def call_loop(case: str, t: LoopTile) -> None:
     c, *outputs, solved, residual = described(case)
     run_loop(c, *outputs, solved and solved.A, t, residual=residual)
 
 
-def call_pool(case: str, t: Tile) -> None:
+def call_pool(case: str, t: LoopTile) -> None:
     p, x, slots = POOLS[case]()
     c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
     o, rates, walks = torch.empty_like(x.v), new_rates(p), new_walks(p)

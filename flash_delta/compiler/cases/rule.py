@@ -31,7 +31,7 @@ from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.forward.channel import run_channel
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.kernels.triton.forward.segments import new_walk, run_compose, run_maps, run_segments
+from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_compose, run_maps, run_segments
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile
 from flash_delta.problem import Inputs, Problem
@@ -39,7 +39,7 @@ from flash_delta.problem import Inputs, Problem
 Tensors = dict[str, Tensor]
 
 
-class Case(NamedTuple):
+class RuleCase(NamedTuple):
     """A member of the family, as the gate compiles it: two packed sequences, two value heads per key head."""
 
     width: int = 128  # K and V
@@ -54,18 +54,18 @@ class Case(NamedTuple):
 
 # What a kernel's code depends on, each combination once: scans know nothing of gates, norms and activations.
 CHUNKS = {
-    "gdn-64": Case(64),
-    "gdn-128": Case(),
-    "gdn-128-raw": Case(raw=True),
-    "gdn-256": Case(256),
-    "gdn-64-float32": Case(64, torch.float32),
-    "comba-128-raw": Case(erase="undecayed", raw=True),
-    "delta-rule-128": Case(gate="none"),
-    "simple-gla-128": Case(erase=None),
-    "kda-64": Case(64, gate="channel"),
-    "kda-128": Case(gate="channel"),
-    "kda-128-raw": Case(gate="channel", raw=True),
-    "kda-128-bounded": Case(gate="channel", raw=True, lower_bound=-5.0),
+    "gdn-64": RuleCase(64),
+    "gdn-128": RuleCase(),
+    "gdn-128-raw": RuleCase(raw=True),
+    "gdn-256": RuleCase(256),
+    "gdn-64-float32": RuleCase(64, torch.float32),
+    "comba-128-raw": RuleCase(erase="undecayed", raw=True),
+    "delta-rule-128": RuleCase(gate="none"),
+    "simple-gla-128": RuleCase(erase=None),
+    "kda-64": RuleCase(64, gate="channel"),
+    "kda-128": RuleCase(gate="channel"),
+    "kda-128-raw": RuleCase(gate="channel", raw=True),
+    "kda-128-bounded": RuleCase(gate="channel", raw=True, lower_bound=-5.0),
 }
 SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128", "kda-128")}
 SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # of these, sequences in segments
@@ -118,14 +118,14 @@ class Kernels:
 
     def maps(self, split: Segments) -> Tensors:
         """Of segments, and the states that they start from."""
-        walk = new_walk(self.p, split)
+        walk = new_segmented_scan(self.p, split)
         run_maps(self.c, self.channels, self.solved, self.factors, walk)
         run_compose(self.c, walk)
         return {"maps": walk.maps, "starts": walk.starts}
 
     def segments(self, split: Segments) -> Tensors:
         o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
-        walk = new_walk(self.p, split)
+        walk = new_segmented_scan(self.p, split)
         run_segments(self.c, self.channels, self.solved, self.factors, o, final, walk)
         return {"o": o, "final_state": final}
 
@@ -155,7 +155,7 @@ class Kernels:
             run_gates(c, s, self.scores, d.g, *sums)
 
 
-def problem_of(case: Case) -> tuple[Problem, Inputs]:
+def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:
     new = partial(torch.empty, device="meta")
     H, HV, T, D = 2, 4, case.tokens, case.width
     q, v = (new(1, T, heads, D + case.gap, dtype=case.dtype)[..., :D] for heads in (H, HV))
@@ -168,25 +168,25 @@ def problem_of(case: Case) -> tuple[Problem, Inputs]:
     return describe(x, case.gate, case.erase, case.raw, case.lower_bound), x
 
 
-def call_chunks(case: Case) -> None:
+def call_chunks(case: RuleCase) -> None:
     kernels = Kernels(*problem_of(case))
     kernels.chunks()
     kernels.gradients()
 
 
-def call_scan(case: Case, save: bool, t: Tile) -> None:
+def call_scan(case: RuleCase, save: bool, t: Tile) -> None:
     Kernels(*problem_of(case)).scan(save, t)
 
 
-def call_maps(case: Case, split: Segments) -> None:
+def call_maps(case: RuleCase, split: Segments) -> None:
     Kernels(*problem_of(case)).maps(split)
 
 
-def call_segments(case: Case, split: Segments) -> None:
+def call_segments(case: RuleCase, split: Segments) -> None:
     Kernels(*problem_of(case)).segments(split)
 
 
-def call_scan_backward(case: Case, recompute: bool, t: Tile) -> None:
+def call_scan_backward(case: RuleCase, recompute: bool, t: Tile) -> None:
     Kernels(*problem_of(case)).scan_backward(recompute, t)
 
 
@@ -195,7 +195,7 @@ def launches(target: str) -> Iterator[Launch]:
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in CHUNKS.items():
         yield Launch(name, partial(call_chunks, case))
-    unaligned = {"gdn-128-unaligned": Case(gap=1)} if takes_tma(chip) else {}
+    unaligned = {"gdn-128-unaligned": RuleCase(gap=1)} if takes_tma(chip) else {}
     for name, case in (SCANS | unaligned).items():
         p, _ = problem_of(case)
         forms = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flash_delta.compiler import Launch
-from flash_delta.compiler.cases.rule import CHUNKS, Case, Kernels, problem_of
+from flash_delta.compiler.cases.rule import CHUNKS, Kernels, RuleCase, problem_of
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.triton.forward.scan import run_scan
@@ -20,7 +20,7 @@ from flash_delta.problem import Around, Inputs, Slots
 class Decoding(NamedTuple):
     """A model's states in a pool: a token, or a draft of ``tokens``, each for two rows."""
 
-    model: Case = Case(raw=True)
+    model: RuleCase = RuleCase(raw=True)
     dtype: torch.dtype = torch.float32
     v_first: bool = True
     tree: bool = False
@@ -33,14 +33,14 @@ BOUNDED = CHUNKS["kda-128-bounded"]
 DECODINGS = {  # every tile once; then what the kernel's code depends on
     **{
         f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
-            Case(width, raw=True), dtype, v_first
+            RuleCase(width, raw=True), dtype, v_first
         )
         for width, dtype, v_first in product((64, 128, 256), (torch.float32, torch.bfloat16), (True, False))
     },
     "decode-gdn-128-draft": Decoding(tokens=4),
     "decode-gdn-128-draft-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4),
     "decode-gdn-128-tree": Decoding(tree=True, tokens=4),
-    "decode-gdn-256-tree": Decoding(Case(256, raw=True), tree=True, tokens=4),
+    "decode-gdn-256-tree": Decoding(RuleCase(256, raw=True), tree=True, tokens=4),
     "decode-kda-128": Decoding(CHUNKS["kda-128"]),
     "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
     "decode-kda-128-bounded": Decoding(BOUNDED),
@@ -51,7 +51,7 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
     "decode-gdn-128-whole": Decoding(whole=True),
     "decode-gdn-128-whole-k-first-bfloat16": Decoding(dtype=torch.bfloat16, v_first=False, whole=True),
     "decode-gdn-128-whole-draft": Decoding(tokens=4, whole=True),
-    "decode-gdn-64-whole-tree": Decoding(Case(64, raw=True), tree=True, tokens=4, whole=True),
+    "decode-gdn-64-whole-tree": Decoding(RuleCase(64, raw=True), tree=True, tokens=4, whole=True),
     "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
     "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
     "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
@@ -61,7 +61,7 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
 class Prefilling(NamedTuple):
     """A model's states in a pool, and what goes on from them in chunks: two sequences, or token by token."""
 
-    model: Case = Case()
+    model: RuleCase = RuleCase()
     dtype: torch.dtype = torch.float32
     v_first: bool = True
     checkpoints: bool = True
@@ -70,7 +70,9 @@ class Prefilling(NamedTuple):
 PREFILLS = {  # every tile once; then what the kernels' code depends on
     "prefill-gdn-64": Prefilling(CHUNKS["gdn-64"]),
     "prefill-gdn-128": Prefilling(),
-    "prefill-gdn-128-k-first-bfloat16": Prefilling(Case(raw=True), torch.bfloat16, v_first=False, checkpoints=False),
+    "prefill-gdn-128-k-first-bfloat16": Prefilling(
+        RuleCase(raw=True), torch.bfloat16, v_first=False, checkpoints=False
+    ),
     "prefill-gdn-256": Prefilling(CHUNKS["gdn-256"]),
     "prefill-kda-128": Prefilling(CHUNKS["kda-128"]),
     "prefill-kda-128-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False),

@@ -9,7 +9,7 @@ from flash_delta.kernels.triton.forward.pool_launches import walked_at_most
 from flash_delta.problem import Problem
 
 
-class Tile(NamedTuple):
+class LoopTile(NamedTuple):
     groups: int  # warp groups with 64 value columns of a state each
     factors: int  # warp groups that factor chunks, in turns
     slots: int  # of the ring of q, k and rates
@@ -19,18 +19,18 @@ class Tile(NamedTuple):
     registers: int  # of each group with a state, or if there is one only, of each that factors; another gets the rest
 
 
-WIDE, NARROW = Tile(2, 1, 4, 2, 2, 1, 200), Tile(1, 2, 4, 3, 2, 2, 136)
-SLIM = Tile(1, 2, 4, 4, 4, 1, 144)  # of heads of 64: a whole state in one warp group
+WIDE, NARROW = LoopTile(2, 1, 4, 2, 2, 1, 200), LoopTile(1, 2, 4, 3, 2, 2, 136)
+SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144)  # of heads of 64: a whole state in one warp group
 # What is saved of every chunk (loop.SAVE) leaves by way of o's buffers: more of them, for less of other rings. WIDE has
 # neither room nor registers for it (Triton 3.9: C7512).
-SAVING = {64: Tile(1, 2, 4, 4, 4, 4, 144), 128: Tile(1, 2, 4, 2, 2, 3, 128)}
+SAVING = {64: LoopTile(1, 2, 4, 4, 4, 4, 144), 128: LoopTile(1, 2, 4, 2, 2, 3, 128)}
 RATES, RATES_OF_ROWS = (
     triton.Tile(1, 3),
     triton.Tile(4, 3),
 )  # `rates` of gates alone, and with rows: norms, or wide ones of zeros
 
 
-def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[Tile, ...]:
+def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
     """Half a state per program as long as all can run at once: 1.8 us a chunk on an H200, for 3.1 with a whole one.
 
     ``every``: all that other numbers of states choose; ``saving``: what chunks leave goes to memory.
@@ -51,13 +51,13 @@ ANY = 2**30
 class PoolLoop(NamedTuple):
     """One launch of the loop on a pool: for ``least`` to ``most`` prompts, of which so many have programs at once."""
 
-    tile: Tile
+    tile: LoopTile
     sequences: int
     least: int = 0
     most: int = ANY
 
 
-def pool_loops(p: Problem, chip: Chip, *choice: Tile, every: bool) -> tuple[PoolLoop, ...]:
+def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[PoolLoop, ...]:
     """Only the device knows how many sequences are prompts: as for `scan` (pool_launches.py), there is one launch for
     each tile that so many may choose, and one finds that it is meant. With ``max_prompts`` the caller says how many
     there are at the most: then it is one launch. Either form may run: they give the same bits (test_prefill_gpu.py)."""

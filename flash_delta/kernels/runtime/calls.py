@@ -13,7 +13,7 @@ from flash_delta.kernels.runtime.chip import Chip, chip_of
 from flash_delta.kernels.runtime.compile_key import DECODE, STEP, Flags, ModuleFlags, alone, interned, key_of, laid_out
 from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
-from flash_delta.problem import Convolution, Convolved, Inputs, Norm, Normalized, Problem
+from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, Normalized, NormProblem, Problem
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Shape:
 class Call(NamedTuple):
     """One call of an op, forward or backward, as the launchers take it."""
 
-    p: Problem | Convolution | Norm
+    p: Problem | ConvolutionProblem | NormProblem
     x: Inputs | Convolved | Normalized
     more: tuple[Tensor | None, ...]  # other tensors that come from outside
     shape: Shape
@@ -67,10 +67,12 @@ def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: di
     return Call(p, x, more, shape, _direct(p.device))
 
 
-def make_module_call(p: Convolution | Norm, x: Convolved | Normalized, kind: tuple, *more: Tensor | None) -> Call:
+def make_module_call(
+    p: ConvolutionProblem | NormProblem, x: Convolved | Normalized, kind: tuple, *more: Tensor | None
+) -> Call:
     """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N."""
     flags = ModuleFlags(
-        kind, p.device, *(p.W, p.packed) if isinstance(p, Convolution) else (1, False), p.D, p.activation
+        kind, p.device, *(p.W, p.packed) if isinstance(p, ConvolutionProblem) else (1, False), p.D, p.activation
     )
     sizes = (*p[:-1], *(None if t is None else tuple(t.shape) for t in (*x, *more)))
     # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.

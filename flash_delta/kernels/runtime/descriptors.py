@@ -22,7 +22,7 @@ class Descriptor(NamedTuple):
     layout: Any
 
 
-class Plan(NamedTuple):
+class DescribedPlan(NamedTuple):
     """One launch."""
 
     grid: tuple[int, ...]
@@ -30,7 +30,9 @@ class Plan(NamedTuple):
     constants: dict[str, Any]  # the parameters behind them
 
 
-def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: dict[str, Any]) -> None:
+def launch_described(
+    c: Call, kernel: Any, plans: Callable[[], Iterable[DescribedPlan]], options: dict[str, Any]
+) -> None:
     """Of the ``plans`` there is one, but while compiling."""
     described: dict[int, tuple] = {}
     for plan in plans():
@@ -45,7 +47,7 @@ def launch(c: Call, kernel: Any, plans: Callable[[], Iterable[Plan]], options: d
             kernel[plan.grid](*arguments, **plan.constants, **options)
 
 
-def step_of(compiled: Any, plan: Plan, described: dict[int, tuple]) -> Step:
+def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> Step:
     """``described``: descriptors that plans share, by who they are."""
     metas = iter(compiled.metadata.tensordesc_meta)
     values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]

@@ -25,7 +25,7 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
-from flash_delta.problem import Around, Convolution, Norm, Problem, Slots, addresses
+from flash_delta.problem import Around, ConvolutionProblem, NormProblem, Problem, Slots, addresses
 
 
 class Plan(NamedTuple):
@@ -88,7 +88,7 @@ def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
     return same
 
 
-def replayed(p: Problem | Convolution | Norm, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
+def replayed(p: Problem | ConvolutionProblem | NormProblem, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
     """Launches what `run` launched for an earlier call of this problem; False if none was remembered. ``groups``:
     inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as what else
     stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""

@@ -86,7 +86,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
 
-class Layout(NamedTuple):
+class Placement(NamedTuple):
     bytes: int  # per slot
     groups: tuple[Any, ...]  # named tuples of Part or None
 
@@ -121,7 +121,7 @@ def count_bytes(p: Problem, *groups: type) -> int:
     return count_slots(p) * _layout_of(p, groups).bytes
 
 
-def _layout_of(p: Problem, groups: tuple[type, ...]) -> Layout:
+def _layout_of(p: Problem, groups: tuple[type, ...]) -> Placement:
     found = None if p.memo is None else p.memo.get(groups)
     if found is None:
         found = _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
@@ -134,7 +134,7 @@ def _layout_of(p: Problem, groups: tuple[type, ...]) -> Layout:
 def _layout(
     groups: tuple[type, ...], dtype: torch.dtype, H: int, HV: int, K: int, V: int, gate: str, erase: str | None,
     l2norm: bool,
-) -> Layout:  # fmt: skip
+) -> Placement:  # fmt: skip
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
     state, rows, keys = ((HV, V, K), dtype), ((HV, C, V), dtype), ((HV, C, K), dtype)
     fine = torch.float32 if dtype == torch.float32 else torch.float16
@@ -158,4 +158,4 @@ def _layout(
             if tensor is not None:
                 start += -(-prod(tensor[0]) * tensor[1].itemsize // 256) * 256
         placed.append(group._make(parts))
-    return Layout(start, tuple(placed))
+    return Placement(start, tuple(placed))

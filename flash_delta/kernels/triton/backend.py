@@ -41,7 +41,7 @@ from flash_delta.kernels.triton.forward.channel import run_channel
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.pool_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.kernels.triton.forward.segments import compile_walk, new_walk, run_walk
+from flash_delta.kernels.triton.forward.segments import compile_segmented_scan, new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.tiles import plan_segments, widest_float32
@@ -116,7 +116,7 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
     kept = p.needs_grad and p.disable_recompute
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
     split = plan_segments(p, chip_of(p.device))
-    walk = None if split is None else new_walk(p, split)
+    walk = None if split is None else new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*saved, *handed), None)[:4]
@@ -124,9 +124,9 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
         if walk is None or c.compiling is not None:
             run_scan(c, channels, solved, factors, o, final, residual)
         if c.compiling is not None:
-            compile_walk(c, channels, solved, factors, o, final)
+            compile_segmented_scan(c, channels, solved, factors, o, final)
         elif walk is not None:
-            run_walk(c, channels, solved, factors, o, final, walk)
+            run_segmented_scan(c, channels, solved, factors, o, final, walk)
 
     call = make_call(p, x, _forward(p), memo=p.memo)
     spare = *(w.buffer for w in handed), *(walk or ())[1:]

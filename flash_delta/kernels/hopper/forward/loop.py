@@ -42,11 +42,10 @@ from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, co
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, rate
-from flash_delta.kernels.hopper.tiles import Tile, pool_loops, tiles
+from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
 from flash_delta.kernels.runtime.arguments import table
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import Plan
-from flash_delta.kernels.runtime.descriptors import launch as launch_described
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.workspace import Residual
 from flash_delta.problem import Slots
 
@@ -310,7 +309,7 @@ def forward_loop(
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
 
 
-def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: Tile) -> None:
+def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
     """The loop on a pool of states: a launch for every tile that the number of prompts may choose."""
     p, x, table_of = c.p, c.x, slots.checkpoint_indices
     tokens = (x.q, x.k, x.v)
@@ -320,7 +319,7 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
     states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
     q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
 
-    def plans() -> Iterator[Plan]:
+    def plans() -> Iterator[DescribedPlan]:
         for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
             arguments = (
                 q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
@@ -332,7 +331,13 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
 
 
 def run_loop(
-    c: Call, o: Tensor, final: Tensor, out: Tensor, A: Tensor | None, *choice: Tile, residual: Residual | None = None
+    c: Call,
+    o: Tensor,
+    final: Tensor,
+    out: Tensor,
+    A: Tensor | None,
+    *choice: LoopTile,
+    residual: Residual | None = None,
 ) -> None:
     """At most one program per multiprocessor and block of value columns; a program walks several states. ``A`` and
     ``residual``: for the backward pass."""
@@ -340,7 +345,7 @@ def run_loop(
     initial = final if x.initial_state is None else x.initial_state
     tokens = (x.q, x.k, x.v)
 
-    def plans() -> Iterator[Plan]:
+    def plans() -> Iterator[DescribedPlan]:
         for t in choice or tiles(p, c.shape.chip, every=c.compiling is not None, saving=residual is not None):
             arguments = (
                 *boxes(x, o, 64 * t.groups), lines(out),
@@ -355,12 +360,12 @@ def run_loop(
 
 
 def loop_plan(
-    c: Call, t: Tile, sequences: int, arguments: tuple[Any, ...], *, INITIAL: bool, KEEP: bool, SAVE: bool
-) -> Plan:
+    c: Call, t: LoopTile, sequences: int, arguments: tuple[Any, ...], *, INITIAL: bool, KEEP: bool, SAVE: bool
+) -> DescribedPlan:
     p = c.p
     constants = {
         "HV": p.HV, "WIDTH": p.K, "INITIAL": INITIAL, "V_FIRST": p.state_v_first, "PACKED": p.packed, "KEEP": KEEP,
         "SAVE": SAVE, "GROUPS": t.groups, "FACTORS": t.factors, "NS": t.slots, "NV": t.values, "NX": t.maps,
         "NO": t.outputs, "REGISTERS": t.registers,
     }  # fmt: skip
-    return Plan((min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)), arguments, constants)
+    return DescribedPlan((min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)), arguments, constants)

@@ -22,11 +22,10 @@ from flash_delta.kernels.device.activation import softplus, strength
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
 from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
-from flash_delta.kernels.runtime import launch as launcher
 from flash_delta.kernels.runtime.arguments import short, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
-from flash_delta.kernels.runtime.launch import launch
+from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Solved
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
@@ -158,7 +157,7 @@ def run_rates(
     grid, tile = (count_slots(p), p.HV // heads, 1), RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     kept = (None, None) if s is None else (s.vectors, s.norms)
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, *kept, walks, *tables)
-    launch(c, rates, pointers, lambda: [launcher.Plan(grid, tile, scalars, constants, follows=False)])
+    launch(c, rates, pointers, lambda: [Plan(grid, tile, scalars, constants, follows=False)])
 
 
 def row_and_others(t: Tensor | None) -> tuple[int, tuple[int, int]]:

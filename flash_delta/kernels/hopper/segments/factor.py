@@ -29,7 +29,7 @@ from flash_delta.kernels.hopper.segments.bounds import find_segment
 from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.tiles import FACTOR, MEMBERS
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import Plan, launch
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 
 
 @gluon.jit
@@ -98,5 +98,9 @@ def run_factor(c: Call, rates: Tensor, w: Walk) -> None:
         ragged(x.k, p.K), lines(rates), squares(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
         p.HV, group, members,
     )  # fmt: skip
-    plan = Plan((count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad})
-    launch(c, factor, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **FACTOR})
+    plan = DescribedPlan(
+        (count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad}
+    )
+    launch_described(
+        c, factor, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **FACTOR}
+    )

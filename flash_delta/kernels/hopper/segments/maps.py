@@ -36,9 +36,9 @@ from flash_delta.kernels.hopper.segments.bounds import find_chunks
 from flash_delta.kernels.hopper.segments.factor import load_rates
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
-from flash_delta.kernels.runtime import launch as launcher
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import Plan, launch
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.triton.forward.scan import load_state as load_rows
 from flash_delta.kernels.triton.forward.scan import store_state as store_rows
 
@@ -282,8 +282,8 @@ def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
         "WIDTH": p.K, "INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed,
         "KEEP": p.needs_grad, **MAPS[p.K],
     }  # fmt: skip
-    plan = Plan((count_slots(p, w.length), p.HV, 2), arguments, constants)
-    launch(c, find_maps, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+    plan = DescribedPlan((count_slots(p, w.length), p.HV, 2), arguments, constants)
+    launch_described(c, find_maps, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
 
 
 def run_compose(c: Call, w: Walk) -> None:
@@ -294,8 +294,8 @@ def run_compose(c: Call, w: Walk) -> None:
         "K": p.K, "V": p.V, "BV": COMPOSE.BV, "PACKED": p.packed, "INITIAL": initial is not None,
         "OVERLAP": p.device.type != "cpu",
     }  # fmt: skip
-    plan = launcher.Plan(
+    plan = Plan(
         (p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, (p.N, p.T, w.length, p.HV, strides), constants,
         follows=p.device.type != "cpu",
     )  # fmt: skip
-    launcher.launch(c, compose, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), lambda: [plan])
+    launch(c, compose, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), lambda: [plan])

@@ -13,9 +13,9 @@ from flash_delta.kernels.hopper.forward.prompt_list import find_slots
 from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import HAND_OVER
-from flash_delta.kernels.runtime import launch as launcher
 from flash_delta.kernels.runtime.arguments import short, table
 from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["T", "slots", "slot_stride", "read_row", "write_row", "has_row"]
@@ -73,5 +73,5 @@ def run_hand_over(c: Call, prompt: Prompt, slots: Slots, *, back: bool) -> None:
     constants = {"SHORT": short(p), "BACK": back, "BLOCK": HAND_OVER.BV, "OVERLAP": overlap}
     grid = (p.HV * p.K * p.V // HAND_OVER.BV, 1, 1)
     pointers = (pool, prompt.last if back else prompt.first, prompt.span, c.x.cu_seqlens, *tables)
-    plan = launcher.Plan(grid, HAND_OVER, scalars, constants, follows=back and overlap)
-    launcher.launch(c, hand_over, pointers, lambda: [plan])
+    plan = Plan(grid, HAND_OVER, scalars, constants, follows=back and overlap)
+    launch(c, hand_over, pointers, lambda: [plan])

@@ -33,7 +33,7 @@ from flash_delta.kernels.hopper.segments.factor import load_rates
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import WALKS
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import Plan, launch
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.workspace import Residual
 
 SCORES = gl.constexpr(2)  # slots of the ring of P
@@ -252,5 +252,5 @@ def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, resi
         "START_V_FIRST": w.starts is not None or p.state_v_first, "V_FIRST": p.state_v_first, "PACKED": p.packed,
         "KEEP": p.needs_grad, "SAVE": residual is not None, **WALKS[p.K],
     }  # fmt: skip
-    plan = Plan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
-    launch(c, walk, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+    plan = DescribedPlan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
+    launch_described(c, walk, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})

@@ -17,25 +17,25 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_token,
 )
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
-from flash_delta.problem import MOST_TAPS, WIDEST_ROW, Convolution, Convolved, Norm, Normalized
+from flash_delta.problem import MOST_TAPS, WIDEST_ROW, ConvolutionProblem, Convolved, Normalized, NormProblem
 
 CONVOLVE, TOKEN, NORMALIZE = ("convolve",), ("convolve_token",), ("normalize",)  # kinds of calls
 
 
-def unsupported(problem: Convolution | Norm) -> str | None:
+def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
     if problem.dtype == torch.float64:
         return "it computes in float32, the tensors are float64"
-    if isinstance(problem, Norm) and problem.D > WIDEST_ROW:
+    if isinstance(problem, NormProblem) and problem.D > WIDEST_ROW:
         return f"it normalises rows of up to {WIDEST_ROW} numbers, they are {problem.D} wide"
-    if isinstance(problem, Convolution) and problem.W > MOST_TAPS:
+    if isinstance(problem, ConvolutionProblem) and problem.W > MOST_TAPS:
         return f"it has up to {MOST_TAPS} taps, here are {problem.W}"
     return None
 
 
-def convolve(p: Convolution, x: Convolved) -> tuple[Tensor, Tensor | None]:
+def convolve(p: ConvolutionProblem, x: Convolved) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``, both contiguous."""
     y = x.x.new_empty(*x.x.shape)  # a torch.Size takes 1 us more than its numbers
     final = x.x.new_empty(p.N, p.D, p.W) if p.output_final_state else None
@@ -52,7 +52,7 @@ def convolve(p: Convolution, x: Convolved) -> tuple[Tensor, Tensor | None]:
     return y, final
 
 
-def convolve_backward(p: Convolution, x: Convolved, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
+def convolve_backward(p: ConvolutionProblem, x: Convolved, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
     x, dy = _aligned(x), torch.zeros(x.x.shape, dtype=x.x.dtype, device=p.device) if dy is None else _unit(dy)
     d = Convolved(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:4]))
     if not dy.numel():
@@ -73,7 +73,7 @@ def convolve_backward(p: Convolution, x: Convolved, dy: Tensor | None, dfinal: T
     return d
 
 
-def convolve_token(p: Convolution, x: Convolved) -> Tensor:
+def convolve_token(p: ConvolutionProblem, x: Convolved) -> Tensor:
     """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
     y = x.x.new_empty(*x.x.shape)
     if replayed(p, TOKEN, x, (y,)) or not y.numel():
@@ -85,7 +85,7 @@ def convolve_token(p: Convolution, x: Convolved) -> Tensor:
     return y
 
 
-def normalize(p: Norm, x: Normalized) -> Tensor:
+def normalize(p: NormProblem, x: Normalized) -> Tensor:
     y = x.x.new_empty(*x.x.shape)
     if replayed(p, NORMALIZE, x, (y,)) or not y.numel():
         return y
@@ -97,7 +97,7 @@ def normalize(p: Norm, x: Normalized) -> Tensor:
     return y
 
 
-def normalize_backward(p: Norm, x: Normalized, dy: Tensor) -> Normalized:
+def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor) -> Normalized:
     shape, x, dy = x.x.shape, _rows(x), _unit(dy.reshape(-1, p.D))
     d = Normalized(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
     if dy.numel():

@@ -27,7 +27,7 @@ from flash_delta.kernels.device.chunk import find_slot
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, family, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
-from flash_delta.problem import Convolution
+from flash_delta.problem import ConvolutionProblem
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def convolve_token(
     tl.store(y + n.to(tl.int64) * D + d, z.to(y.dtype.element_ty), mask=inside)
 
 
-class Walk(NamedTuple):
+class Cut(NamedTuple):
     """How a convolution is cut."""
 
     warps: int
@@ -220,36 +220,36 @@ class Walk(NamedTuple):
     G: int  # of which so many are loaded at once
 
 
-WALKS = {  # 16 bytes of a row of 16-bit numbers are one thread's; AMD's warps are twice as wide
-    ("convolve", "nvidia"): Walk(2, 256, 64, 8),
-    ("convolve", "amd"): Walk(1, 512, 64, 8),
+CUTS = {  # 16 bytes of a row of 16-bit numbers are one thread's; AMD's warps are twice as wide
+    ("convolve", "nvidia"): Cut(2, 256, 64, 8),
+    ("convolve", "amd"): Cut(1, 512, 64, 8),
     # With twice the channels a thread's sums spill.
-    ("convolve_backward", "nvidia"): Walk(2, 256, 128, 8),
-    ("convolve_backward", "amd"): Walk(1, 256, 128, 4),
+    ("convolve_backward", "nvidia"): Cut(2, 256, 128, 8),
+    ("convolve_backward", "amd"): Cut(1, 256, 128, 4),
 }
 TOKEN = Tile(4, 1, 256)
 
 
-def walk(kernel: str, c: Call) -> Walk:
+def cut_of(kernel: str, c: Call) -> Cut:
     amd = family(c.shape.chip.target) == "gfx942"
-    w = WALKS[kernel, "amd" if amd else "nvidia"]
+    w = CUTS[kernel, "amd" if amd else "nvidia"]
     much = c.p.W > 4 or c.x.x.element_size() > 2  # for a thread's registers
     BD = min(w.BD // 2 if much else w.BD, next_power_of_2(c.p.D))
     return w._replace(BD=BD, G=min(w.G, 4) if c.p.W > 4 else w.G)
 
 
-def count_walks(p: Convolution, BT: int) -> int:
+def count_pieces(p: ConvolutionProblem, BT: int) -> int:
     """Programs along the tokens: an upper bound, as that of chunks (chunk.count_slots)."""
     return p.T // BT + p.N + 1 if p.packed else p.N * -(-p.T // BT)
 
 
 def count_parts(c: Call) -> int:
     """Rows of what `run_convolve_backward` leaves to be summed."""
-    return count_walks(c.p, walk("convolve_backward", c).BT)
+    return count_pieces(c.p, cut_of("convolve_backward", c).BT)
 
 
-def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Walk | None = None) -> None:
-    p, x, w = c.p, c.x, chosen or walk("convolve", c)
+def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Cut | None = None) -> None:
+    p, x, w = c.p, c.x, chosen or cut_of("convolve", c)
 
     def plans() -> Iterator[Plan]:
         yield _along(c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), **_of(c, w))
@@ -258,10 +258,10 @@ def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Walk | None =
 
 
 def run_convolve_backward(
-    c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Walk | None = None
+    c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Cut | None = None
 ) -> None:
     """``c.more``: dy, and dfinal or None."""
-    p, x, (dy, dfinal), w = c.p, c.x, c.more, chosen or walk("convolve_backward", c)
+    p, x, (dy, dfinal), w = c.p, c.x, c.more, chosen or cut_of("convolve_backward", c)
 
     def plans() -> Iterator[Plan]:
         yield _along(
@@ -288,12 +288,12 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if t is None else t.stride()
 
 
-def _along(c: Call, w: Walk, *scalars: int | tuple[int, ...], **constants: int | bool) -> Plan:
-    grid = (count_walks(c.p, w.BT) * -(-c.p.D // w.BD), 1, 1)
+def _along(c: Call, w: Cut, *scalars: int | tuple[int, ...], **constants: int | bool) -> Plan:
+    grid = (count_pieces(c.p, w.BT) * -(-c.p.D // w.BD), 1, 1)
     return Plan(grid, Tile(w.warps, 1), scalars, constants, follows=False)
 
 
-def _of(c: Call, w: Walk) -> dict[str, int | bool]:
+def _of(c: Call, w: Cut) -> dict[str, int | bool]:
     p = c.p
     return {
         "D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": p.activation is not None

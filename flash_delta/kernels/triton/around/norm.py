@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
+from flash_delta.kernels.runtime.arguments import batch
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
-from flash_delta.kernels.triton.around.convolution import strides
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def run_normalize(c: Call, y: Tensor) -> None:
 
     def plans() -> Iterator[Plan]:
         M = len(x.x)
-        scalars = M, c.p.eps, x.x.stride(0), strides(x.gate)[0]
+        scalars = M, c.p.eps, x.x.stride(0), batch(x.gate)
         constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
         yield Plan((-(-M // rows), 1, 1), t, scalars, constants, follows=False)
 
@@ -135,7 +135,7 @@ def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Ten
 
     def plans() -> Iterator[Plan]:
         programs = len(parts)
-        scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), strides(x.gate)[0], dy.stride(0)
+        scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), batch(x.gate), dy.stride(0)
         constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
         yield Plan((programs, 1, 1), t, scalars, constants, follows=False)
 

@@ -68,7 +68,7 @@ NOTHING = (None,) * 7  # no states saved, and no slots of a pool
 PART = 32  # chunks after which a map is looked at: with 8 a pipeline that runs dry took 10 % (docs/notes)
 
 
-class Walk(NamedTuple):
+class SegmentedScan(NamedTuple):
     """How sequences are split, and what the kernels hand each other for it."""
 
     split: Segments
@@ -76,29 +76,31 @@ class Walk(NamedTuple):
     starts: Tensor  # [slots, HV, V, K] float32
 
 
-def new_walk(p: Problem, split: Segments) -> Walk:
+def new_segmented_scan(p: Problem, split: Segments) -> SegmentedScan:
     slots = count_slots(p, split.length)
     maps, starts = (
         torch.empty(slots, p.HV, rows, p.K, dtype=torch.float32, device=p.device) for rows in (p.V + p.K, p.V)
     )
-    return Walk(split, maps, starts)
+    return SegmentedScan(split, maps, starts)
 
 
-def run_walk(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: Walk) -> None:
+def run_segmented_scan(
+    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan
+) -> None:
     """What `run_scan` does, for a call that saves nothing, on states that are no pool's."""
     run_maps(c, ch, s, f, w)
     run_compose(c, w)
     run_segments(c, ch, s, f, o, final, w)
 
 
-def compile_walk(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor) -> None:
+def compile_segmented_scan(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor) -> None:
     """All that calls of other sizes may launch."""
     split = plan_endless(c.p, c.shape.chip)
     if split is not None:
-        run_walk(c, ch, s, f, o, final, new_walk(c.p._replace(N=1, T=0), split))
+        run_segmented_scan(c, ch, s, f, o, final, new_segmented_scan(c.p._replace(N=1, T=0), split))
 
 
-def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: Walk) -> None:
+def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan) -> None:
     p, initial = c.p, c.x.initial_state
 
     def plans() -> Iterator[Plan]:
@@ -108,7 +110,7 @@ def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: Walk) -> None:
     launch(c, scan, (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING), plans)
 
 
-def run_compose(c: Call, w: Walk) -> None:
+def run_compose(c: Call, w: SegmentedScan) -> None:
     p, x, t = c.p, c.x, w.split.compose
 
     def plans() -> Iterator[Plan]:
@@ -121,7 +123,7 @@ def run_compose(c: Call, w: Walk) -> None:
     launch(c, compose, (w.maps, w.starts, x.cu_seqlens, x.initial_state), plans)
 
 
-def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: Walk) -> None:
+def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan) -> None:
     p = c.p
 
     def plans() -> Iterator[Plan]:
@@ -132,7 +134,14 @@ def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final:
 
 
 def _scan_plan(
-    c: Call, w: Walk, t: Tile, width: int, start: tuple[int, ...], end: tuple[int, ...], initial: bool, output: bool
+    c: Call,
+    w: SegmentedScan,
+    t: Tile,
+    width: int,
+    start: tuple[int, ...],
+    end: tuple[int, ...],
+    initial: bool,
+    output: bool,
 ) -> Plan:
     """Of a scan of segments, ``width`` columns; ``start``, ``end``: strides of the states that it reads and writes."""
     p, x = c.p, c.x
