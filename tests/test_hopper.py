@@ -15,7 +15,7 @@ from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend, boxes, choice, layouts
 from flash_delta.kernels.hopper.forward import loop, rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
-from flash_delta.kernels.runtime import cuda_driver
+from flash_delta.kernels.runtime import cuda_driver, descriptors
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.ops import _backend
@@ -199,7 +199,7 @@ class Compiled(SimpleNamespace):
 def compiled(monkeypatch):
     """The loop as if compiled."""
     element = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
-    descriptors = [element | {"block_size": [1, 1, 64, 64 + n]} for n in range(7)]
+    boxes = [element | {"block_size": [1, 1, 64, 64 + n]} for n in range(7)]
     kinds = dict.fromkeys(range(11), "tensordesc<..>") | dict.fromkeys(range(5, 9), "constexpr") | {11: "*i32"}
     kinds |= dict.fromkeys((12, 13), "constexpr")  # neither for the backward pass nor on a pool
     kinds |= dict.fromkeys(range(14, 26), "i32") | {26: ("i32",) * 3, 27: "i32"}
@@ -209,7 +209,7 @@ def compiled(monkeypatch):
         "shared": 8,
         "launch_pdl": True,
         "global_scratch_size": 0,
-        "tensordesc_meta": descriptors,
+        "tensordesc_meta": boxes,
     }
     known = Compiled(
         name="loop", src=SimpleNamespace(signature=kinds), metadata=SimpleNamespace(**metadata), function=7
@@ -219,7 +219,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target, utils=utils))
     monkeypatch.setattr(cuda_driver, "load", lambda kernel: kernel.function)
     monkeypatch.setattr(descriptors, "compiled_as", lambda name: known)
-    return descriptors
+    return boxes
 
 
 def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compiled):

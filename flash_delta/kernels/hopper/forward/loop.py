@@ -314,7 +314,7 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
     p, x, table_of = c.p, c.x, slots.checkpoint_indices
     tokens = (x.q, x.k, x.v)
     columns = 0 if table_of is None else table_of.shape[1]
-    where = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C), *table(table_of))
+    where = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C.value), *table(table_of))
 
     states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
     q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
