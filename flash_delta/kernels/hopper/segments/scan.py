@@ -241,9 +241,10 @@ def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, resi
     tokens, groups = (x.q, x.k, x.v), 2 if p.K == 128 else 1
     starts = final if x.initial_state is None else x.initial_state
     starts = states(p, starts) if w.starts is None else rows(w.starts)
+    kept = saved(residual, p.K) if w.starts is None else saved(residual)
     arguments = (
         ragged(x.q, p.K), ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), ragged(o, HALF),
-        *saved(residual, p.K if w.starts is None else C.value), starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T,
+        *kept, starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T,
         *(token_stride(t) for t in tokens),
         tuple(t.stride(2) for t in tokens), p.HV // p.H, p.HV,
     )  # fmt: skip
