@@ -12,6 +12,7 @@ from serving_truth import KINDS, slots
 
 import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
+from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.tiles import NARROW, WIDE, PoolLoop
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import chip_of
@@ -130,7 +131,7 @@ def test_whole_states_and_halves_give_the_same_bits(pool, monkeypatch):
     """So that neither `max_prompts` nor, with batch invariance, the number of prompts changes a result."""
     found, x = [], mixed("gdn-raw", pool=pool)
     for tile in (WIDE, NARROW):
-        monkeypatch.setattr(hopper.launch, "pool_loops", lambda p, chip, every, t=tile: (PoolLoop(t, p.N),))
+        monkeypatch.setattr(loop, "pool_loops", lambda p, chip, every, t=tile: (PoolLoop(t, p.N),))
         monkeypatch.setattr(hopper, "PREFILL", ("prefill", tile))
         found.append(run("gdn-raw", x, "hopper"))
         _run._remembered.clear()
