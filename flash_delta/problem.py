@@ -5,7 +5,9 @@ arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +64,6 @@ class Problem(NamedTuple):
     plain_pool: bool = True  # it has slots, without gaps inside, that begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: no more sequences have over SHORT tokens; None: any number may
     batch_invariant: bool = False  # prefill: no bit of a sequence's results depends on the others
-    memo: dict | None = None  # shared by calls that differ in their tensors' values only: what backends found out there
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -130,7 +131,6 @@ class ConvolutionProblem(NamedTuple):
     packed: bool
     activation: str | None
     output_final_state: bool = False
-    memo: dict | None = None  # as Problem's
 
 
 class Convolved(NamedTuple):
@@ -152,7 +152,6 @@ class NormProblem(NamedTuple):
     device: torch.device
     eps: float
     activation: str | None
-    memo: dict | None = None  # as Problem's
 
 
 class Normalized(NamedTuple):
@@ -161,6 +160,16 @@ class Normalized(NamedTuple):
     x: Tensor  # [..., D]
     weight: Tensor  # [D]
     gate: Tensor | None = None  # [..., D]
+
+
+@dataclass(slots=True, eq=False)
+class KnownCall:
+    """A call that was looked at, for all calls that differ from it in their tensors' values only."""
+
+    problem: Problem | ConvolutionProblem | NormProblem
+    backend: ModuleType  # that runs it
+    needs_grad: bool
+    launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend found, and keeps there
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -136,15 +136,6 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card):
     assert choice.hesitation(p._replace(HV=24)) is None
 
 
-def test_a_choice_is_made_once_for_calls_that_are_alike(on_a_card, monkeypatch):
-    asked = []
-    monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: asked.append(name))
-    p = problem(memo={})
-    for wish in (None, "triton", None, "triton"):
-        assert _backend.choose_backend(p, wish) == (wish or "hopper")
-    assert asked == ["hopper", "triton"]
-
-
 def test_what_it_cannot_run_others_do(on_a_card, monkeypatch):
     refusals = {"hopper": backend.unsupported, "triton": lambda problem: None}
     monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: refusals[name](problem))

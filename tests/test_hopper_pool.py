@@ -20,6 +20,7 @@ from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_pro
 from flash_delta.kernels.hopper.tiles import ANY, NARROW, SLIM, WIDE, PoolLoop, pool_loops
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
 from flash_delta.ops.serving.warmup import prefill_call
@@ -39,7 +40,7 @@ TINY = {"H": 1, "HV": 2, "K": 64, "V": 64, "dtype": torch.bfloat16, "device": DE
 def launched(monkeypatch):
     """Without a GPU backend "hopper" with its loop emulated, on three multiprocessors. A function that says in which
     forms it was launched since it was asked before."""
-    _run._remembered.clear()
+    _known_calls.calls.clear()
     if DEVICE == "cuda":
         yield lambda: None
         return
@@ -70,11 +71,11 @@ def launched(monkeypatch):
     def forms():
         found = noted[:]
         noted.clear()
-        _run._remembered.clear()
+        _known_calls.calls.clear()
         return found
 
     yield forms
-    _run._remembered.clear()
+    _known_calls.calls.clear()
 
 
 def mixed(**changes):

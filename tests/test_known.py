@@ -17,7 +17,7 @@ from triton import knobs
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.modules.convolution import causal_conv1d
-from flash_delta.ops import _modules, _remembered
+from flash_delta.ops import _known_calls, _modules
 from flash_delta.problem import ENVIRONMENT, Normalized
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="needs a compiler of C")
@@ -181,7 +181,7 @@ def test_an_op_takes_whichever_is_there(c, monkeypatch):
     """A call that Python has looked at is looked at once more, by C's key, and no more."""
     described, check = [], _modules.check_convolution
     monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
-    monkeypatch.setattr(_modules, "_remembered", _remembered.Remembered())
+    monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
     x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
     for key, count in ((fastcall.look, 1), (c.key, 2)):
         monkeypatch.setattr(fastcall, "key", key)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import flash_delta
 from flash_delta import layers, modules, ops
-from flash_delta.ops import _modules, _problem
-from flash_delta.ops.serving import Convolution, OutputNorm, _run
+from flash_delta.ops import _known_calls
+from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.reference import backend as torch_backend
 from flash_delta.reference import modules as torch_modules
 
@@ -143,8 +143,7 @@ def ids(rows):
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
     """A call is known again by values: True after 1 would be the call of before."""
-    for module in (_modules, _problem, _run):
-        monkeypatch.setattr(module, "_remembered", type(module._remembered)())
+    monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
 from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.tiles import NARROW, WIDE, PoolLoop
-from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.triton.forward import scan
 from flash_delta.kernels.triton.forward.pool_launches import Walkers, pool_scans
 from flash_delta.kernels.triton.tiles import scan_tiles
-from flash_delta.ops.serving import _run
+from flash_delta.ops import _known_calls
 
 HOPPER = torch.cuda.get_device_capability()[0] == 9
 GDN = [kind for kind in KINDS if kind.startswith("gdn")] if HOPPER else []
@@ -105,11 +104,9 @@ def test_all_tiles_give_the_same_bits(kind, monkeypatch):
             return tuple(Walkers(t, p.N) for t in scan_tiles(kernel, p, chip, True) if every or width == t.BV)
 
         monkeypatch.setattr(scan, "walks", walks)
-        calls._shape.cache_clear()
-        _run._remembered.clear()
+        _known_calls.calls.clear()
         found.append(run(kind, x, "triton"))
-    calls._shape.cache_clear()
-    _run._remembered.clear()
+    _known_calls.calls.clear()
     for o, pool in found[1:]:
         assert torch.equal(o, found[0][0])
         assert torch.equal(pool, found[0][1])
@@ -134,7 +131,7 @@ def test_whole_states_and_halves_give_the_same_bits(pool, monkeypatch):
         monkeypatch.setattr(loop, "pool_loops", lambda p, chip, every, t=tile: (PoolLoop(t, p.N),))
         monkeypatch.setattr(hopper, "PREFILL", ("prefill", tile))
         found.append(run("gdn-raw", x, "hopper"))
-        _run._remembered.clear()
+        _known_calls.calls.clear()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -9,11 +9,11 @@ import torch
 
 import flash_delta
 from flash_delta.modules import causal_conv1d
-from flash_delta.ops import _backend
+from flash_delta.ops import _backend, _function, _known_calls
 from flash_delta.ops._backend import ENVIRONMENT
 from flash_delta.ops._options import Options
-from flash_delta.ops._problem import make_problem
 from flash_delta.problem import Inputs
+from flash_delta.reference import backend
 from flash_delta.testing import CASES, MEMBERS, make_inputs
 
 BY_NAME = {case.name: case for case in CASES}
@@ -214,14 +214,31 @@ def test_bounds_that_only_a_device_knows_are_refused_not_synchronised():
 
 
 class OnGPU(torch.Tensor):
-    """Says of itself what `make_problem` asks before it remembers a call."""
+    """Says of itself what an op asks before it remembers a call."""
 
     is_cuda = True
 
 
-def described(x, cu_seqlens_cpu=None, **options):
+@pytest.fixture
+def ran(monkeypatch):
+    """What reaches the torch backend, as the choice of every call."""
+    found = []
+
+    def forward(problem, x, known):
+        found.append((problem, known))
+        return backend.forward(problem._replace(lengths=problem.lengths or (problem.T,)), x)
+
+    module = SimpleNamespace(forward=forward, backward=backend.backward)
+    monkeypatch.setattr(_function, "choose_backend", lambda problem, wish: "torch")
+    monkeypatch.setattr(_function, "load_backend", lambda name: module)
+    monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
+    return found
+
+
+def call(found, x, cu_seqlens_cpu=None, **options):
     options = Options("chunk_gated_delta_rule", "scalar", "decayed", **options)._asdict()
-    return make_problem(x, options, cu_seqlens_cpu)
+    _function.run(x, options, cu_seqlens_cpu, output_final_state=False, backend=None)
+    return found[-1]
 
 
 def inputs_on_gpu(T=6, **changes):
@@ -230,31 +247,34 @@ def inputs_on_gpu(T=6, **changes):
     return x._replace(q=q.as_subclass(OnGPU), **changes)
 
 
-def test_calls_that_differ_in_values_only_share_a_memo():
+def test_calls_that_differ_in_values_only_are_one_known_call(ran):
     x = inputs_on_gpu()
-    memo = described(x).memo
-    assert described(inputs_on_gpu()).memo is memo
+    _, known = call(ran, x)
+    assert call(ran, inputs_on_gpu())[1] is known
     wide = torch.randn(1, 6, 4, 16)[..., :8]
     others = [
-        described(inputs_on_gpu(T=7)),
-        described(x._replace(v=wide)),
-        described(x._replace(v=x.v.half(), k=x.k.half(), q=x.q.half())),
-        described(x._replace(g=x.g.clone().requires_grad_())),
-        described(x, scale=0.5),
-        described(x, disable_recompute=True),
+        call(ran, inputs_on_gpu(T=7)),
+        call(ran, x._replace(v=wide)),
+        call(ran, x._replace(v=x.v.half(), k=x.k.half(), q=x.q.half())),
+        call(ran, x._replace(g=x.g.clone().requires_grad_())),
+        call(ran, x, scale=0.5),
+        call(ran, x, disable_recompute=True),
+        call(ran, x, [0, 2, 6]),
     ]
-    assert len({id(p.memo) for p in others} | {id(memo)}) == 7
+    assert len({id(other) for _, other in others} | {id(known)}) == 8
     with torch.no_grad():
-        assert described(x._replace(g=x.g.clone().requires_grad_())).memo is memo, "nobody asks for its gradient"
-    assert [p.needs_grad for p in others[3:5]] == [True, False]
+        assert call(ran, x._replace(g=x.g.clone().requires_grad_()))[1] is known, "nobody asks for its gradient"
+    assert [p.needs_grad for p, _ in others[3:5]] == [True, False]
 
 
-def test_what_values_decide_is_not_remembered():
+def test_what_values_decide_is_not_remembered(ran):
     x = inputs_on_gpu()
-    assert described(x, [0, 2, 6]).lengths == (2, 4)
-    assert described(x._replace(cu_seqlens=torch.tensor([0, 5, 6], dtype=torch.int32)), [0, 5, 6]).lengths == (5, 1)
+    assert call(ran, x, [0, 2, 6])[0].lengths == (2, 4)
+    moved = x._replace(cu_seqlens=torch.tensor([0, 5, 6], dtype=torch.int32))
+    assert call(ran, moved, [0, 5, 6])[0].lengths == (5, 1)
+    assert ran[0][1] is ran[1][1]
     for _ in range(2):
         with pytest.raises(ValueError, match="k: expected a tensor"):
-            described(x._replace(k=[1.0]))
+            call(ran, x._replace(k=[1.0]))
         with pytest.raises(ValueError, match="chunk_size: expected one of"):
-            described(x, chunk_size=[64])
+            call(ran, x, chunk_size=[64])

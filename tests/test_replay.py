@@ -4,7 +4,6 @@ import threading
 import weakref
 from contextlib import nullcontext
 from itertools import chain, pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from flash_delta.kernels.runtime import launch
 from flash_delta.kernels.runtime.calls import Call, Shape
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
-from flash_delta.ops import _backend, _modules, _remembered
-from flash_delta.problem import Normalized, NormProblem, addresses, signature
+from flash_delta.ops import _backend, _known_calls, _modules
+from flash_delta.problem import KnownCall, Normalized, NormProblem, addresses, signature
 
 KIND = ("test",)
 
@@ -31,21 +30,26 @@ class Launched(list):
 
 
 @pytest.fixture
-def call(monkeypatch):
-    """One that was launched, on tensors of the CPU."""
+def known(monkeypatch):
+    """A call on tensors of the CPU that was launched."""
     monkeypatch.setattr(launch, "_several_devices", lambda: False)
-    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None, memo={})
+    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None)
+    return KnownCall(p, None, False, {KIND: Shape(0, None, Launched())})
+
+
+@pytest.fixture
+def call(known):
     x = Normalized(torch.randn(4, 8), torch.randn(8))
-    return Call(p, x, (), Shape(0, None, Launched()), True)
+    return Call(known.problem, x, (), known.launches[KIND], True)
 
 
-def test_the_next_call_gets_its_own_addresses(call):
-    launch.remember(call, KIND, call.x)
+def test_the_next_call_gets_its_own_addresses(call, known):
+    launch.remember(call, call.x)
     other, y = Normalized(torch.randn(4, 8), call.x.weight, torch.randn(4, 8)), torch.empty(4, 8)
-    assert launch.replayed(call.p, KIND, other, (y,))
+    assert launch.replayed(known, KIND, other, (y,))
     assert call.shape.replay == [[t.data_ptr() for t in (*other, y)]]
-    assert not launch.replayed(call.p, ("another",), other, (y,))
-    assert not launch.replayed(call.p._replace(memo=None), KIND, other, (y,))
+    assert not launch.replayed(known, ("another",), other, (y,))
+    assert not launch.replayed(None, KIND, other, (y,))
 
 
 def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
@@ -60,35 +64,36 @@ def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
     assert len(call.shape.replay) == 2
 
 
-def test_copies_are_made_again(call):
+def test_copies_are_made_again(call, known):
     """Kernels that got a copy of an input must not get the input."""
     given = call.x._replace(weight=call.x.weight.clone())
-    launch.remember(call, KIND, given)
-    assert not launch.replayed(call.p, KIND, given)
-    launch.remember(call, KIND, call.x._replace(x=call.x.x.view(2, 2, 8)))
-    assert launch.replayed(call.p, KIND, given), "the same memory in another shape is no copy"
+    launch.remember(call, given)
+    assert not launch.replayed(known, KIND, given)
+    launch.remember(call, call.x._replace(x=call.x.x.view(2, 2, 8)))
+    assert launch.replayed(known, KIND, given), "the same memory in another shape is no copy"
 
 
-def test_profilers_see_launches(call, monkeypatch):
+def test_profilers_see_launches(call, known, monkeypatch):
     """By Triton's hooks, or in what kernels write down: both need Triton's launcher."""
-    launch.remember(call, KIND, call.x)
+    launch.remember(call, call.x)
     with monkeypatch.context() as m:
         m.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-        assert not launch.replayed(call.p, KIND, call.x)
+        assert not launch.replayed(known, KIND, call.x)
     with knobs.compilation.scope():
         knobs.compilation.instrumentation_mode = "consan"
-        assert not launch.replayed(call.p, KIND, call.x)
-    assert launch.replayed(call.p, KIND, call.x)
+        assert not launch.replayed(known, KIND, call.x)
+    assert launch.replayed(known, KIND, call.x)
 
 
-def test_other_devices_are_made_current(call, monkeypatch):
+def test_other_devices_are_made_current(call, known, monkeypatch):
     entered = []
     monkeypatch.setattr(launch, "_several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
-    at = SimpleNamespace(device=torch.device("cuda", 0), memo={("replay", KIND): call.shape})
-    assert launch.replayed(at, KIND)
-    assert entered == [at.device]
+    launch.remember(call, call.x)
+    known.problem = known.problem._replace(device=torch.device("cuda", 0))
+    assert launch.replayed(known, KIND)
+    assert entered == [known.problem.device]
 
 
 def test_signatures_tell_calls_apart():
@@ -130,7 +135,7 @@ def test_a_call_around_the_rule_is_looked_at_once(monkeypatch):
     described = []
     check = _modules.check_convolution
     monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
-    monkeypatch.setattr(_modules, "_remembered", _remembered.Remembered())
+    monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
     x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
     want = causal_conv1d(x, w)[0]
@@ -152,7 +157,7 @@ class Found:
 
 def test_a_call_that_comes_again_and_again_is_not_forgotten():
     """However many others come; they are, one by one, those that were not asked for."""
-    known, kept = _remembered.Remembered(), weakref.WeakSet()
+    known, kept = _known_calls.Remembered(), weakref.WeakSet()
 
     def remember(key):
         known[key] = found = Found(key)
@@ -160,16 +165,16 @@ def test_a_call_that_comes_again_and_again_is_not_forgotten():
 
     remember("decode")
     decode, sizes = known["decode"], [1]
-    for length in range(20 * _remembered.MOST):
+    for length in range(20 * _known_calls.MOST):
         assert known[length] is None
         remember(length)
         assert known[length].key == length
-        if length % (_remembered.MOST // 4) == 0:
+        if length % (_known_calls.MOST // 4) == 0:
             assert known["decode"] is decode
         sizes.append(len(kept))
     assert max(abs(b - a) for a, b in pairwise(sizes)) == 1
-    assert max(sizes) <= 2 * _remembered.MOST
-    assert known[length - _remembered.MOST] is not None, "of an older generation"
+    assert max(sizes) <= 2 * _known_calls.MOST
+    assert known[length - _known_calls.MOST] is not None, "of an older generation"
     assert known[0] is None
     known.clear()
     assert known["decode"] is None

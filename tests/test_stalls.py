@@ -54,12 +54,13 @@ def looked_at(prompts, place):
     from pretended_gpu import pretended_gpu
 
     from flash_delta.kernels.runtime import cuda_driver
+    from flash_delta.ops import _known_calls
     from flash_delta.ops.serving import _run
 
     def kept():
         return sum(isinstance(o, cuda_driver.Replay) for o in gc.get_objects())
 
-    _run._remembered.clear()
+    _known_calls.calls.clear()
     described, describe, before = [], _run.describe, kept()
     _run.describe = lambda *call: described.append(call[-1].op) or describe(*call)
     with pretended_gpu(place):

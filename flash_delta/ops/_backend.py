@@ -79,18 +79,8 @@ def wished(wish: str | None) -> str | None:
 
 
 def choose_backend(problem: Call, wish: str | None, load: Load | None = None) -> str:
-    """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around. Calls
-    with a memo in common have the environment's wish in common (fastcall.look)."""
-    if problem.memo is None:
-        return _choose(problem, wished(wish), load)
-    key = ("backend", wish)
-    chosen = problem.memo.get(key)
-    if chosen is None:
-        chosen = problem.memo[key] = _choose(problem, wished(wish), load)
-    return chosen
-
-
-def _choose(problem: Call, wish: str | None, load: Load | None) -> str:
+    """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around."""
+    wish = wished(wish)
     if wish is not None:
         reason = refusal(wish, problem, load)
         if reason is not None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation
-from flash_delta.ops._function import run
+from flash_delta.ops._function import problem_of, run
 from flash_delta.ops._options import as_bool, refuse
-from flash_delta.ops._problem import check_shape, make_problem, refuse_unless_none
+from flash_delta.ops._problem import check_shape, refuse_unless_none
 from flash_delta.problem import Inputs
 
 
@@ -42,7 +42,7 @@ def run_chunks(
     """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row."""
     if context is not None:
         return run_split(context, x, options, bounds, output_final_state=output_final_state, backend=backend)
-    return run(make_problem(x, options, bounds), x, output_final_state=output_final_state, backend=backend)
+    return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
 
 
 def run_split(
@@ -62,7 +62,7 @@ def run_split(
         refuse_unless_none(op, name, given, "cp_context has the bounds")
     check_shape(op, "q", x.q, 1, context.tokens, "H", "K")
     x = x._replace(cu_seqlens=context.cu_seqlens(x.q.device))
-    problem = make_problem(x, options, context.bounds)
+    problem = problem_of(x, options, context.bounds)
     if isinstance(backend, Explain):
         return backend.of(problem)
     if options["state_v_first"] and x.initial_state is not None:
@@ -70,7 +70,7 @@ def run_split(
     plain = options | {"state_v_first": False}
 
     def run_here(x: Inputs, bounds: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        return run(make_problem(x, plain, bounds), x, output_final_state=True, backend=backend)
+        return run(x, plain, bounds, output_final_state=True, backend=backend)
 
     o, final_state = context.delta_rule(run_here, x)
     final_state = final_state.mT.contiguous() if options["state_v_first"] else final_state

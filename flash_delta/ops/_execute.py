@@ -1,33 +1,35 @@
 """A problem on its backend, in the precision of the backend's choice."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import load_backend
-from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 
-def forward(problem: Problem, backend: str, inputs: Inputs) -> Outputs:
-    module = load_backend(backend)
-    run = module.step if problem.recurrent else module.forward
-    return _in_own_precision(run, problem, inputs)
+def forward(problem: Problem, known: KnownCall, inputs: Inputs) -> Outputs:
+    run = known.backend.step if problem.recurrent else known.backend.forward
+    return _in_own_precision(run, problem, inputs, known)
 
 
 def backward(
-    problem: Problem, backend: str, inputs: Inputs, saved: tuple[Tensor, ...], do: Tensor | None, dfinal: Tensor | None
+    problem: Problem,
+    known: KnownCall,
+    inputs: Inputs,
+    saved: tuple[Tensor, ...],
+    do: Tensor | None,
+    dfinal: Tensor | None,
 ) -> Inputs:
     do = torch.zeros_like(inputs.v) if do is None else do
-    return _in_own_precision(load_backend(backend).backward, problem, inputs, saved, do, dfinal)
+    return _in_own_precision(known.backend.backward, problem, inputs, saved, do, dfinal, known)
 
 
-def serve(problem: Problem, backend: ModuleType, inputs: Inputs, slots: Slots, around: Around) -> Tensor:
+def serve(problem: Problem, known: KnownCall, inputs: Inputs, slots: Slots, around: Around) -> Tensor:
     if problem.recurrent:
-        return _in_own_precision(backend.decode, problem, inputs, slots, around)
-    return _in_own_precision(backend.prefill, problem, inputs, slots)
+        return _in_own_precision(known.backend.decode, problem, inputs, slots, around, known)
+    return _in_own_precision(known.backend.prefill, problem, inputs, slots, known)
 
 
 def _in_own_precision(run: Callable[..., Any], problem: Problem, inputs: Inputs, *more: Any) -> Any:

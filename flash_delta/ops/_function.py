@@ -1,37 +1,69 @@
 """The one autograd Function: every op of the family goes through it, or while compiling through its operator."""
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import Explain, Explanation, choose_backend, wished
+from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import backward, forward
+from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._library import call_operator
-from flash_delta.ops._options import as_bool
-from flash_delta.ops._transforms import differentiable_once, is_traced
-from flash_delta.problem import Inputs, Problem
+from flash_delta.ops._options import Options, as_bool, cast
+from flash_delta.ops._problem import describe, read_lengths
+from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced
+from flash_delta.problem import Inputs, KnownCall, Problem
+
+Bounds = Tensor | Sequence[int] | None  # on the host
 
 
 def run(
-    problem: Problem, inputs: Inputs, *, output_final_state: bool, backend: str | Explain | None
+    x: Inputs, options: dict[str, Any], bounds: Bounds, *, output_final_state: bool, backend: str | Explain | None
 ) -> tuple[Tensor, ...] | Explanation:
-    """``(o, final_state)``, and the chunk states behind them if the problem keeps them."""
+    """``(o, final_state)``, and the chunk states behind them if the problem keeps them.
+
+    On a GPU a call is looked at once (`look_at`). ``options``: fields of `Options`, which takes 1 us to make.
+    """
     if isinstance(backend, Explain):
-        return backend.of(problem)
-    if is_traced(inputs.q):  # one opaque operator, whose dispatch other calls need not pay
-        o, final_state, states = call_operator(problem, inputs, wished(backend))
-    elif problem.needs_grad:
-        o, final_state, states = DeltaRule.apply(problem, choose_backend(problem, backend), *inputs)
-    else:  # autograd's bookkeeping would be a good part of a decoding step
-        o, final_state, _, states = forward(problem, choose_backend(problem, backend), inputs)
+        return backend.of(problem_of(x, options, bounds))
+    if is_traced(x.q):  # one opaque operator, whose dispatch other calls need not pay
+        problem = problem_of(x, options, bounds)
+        o, final_state, states = call_operator(problem, x, wished(backend))
+    else:
+        if has_tangents() or not getattr(x.q, "is_cuda", False):
+            known = _look((backend, bounds is None), options, x, bounds)
+            problem = known.problem
+        else:
+            make = _look if bounds is None else partial(_look, bounds=bounds)
+            known = look_at(make, torch.is_grad_enabled(), (backend, bounds is None), options, x)
+            problem = known.problem
+            if bounds is not None:  # these are values
+                problem = problem._replace(lengths=read_lengths(problem.op, x, bounds))
+        if known.needs_grad:
+            o, final_state, states = DeltaRule.apply(problem, known, *x)
+        else:  # autograd's bookkeeping would be a good part of a decoding step
+            o, final_state, _, states = forward(problem, known, x)
     result = (o, final_state if as_bool(problem.op, "output_final_state", output_final_state) else None)
     return (*result, states) if problem.keep_states else result
 
 
+def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:
+    return describe(x, cast(Options(**options)), bounds)
+
+
+def _look(wish: tuple[str | None, bool], options: dict[str, Any], x: Inputs, bounds: Bounds = None) -> KnownCall:
+    """``wish``: the backend that is asked for, and whether the host knows no bounds."""
+    problem = problem_of(x, options, bounds)
+    return KnownCall(problem, load_backend(choose_backend(problem, wish[0])), problem.needs_grad)
+
+
 class DeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, problem: Problem, backend: str, *tensors: Tensor | None):
-        out = forward(problem, backend, Inputs(*tensors))
-        ctx.problem, ctx.backend = problem, backend
+    def forward(ctx, problem: Problem, known: KnownCall, *tensors: Tensor | None):
+        out = forward(problem, known, Inputs(*tensors))
+        ctx.problem, ctx.known = problem, known
         ctx.save_for_backward(*tensors, *out.saved)
         ctx.set_materialize_grads(False)
         if out.states is not None:
@@ -43,4 +75,4 @@ class DeltaRule(torch.autograd.Function):
     def backward(ctx, tensors: tuple[Tensor | None, ...], do: Tensor | None, dfinal: Tensor | None, _):
         count = len(Inputs._fields)
         inputs, saved = Inputs(*tensors[:count]), tensors[count:]
-        return None, None, *backward(ctx.problem, ctx.backend, inputs, saved, do, dfinal)
+        return None, None, *backward(ctx.problem, ctx.known, inputs, saved, do, dfinal)

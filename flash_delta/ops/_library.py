@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._problem import read_lengths
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Inputs, KnownCall, Problem
 
 COUNT = len(Inputs._fields)
 FIELDS = {  # of Problem, which the tensors do not tell
@@ -45,7 +45,7 @@ OPTIONS = ", ".join([*(f"{kind} {name}" for name, kind in FIELDS.items()), "str?
 
 
 def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(o, final_state, states)`` of a traced call, whose ``problem.lengths`` are cu_seqlens_cpu (`make_problem`)."""
+    """``(o, final_state, states)`` of a traced call, whose ``problem.lengths`` are cu_seqlens_cpu (`describe`)."""
     o, final_state, *rest = delta_rule(*x, problem.lengths, *(getattr(problem, name) for name in FIELDS), wish)
     return o, final_state, rest[0] if problem.keep_states else None
 
@@ -55,7 +55,8 @@ def delta_rule(*args: Any) -> list[Tensor]:
     """``[o, final_state, *saved]``, with ``keep_states`` the chunk states before what is saved."""
     x, cu_seqlens_cpu, options = _split(args)
     problem, backend = _describe(x, read_lengths(options[0], x, cu_seqlens_cpu), options)
-    out = forward(problem._replace(needs_grad=_saves(problem, backend)), backend, x)
+    known = KnownCall(problem, load_backend(backend), problem.needs_grad)
+    out = forward(problem._replace(needs_grad=_saves(problem, backend)), known, x)
     results = (out.o, out.final_state, out.states)
     return [t.contiguous() for t in results if t is not None] + list(out.saved)
 
@@ -82,7 +83,8 @@ def delta_rule_backward(*args: Any) -> list[Tensor]:
     """The gradients of the inputs that are there. It has no derivative of its own, and autograd says so."""
     x, cu_seqlens_cpu, (saved, do, dfinal, *options) = _split(args)
     problem, backend = _describe(x, read_lengths(options[0], x, cu_seqlens_cpu), options)
-    gradients = backward(problem, backend, x, tuple(saved), do, dfinal)
+    known = KnownCall(problem, load_backend(backend), problem.needs_grad)
+    gradients = backward(problem, known, x, tuple(saved), do, dfinal)
     return [d.contiguous() for t, d in zip(x[:-1], gradients[:-1], strict=True) if t is not None]
 
 

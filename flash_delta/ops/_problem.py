@@ -7,42 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.runtime import fastcall
-from flash_delta.ops._options import Options, as_bool, cast, refuse
-from flash_delta.ops._remembered import Remembered
-from flash_delta.ops._transforms import has_tangents, is_traced, refuse_transforms
+from flash_delta.ops._options import Options, as_bool, refuse
+from flash_delta.ops._transforms import is_traced, refuse_transforms
 from flash_delta.problem import Inputs, Problem, needs_gradient
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_remembered: Remembered[tuple, Problem] = Remembered()
-
-
-def make_problem(x: Inputs, options: dict[str, Any], cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
-    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came.
-
-    On a GPU, where checks would take as long as launches, what was found of a call is remembered for those that differ
-    in their tensors' values only. ``options``: fields of `Options`, which takes 1 us to make; always the same ones in
-    the same order for an op.
-    """
-    if is_traced(x.q) or has_tangents() or not getattr(x.q, "is_cuda", False):
-        return describe(x, cast(Options(**options)), cu_seqlens_cpu)
-    try:
-        key = (*options.values(), fastcall.key(torch.is_grad_enabled(), x))
-        problem = _remembered[key]
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
-        return describe(x, cast(Options(**options)), cu_seqlens_cpu)
-    if problem is None:
-        problem = describe(x, cast(Options(**options)), None)._replace(memo={})
-        _remembered[key] = problem
-    if cu_seqlens_cpu is None:
-        return problem
-    return problem._replace(lengths=read_lengths(problem.op, x, cu_seqlens_cpu))  # these are values
-
 
 def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
-    """What a call asks for, if all is as it has to be: `make_problem`, of options that are `cast`, and it remembers
-    nothing."""
+    """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came.
+
+    ``options`` are `cast`.
+    """
     op, gate, erase, scale, raw_gate = options.op, options.gate, options.erase, options.scale, options.raw_gate
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
     check_shape(op, "k", x.k, B, T, H, K)

@@ -8,7 +8,6 @@ from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import run
 from flash_delta.ops._problem import (
     check_shape,
-    make_problem,
     refuse_head_first,
     refuse_unless_none,
     state_layout,
@@ -185,5 +184,4 @@ def fused_recurrent_gated_delta_rule(
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
     }
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.ops._context import Context, run_split
-from flash_delta.ops._function import run
+from flash_delta.ops._function import problem_of, run
 from flash_delta.ops._options import as_bool, as_int, refuse
-from flash_delta.ops._problem import make_problem, refuse_unless_none, state_layout
+from flash_delta.ops._problem import refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 
@@ -120,12 +120,12 @@ def chunk_kda(
         return run_split(
             cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
         )
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
     if max_num_seqs is not None:
-        expected = f"None or the number of sequences, {problem.N}"
-        if as_int(op, "max_num_seqs", max_num_seqs, expected, 0) != problem.N:
+        N = problem_of(inputs, options, cu_seqlens_cpu).N
+        expected = f"None or the number of sequences, {N}"
+        if as_int(op, "max_num_seqs", max_num_seqs, expected, 0) != N:
             refuse(op, "max_num_seqs", expected, max_num_seqs)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)
 
 
 def fused_recurrent_kda(
@@ -189,5 +189,4 @@ def fused_recurrent_kda(
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
     }
-    problem = make_problem(inputs, options, cu_seqlens_cpu)
-    return run(problem, inputs, output_final_state=output_final_state, backend=backend)
+    return run(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Inputs, Outputs, Problem
+from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 from flash_delta.reference.layout import Layout
 from flash_delta.reference.stages import chunk_states, factor, flat, gradients, new_residual, scan, scan_backward
 from flash_delta.reference.tokens import GradientWriter, TokenReader, read_states, write_states
@@ -21,7 +21,7 @@ from flash_delta.reference.tokens import GradientWriter, TokenReader, read_state
 SEGMENT_TILES = 32
 
 
-def forward(problem: Problem, x: Inputs) -> Outputs:
+def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     layout = make_layout(problem)
     reader = TokenReader(problem, layout, x)
     final_state = read_states(problem, layout.order, x.initial_state)  # no view, so that callers may write to it
@@ -51,7 +51,10 @@ def forward(problem: Problem, x: Inputs) -> Outputs:
     return Outputs(o, write_states(problem, layout.order, final_state), tuple(saved), states)
 
 
-def backward(problem: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None) -> Inputs:
+def backward(
+    problem: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
+    known: KnownCall | None = None,
+) -> Inputs:  # fmt: skip
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
     ``saved`` is what ``forward`` saved for the same problem; empty (after ``step``) it is computed again.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 from flash_delta.reference.around import convolve, normalize
 from flash_delta.reference.step import Token, activated, advance
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 @torch.no_grad()
-def decode(problem: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
+def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o [B, T, HV, V]``; the pools are written in place."""
     o = torch.zeros(problem.B, problem.T, problem.HV, problem.V, dtype=problem.dtype, device=problem.device)
     rows = plan_rows(s, problem.T)

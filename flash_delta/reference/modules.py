@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
+from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
 
 
 def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
     return None
 
 
-def convolve(p: ConvolutionProblem, x: Convolved) -> tuple[Tensor, Tensor | None]:
+def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``."""
     dtype = torch.promote_types(x.x.dtype, torch.float32)
     weight, bias = x.weight.to(dtype), None if x.bias is None else x.bias.to(dtype)
@@ -30,7 +30,7 @@ def convolve(p: ConvolutionProblem, x: Convolved) -> tuple[Tensor, Tensor | None
     return y.to(x.x.dtype), last.transpose(1, 2).to(x.x.dtype).contiguous() if p.output_final_state else None
 
 
-def convolve_token(p: ConvolutionProblem, x: Convolved) -> Tensor:
+def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
     """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
     dtype, state = torch.promote_types(x.x.dtype, torch.float32), x.initial_state
     window = torch.cat([state[..., 1:].to(dtype), x.x.unsqueeze(-1).to(dtype)], dim=-1)  # [N, D, W]
@@ -41,7 +41,7 @@ def convolve_token(p: ConvolutionProblem, x: Convolved) -> Tensor:
     return y.to(x.x.dtype)
 
 
-def normalize(p: NormProblem, x: Normalized) -> Tensor:
+def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> Tensor:
     wide = x.x.to(torch.promote_types(x.x.dtype, torch.float32))
     y = F.rms_norm(wide, x.weight.shape, x.weight.to(wide.dtype), p.eps)
     if p.activation is not None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.problem import SHORT, Inputs, Outputs, Problem, Slots
+from flash_delta.problem import SHORT, Inputs, KnownCall, Outputs, Problem, Slots
 from flash_delta.reference.chunked import forward
 from flash_delta.reference.step import step
 
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 @torch.no_grad()
-def prefill(problem: Problem, x: Inputs, s: Slots) -> Tensor:
+def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
     """``o [1, T, HV, V]``; the pool is written in place."""
     o = torch.zeros(x.v.shape, dtype=problem.dtype, device=problem.device)
     pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Inputs, Outputs, Problem
+from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 from flash_delta.reference.activation import l2norm, log_decay, strength
 from flash_delta.reference.tokens import read_states, write_states
 
@@ -28,7 +28,7 @@ class Token(NamedTuple):
     b: Tensor | None  # beta, [n HV, 1, 1]
 
 
-def step(problem: Problem, x: Inputs) -> Outputs:
+def step(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """Run every sequence token by token; see ``flash_delta.reference.recurrent`` for the equations."""
     lengths, HV = problem.lengths, problem.HV
     order = starts = None

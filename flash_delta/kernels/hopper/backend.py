@@ -24,7 +24,7 @@ from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.problem import Inputs, Outputs, Problem, Slots
+from flash_delta.problem import Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of its calls
 WIDTHS = (64, 128, 256)
@@ -59,7 +59,7 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def forward(p: Problem, x: Inputs) -> Outputs:
+def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = triton.for_backward(p) if p.needs_grad else None
@@ -67,9 +67,9 @@ def forward(p: Problem, x: Inputs) -> Outputs:
     if p.N * p.T == 0:  # nothing is launched, nor compiled, for nothing
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    if not replayed(p, _forward(p), x, (o, final, *kept)):
+    if not replayed(known, _forward(p), x, (o, final, *kept)):
         with on(p.device):
-            _launch_forward(p, x, o, final, saved)
+            _launch_forward(p, x, o, final, saved, known)
     return Outputs(o, final, kept)
 
 
@@ -78,7 +78,9 @@ def _forward(p: Problem) -> tuple:
     return (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
 
 
-def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: Workspace | None) -> None:
+def _launch_forward(
+    p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: Workspace | None, known: KnownCall | None
+) -> None:
     x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
     if x.initial_state is not None:
         x = x._replace(initial_state=x.initial_state.float().contiguous())
@@ -105,24 +107,24 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
         if factors is not None:
             run_factor(c, solved, factors, follows=False)
 
-    call = make_call(p, x, _forward(p), memo=p.memo)
+    call = make_call(p, x, _forward(p), known=known)
     spare = (rates, *(t for t in (walk or ())[1:] if t is not A))
     run(call, kernels, o, final, *(() if saved is None else (saved.buffer,)), spare=spare)
-    remember(call, _forward(p), given)
+    remember(call, given)
 
 
-def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
+def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
     if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
-        return triton.prefill(p, x, s)
+        return triton.prefill(p, x, s, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    if not replayed(p, PREFILL, x, s, (o,)):
+    if not replayed(known, PREFILL, x, s, (o,)):
         with on(p.device):
-            _launch_prefill(p, x, s, o)
+            _launch_prefill(p, x, s, o, known)
     return o
 
 
-def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor) -> None:
+def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor, known: KnownCall | None) -> None:
     x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
     rates, walks = new_rates(p), new_walks(p)
     processors = chip_of(p.device).processors
@@ -143,9 +145,9 @@ def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor) -> None:
         if not p.batch_invariant:
             run_decode(c, o)
 
-    call = make_call(p, triton.with_flat_parameters(x), PREFILL, *s, memo=p.memo)
+    call = make_call(p, triton.with_flat_parameters(x), PREFILL, *s, known=known)
     run(call, kernels, o, spare=(rates, walks, *_spare(split)))
-    remember(call, PREFILL, given)
+    remember(call, given)
 
 
 def _new_split(p: Problem, length: int | None) -> tuple[Walk, Prompt] | None:

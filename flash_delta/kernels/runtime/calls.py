@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 from triton import knobs
 
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.compile_key import DECODE, STEP, Flags, ModuleFlags, alone, interned, key_of, laid_out
+from flash_delta.kernels.runtime.compile_key import DECODE, STEP, Flags, ModuleFlags, alone, key_of, laid_out
 from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
-from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, Normalized, NormProblem, Problem
+from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, KnownCall, Normalized, NormProblem, Problem
 
 
 @dataclass(slots=True)
@@ -23,6 +22,7 @@ class Shape:
     key: int  # of what compiled code depends on
     chip: Chip
     replay: Replay | None = None  # what they launch, once it is known
+    replayable: bool = False  # by `replayed`: kernels get the tensors that the caller has given, and no copies
 
 
 class Call(NamedTuple):
@@ -46,38 +46,42 @@ class Call(NamedTuple):
         return [group for w in memory for group in (w.addresses() if self.direct else w.views())]
 
 
-def make_call(p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, memo: dict | None = None) -> Call:
-    """``kind`` tells forward and backward apart; ``memo``: of the problem, if x is what it was made of."""
-    shape = None if memo is None else memo.get(kind)
+def make_call(
+    p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None, outside: bool = False
+) -> Call:
+    """``kind`` tells forward and backward apart. What is found is kept in ``known``; ``outside``: not all tensors are
+    those that it was made of, as in a backward pass."""
+    name = (kind, laid_out(*x, *more)) if outside else kind
+    shape = None if known is None else known.launches.get(name)
     if shape is None:
         flags = Flags(
             kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
             p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
             kind in (DECODE, STEP) and alone(p),
         )  # fmt: skip
-        tensors = laid_out(*x, *more)
-        if memo is not None:
-            shape = memo[kind] = Shape(key_of(flags, tensors), chip_of(p.device))
-        else:
-            sizes = (  # with gradients a call has other memory
-                p.N, p.T, p.needs_grad, p.scale, p.beta_range, p.lower_bound, p.checkpoint_every, p.max_prompts, p.eps,
-                *(None if t is None else tuple(t.shape) for t in more),
-            )  # fmt: skip
-            shape = _shape(chip_of(p.device), interned(flags), sizes, tensors)
+        shape = Shape(key_of(flags, laid_out(*x, *more)), chip_of(p.device))
+        if known is not None:
+            known.launches[name] = shape
     return Call(p, x, more, shape, _direct(p.device))
 
 
 def make_module_call(
-    p: ConvolutionProblem | NormProblem, x: Convolved | Normalized, kind: tuple, *more: Tensor | None
-) -> Call:
-    """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N."""
-    flags = ModuleFlags(
-        kind, p.device, *(p.W, p.packed) if isinstance(p, ConvolutionProblem) else (1, False), p.D, p.activation
-    )
-    sizes = (*p[:-1], *(None if t is None else tuple(t.shape) for t in (*x, *more)))
+    p: ConvolutionProblem | NormProblem, x: Convolved | Normalized, kind: tuple, *more: Tensor | None,
+    known: KnownCall | None = None,
+) -> Call:  # fmt: skip
+    """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N. ``more``:
+    gradients, which ``known`` was not made of."""
     # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
     tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
-    shape = _shape(chip_of(p.device), interned(flags), sizes, tensors)
+    name = (kind, tensors) if more else kind
+    shape = None if known is None else known.launches.get(name)
+    if shape is None:
+        flags = ModuleFlags(
+            kind, p.device, *(p.W, p.packed) if isinstance(p, ConvolutionProblem) else (1, False), p.D, p.activation
+        )
+        shape = Shape(key_of(flags, tensors), chip_of(p.device))
+        if known is not None:
+            known.launches[name] = shape
     return Call(p, x, more, shape, _direct(p.device))
 
 
@@ -89,12 +93,6 @@ def _direct(device: torch.device) -> bool:
 def profiled() -> bool:
     """Whether somebody wants to see launches, or kernels that note what they do: both is up to Triton's launcher."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.compilation.instrumentation_mode)
-
-
-@lru_cache(maxsize=1024)
-def _shape(chip: Chip, flags: Flags | ModuleFlags, sizes: tuple, tensors: tuple[tuple | None, ...]) -> Shape:
-    """Of calls without a memo. ``sizes`` change what is launched, not what is compiled for it."""
-    return Shape(key_of(flags, tensors), chip)
 
 
 def on(device: torch.device) -> AbstractContextManager:

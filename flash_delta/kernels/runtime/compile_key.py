@@ -63,12 +63,6 @@ class TensorLayout(NamedTuple):
 Key = tuple[Flags | ModuleFlags, tuple[TensorLayout | None, ...]]
 
 numbers: dict[Key, int] = {}  # of keys, as they come
-_flags: dict[Flags | ModuleFlags, Flags | ModuleFlags] = {}
-
-
-def interned(flags: Flags | ModuleFlags) -> Flags | ModuleFlags:
-    """The one object that all calls with these flags share."""
-    return _flags.setdefault(flags, flags)
 
 
 def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:

@@ -25,7 +25,7 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
-from flash_delta.problem import Around, ConvolutionProblem, NormProblem, Problem, Slots, addresses
+from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 
 class Plan(NamedTuple):
@@ -80,26 +80,24 @@ def _compile(c: Call, kernels: Callable[[Call], None]) -> None:
     _ready.add(c.shape.key)
 
 
-def remember(c: Call, kind: tuple, given: Iterable[Tensor | None]) -> bool:
-    """For `replayed`, if kernels got the tensors that were ``given``, and no copies; whether it is so."""
-    same = c.p.memo is not None and (all(map(is_, c.x, given)) or addresses(c.x) == addresses(given))
-    if same:
-        c.p.memo["replay", kind] = c.shape
-    return same
+def remember(c: Call, given: Iterable[Tensor | None]) -> None:
+    """For `replayed`, if kernels got the tensors that were ``given``, and no copies."""
+    c.shape.replayable = all(map(is_, c.x, given)) or addresses(c.x) == addresses(given)
 
 
-def replayed(p: Problem | ConvolutionProblem | NormProblem, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
-    """Launches what `run` launched for an earlier call of this problem; False if none was remembered. ``groups``:
+def replayed(known: KnownCall | None, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
+    """Launches what `run` launched for an earlier call that is known as this one; False if there was none. ``groups``:
     inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as what else
     stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""
-    shape = None if p.memo is None else p.memo.get(("replay", kind))
-    if shape is None or shape.replay is None or profiled():
+    shape = None if known is None else known.launches.get(kind)
+    if shape is None or not shape.replayable or shape.replay is None or profiled():
         return False
-    if _several_devices() and p.device.index != torch.cuda.current_device():
-        with torch.cuda.device(p.device):
-            shape.replay.launch(p.device, *groups)
+    device = known.problem.device
+    if _several_devices() and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            shape.replay.launch(device, *groups)
     else:
-        shape.replay.launch(p.device, *groups)
+        shape.replay.launch(device, *groups)
     return True
 
 

@@ -122,12 +122,7 @@ def count_bytes(p: Problem, *groups: type) -> int:
 
 
 def _layout_of(p: Problem, groups: tuple[type, ...]) -> Placement:
-    found = None if p.memo is None else p.memo.get(groups)
-    if found is None:
-        found = _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
-        if p.memo is not None:
-            p.memo[groups] = found
-    return found
+    return _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
 
 
 @lru_cache

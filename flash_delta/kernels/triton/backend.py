@@ -45,7 +45,7 @@ from flash_delta.kernels.triton.forward.segments import compile_segmented_scan, 
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.tiles import plan_segments, widest_float32
-from flash_delta.problem import Around, Inputs, Outputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 WIDTHS = range(8, 257, 8)
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
@@ -95,14 +95,14 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     return (for_backward(fixed).buffer,)
 
 
-def forward(p: Problem, x: Inputs) -> Outputs:
+def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = (for_backward(p),) if p.needs_grad else ()
     buffers = tuple(w.buffer for w in saved)
-    if not replayed(p, _forward(p), x, (o, final, *buffers)):
+    if not replayed(known, _forward(p), x, (o, final, *buffers)):
         with on(p.device):
-            _launch_forward(p, x, o, final, saved)
+            _launch_forward(p, x, o, final, saved, known)
     return Outputs(o, final, buffers)
 
 
@@ -111,7 +111,9 @@ def _forward(p: Problem) -> tuple:
     return ("forward", p.needs_grad and p.disable_recompute)
 
 
-def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: tuple[Workspace, ...]) -> None:
+def _launch_forward(
+    p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: tuple[Workspace, ...], known: KnownCall | None
+) -> None:
     x = with_flat_parameters(given)
     kept = p.needs_grad and p.disable_recompute
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
@@ -128,13 +130,15 @@ def _launch_forward(p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: 
         elif walk is not None:
             run_segmented_scan(c, channels, solved, factors, o, final, walk)
 
-    call = make_call(p, x, _forward(p), memo=p.memo)
+    call = make_call(p, x, _forward(p), known=known)
     spare = *(w.buffer for w in handed), *(walk or ())[1:]
     run(call, kernels, o, final, *(w.buffer for w in saved), spare=spare)
-    remember(call, _forward(p), given)
+    remember(call, given)
 
 
-def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None) -> Inputs:
+def backward(
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Inputs:
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
@@ -174,29 +178,23 @@ def backward(p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfina
             run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with on(p.device):
-        call = make_call(p, x, ("backward", again, kept), do, dfinal)
+        call = make_call(p, x, ("backward", again, kept), do, dfinal, known=known, outside=True)
         run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
 
 
-def decode(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor:
+def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous; the pools are written in place."""
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    with on(p.device):
-        call = make_call(p, with_flat_parameters(x), DECODE, *s, *around, memo=p.memo)
-        run(call, partial(run_decode, o=o), o)
-    if remember(call, DECODE, x):
-        p.memo["again"] = _decode_again
+    if not replayed(known, DECODE, x, s, around, (o,)):
+        with on(p.device):
+            call = make_call(p, with_flat_parameters(x), DECODE, *s, *around, known=known)
+            run(call, partial(run_decode, o=o), o)
+            remember(call, x)
     return o
 
 
-def _decode_again(p: Problem, x: Inputs, s: Slots, around: Around) -> Tensor | None:
-    """The same for another call of the problem; its shortest way."""
-    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    return o if replayed(p, DECODE, x, s, around, (o,)) else None
-
-
-def step(p: Problem, x: Inputs) -> Outputs:
+def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """Token by token: `decode` from the initial states to a pool that gets every sequence's last one."""
     p, x = p._replace(pool=torch.float32), with_flat_parameters(x)
     if x.beta is None:
@@ -212,21 +210,21 @@ def step(p: Problem, x: Inputs) -> Outputs:
     rows = torch.arange(p.N, dtype=torch.int32, device=p.device)
     has = torch.zeros(p.N, dtype=torch.bool, device=p.device) if x.initial_state is None else None
     with on(p.device):
-        call = make_call(p, x, STEP, *Slots(states, rows, rows, has_initial_state=has), memo=p.memo)
+        call = make_call(p, x, STEP, *Slots(states, rows, rows, has_initial_state=has), known=known)
         run(call, partial(run_decode, o=o), o)
     return Outputs(o, states)
 
 
-def prefill(p: Problem, x: Inputs, s: Slots) -> Tensor:
+def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    if not replayed(p, PREFILL, x, s, (o,)):
+    if not replayed(known, PREFILL, x, s, (o,)):
         with on(p.device):
-            _launch_prefill(p, x, s, o)
+            _launch_prefill(p, x, s, o, known)
     return o
 
 
-def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor) -> None:
+def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor, known: KnownCall | None) -> None:
     memory = Workspace(p, *HANDED)
 
     def kernels(c: Call) -> None:
@@ -236,9 +234,9 @@ def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor) -> None:
         if not p.batch_invariant:
             run_decode(c, o)
 
-    call = make_call(p, with_flat_parameters(x), PREFILL, *s, memo=p.memo)
+    call = make_call(p, with_flat_parameters(x), PREFILL, *s, known=known)
     run(call, kernels, o, spare=(memory.buffer,))
-    remember(call, PREFILL, x)
+    remember(call, x)
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:

@@ -1,23 +1,19 @@
 """What the serving ops share: a call is looked at once, and while compiling it is one operator."""
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.runtime import fastcall
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._execute import serve
+from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._options import Options, cast
 from flash_delta.ops._problem import read_lengths
-from flash_delta.ops._remembered import Remembered
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving._slots import describe
 from flash_delta.ops.serving.around import NOTHING
-from flash_delta.problem import Around, Inputs, Problem, Slots
-
-_remembered: Remembered[tuple, tuple[Problem, ModuleType]] = Remembered()
+from flash_delta.problem import Around, Inputs, KnownCall, Slots
 
 # The tensors of the operator, and the fields of Options that the serving ops set.
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", *Slots._fields, *Around._fields)
@@ -46,8 +42,7 @@ WRITTEN = {"state_pool": "Tensor(a!)", "conv_pool": "Tensor(b!)?"}
 def run(
     x: Inputs, s: Slots, options: dict[str, Any], backend: str | Explain | None, around: Around = NOTHING
 ) -> Tensor | Explanation:
-    """``o``. What was found of a call is remembered for those that differ in their tensors' values only: to check a
-    call takes longer than to launch it. ``options``: fields of `Options`, which takes 1 us to make."""
+    """``o``. A call is looked at once (`look_at`). ``options``: fields of `Options`, which takes 1 us to make."""
     if isinstance(backend, Explain):
         return backend.of(describe(x, s, around, Options(**options)))
     if is_traced(x.q):
@@ -56,24 +51,16 @@ def run(
             describe(x, s, around, chosen)
         fields = (getattr(chosen, name) for name in FIELDS)
         return operator(*(given[name] for name in TENSORS), *fields, wished(backend))
-    try:
-        key = (backend, *options.values(), fastcall.key(False, x, s, around))
-        found = _remembered[key]
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
-        found = None
-    if found is None:
-        problem = describe(x, s, around, Options(**options))
-        found = problem, load_backend(choose_backend(problem, backend))
-        _remembered[key] = found
-    problem, module = found
-    again = problem.memo.get("again")
-    if again is not None:  # kernels alone, launched as before
-        o = again(problem, x, s, around)
-        if o is not None:
-            return o
+    known = look_at(_look, False, backend, options, x, s, around)
+    problem = known.problem
     if problem.lengths is not None and problem.packed:  # these are values
         problem = problem._replace(lengths=read_lengths(problem.op, x, None))
-    return serve(problem, module, x, s, around)
+    return serve(problem, known, x, s, around)
+
+
+def _look(wish: str | None, options: dict[str, Any], x: Inputs, s: Slots, around: Around) -> KnownCall:
+    problem = describe(x, s, around, Options(**options))
+    return KnownCall(problem, load_backend(choose_backend(problem, wish)), needs_grad=False)
 
 
 def _type_of(name: str) -> str:

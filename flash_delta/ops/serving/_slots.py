@@ -43,7 +43,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     return p._replace(
         pool=s.state_pool.dtype, checkpoint_every=options.checkpoint_every or 0, max_prompts=options.max_prompts,
         batch_invariant=options.batch_invariant, plain_pool=_is_plain(s.state_pool), taps=taps,
-        window=window, eps=options.eps, activation=options.activation, needs_grad=False, memo={},
+        window=window, eps=options.eps, activation=options.activation, needs_grad=False,
     )  # fmt: skip
 
 

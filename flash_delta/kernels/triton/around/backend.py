@@ -17,7 +17,7 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_token,
 )
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
-from flash_delta.problem import MOST_TAPS, WIDEST_ROW, ConvolutionProblem, Convolved, Normalized, NormProblem
+from flash_delta.problem import MOST_TAPS, WIDEST_ROW, ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
 
 CONVOLVE, TOKEN, NORMALIZE = ("convolve",), ("convolve_token",), ("normalize",)  # kinds of calls
 
@@ -35,24 +35,26 @@ def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
     return None
 
 
-def convolve(p: ConvolutionProblem, x: Convolved) -> tuple[Tensor, Tensor | None]:
+def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``, both contiguous."""
     y = x.x.new_empty(*x.x.shape)  # a torch.Size takes 1 us more than its numbers
     final = x.x.new_empty(p.N, p.D, p.W) if p.output_final_state else None
-    if replayed(p, CONVOLVE, x, (y, final)):
+    if replayed(known, (*CONVOLVE, p.output_final_state), x, (y, final)):
         return y, final
     if not y.numel():  # nothing is launched for nothing
         if final is not None:
             final.copy_(x.initial_state) if x.initial_state is not None else final.zero_()
         return y, final
     with on(p.device):
-        call = make_module_call(p, _aligned(x), (*CONVOLVE, p.output_final_state))
+        call = make_module_call(p, _aligned(x), (*CONVOLVE, p.output_final_state), known=known)
         run(call, lambda c: run_convolve(c, y, final), y, final)
-        remember(call, CONVOLVE, x)
+        remember(call, x)
     return y, final
 
 
-def convolve_backward(p: ConvolutionProblem, x: Convolved, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
+def convolve_backward(
+    p: ConvolutionProblem, x: Convolved, dy: Tensor | None, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Convolved:
     x, dy = _aligned(x), torch.zeros(x.x.shape, dtype=x.x.dtype, device=p.device) if dy is None else _unit(dy)
     d = Convolved(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:4]))
     if not dy.numel():
@@ -61,7 +63,7 @@ def convolve_backward(p: ConvolutionProblem, x: Convolved, dy: Tensor | None, df
             d.initial_state.copy_(dfinal)
         return d
     with on(p.device):
-        call = make_module_call(p, x, ("convolve_backward",), dy, dfinal)
+        call = make_module_call(p, x, ("convolve_backward",), dy, dfinal, known=known)
         rows = p.W + (x.bias is not None)
         parts = torch.empty(count_parts(call), rows, p.D, dtype=torch.float32, device=p.device)
 
@@ -73,36 +75,36 @@ def convolve_backward(p: ConvolutionProblem, x: Convolved, dy: Tensor | None, df
     return d
 
 
-def convolve_token(p: ConvolutionProblem, x: Convolved) -> Tensor:
+def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
     """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
     y = x.x.new_empty(*x.x.shape)
-    if replayed(p, TOKEN, x, (y,)) or not y.numel():
+    if replayed(known, TOKEN, x, (y,)) or not y.numel():
         return y
     with on(p.device):
-        call = make_module_call(p, _with_whole_parameters(x), TOKEN)
+        call = make_module_call(p, _with_whole_parameters(x), TOKEN, known=known)
         run(call, lambda c: run_convolve_token(c, y), y)
-        remember(call, TOKEN, x)
+        remember(call, x)
     return y
 
 
-def normalize(p: NormProblem, x: Normalized) -> Tensor:
+def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> Tensor:
     y = x.x.new_empty(*x.x.shape)
-    if replayed(p, NORMALIZE, x, (y,)) or not y.numel():
+    if replayed(known, NORMALIZE, x, (y,)) or not y.numel():
         return y
     rows = y.view(-1, p.D)
     with on(p.device):
-        call = make_module_call(p, _rows(x), NORMALIZE)
+        call = make_module_call(p, _rows(x), NORMALIZE, known=known)
         run(call, lambda c: run_normalize(c, rows), rows)
-        remember(call, NORMALIZE, x)
+        remember(call, x)
     return y
 
 
-def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor) -> Normalized:
+def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:
     shape, x, dy = x.x.shape, _rows(x), _unit(dy.reshape(-1, p.D))
     d = Normalized(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
     if dy.numel():
         with on(p.device):
-            call = make_module_call(p, x, ("normalize_backward",), dy)
+            call = make_module_call(p, x, ("normalize_backward",), dy, known=known)
             parts = torch.empty(count_row_parts(call), 1, p.D, dtype=torch.float32, device=p.device)
 
             def kernels(c: Call) -> None:

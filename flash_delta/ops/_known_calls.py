@@ -1,0 +1,75 @@
+"""The one memory of calls: what was found of a call holds for all that differ from it in their tensors' values only.
+
+To check a call, and to choose its backend, takes longer than to launch it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from flash_delta.kernels.runtime import fastcall
+from flash_delta.problem import KnownCall
+
+MOST = 512  # calls of a generation; each takes some kilobytes
+
+
+class Remembered(dict):
+    """By all that can change what is found; ``remembered[key]`` is None of a call that is not known.
+
+    There are two generations: these items, and those of the ``old`` one, which come back when they are asked for. When
+    there are too many, these become the old ones, and what of those was not asked for all the while is forgotten, one
+    for every call that is remembered from then on: so a call that comes again and again stays, however many others
+    come in between, nothing is ever forgotten in one go, and to find a call takes no more than a look into a dict.
+    """
+
+    def __init__(self) -> None:
+        self.old: dict[Any, Any] = {}
+        self.forgotten: list[Any] = []
+
+    def __missing__(self, key: Any) -> Any:
+        found = self.old.get(key)
+        if found is not None:
+            self[key] = found
+        return found
+
+    def __setitem__(self, key: Any, found: Any) -> None:
+        if len(self) >= MOST:
+            self.forgotten += self.old.values()
+            self.old = dict(self)
+            super().clear()
+        super().__setitem__(key, found)
+        del self.forgotten[-1:]
+
+    def clear(self) -> None:
+        super().clear()
+        self.old = {}
+
+
+calls = Remembered()
+
+
+def look_at(
+    make: Callable[..., KnownCall],
+    gradients: bool,
+    wish: Any,
+    options: dict[str, Any],
+    *groups: tuple[Tensor | None, ...],
+) -> KnownCall:
+    """The known call, or what ``make(wish, options, *groups)`` finds, which is remembered.
+
+    Args:
+        make: checks the call and chooses its backend; raises ValueError for what is wrong.
+        gradients: whether autograd is on.
+        wish: the backend that the caller asks for, and what else decides beside options and tensors.
+        options: always the same names in the same order for an op, which is one of the values.
+        groups: the call's tensors, as named tuples.
+    """
+    try:
+        key = (wish, *options.values(), fastcall.key(gradients, *groups))
+        found = calls[key]
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
+        return make(wish, options, *groups)
+    if found is None:
+        found = calls[key] = make(wish, options, *groups)
+    return found
