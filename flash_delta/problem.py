@@ -4,7 +4,7 @@ The first of the library's four nouns. ``ops`` makes a :class:`Problem` once per
 arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and nothing is imported but torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -170,6 +170,7 @@ class KnownCall:
     backend: ModuleType  # that runs it
     needs_grad: bool
     launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend found, and keeps there
+    again: Callable[..., Tensor | None] | None = None  # runs a serving call as before: (known, x, slots, around) -> o
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:

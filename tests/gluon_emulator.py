@@ -322,9 +322,9 @@ def launch(kernel, grid, *arguments, **constants):
 def take_every_call(monkeypatch, forward):
     """``forward`` in the place of the Hopper backend's, and that backend as the choice of every call."""
     from flash_delta.kernels.hopper import backend
-    from flash_delta.ops import _backend, _execute
+    from flash_delta.ops import _backend, _function
 
-    taken = SimpleNamespace(forward=forward, backward=backend.backward, unsupported=lambda p: None)
-    for place in (_backend, _execute):
+    taken = SimpleNamespace(forward=lambda p, x, known: forward(p, x), backward=backend.backward, unsupported=lambda p: None)
+    for place in (_backend, _function):
         monkeypatch.setattr(place, "load_backend", lambda name: taken)
     monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)

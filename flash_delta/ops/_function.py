@@ -33,11 +33,12 @@ def run(
         o, final_state, states = call_operator(problem, x, wished(backend))
     else:
         if has_tangents() or not getattr(x.q, "is_cuda", False):
-            known = _look((backend, bounds is None), options, x, bounds)
+            known = _look((backend,), options, x, bounds)
             problem = known.problem
         else:
             make = _look if bounds is None else partial(_look, bounds=bounds)
-            known = look_at(make, torch.is_grad_enabled(), (backend, bounds is None), options, x)
+            given = (backend, bounds is None, *options.values())
+            known = look_at(make, torch.is_grad_enabled(), given, options, x)
             problem = known.problem
             if bounds is not None:  # these are values
                 problem = problem._replace(lengths=read_lengths(problem.op, x, bounds))
@@ -53,10 +54,10 @@ def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:
     return describe(x, cast(Options(**options)), bounds)
 
 
-def _look(wish: tuple[str | None, bool], options: dict[str, Any], x: Inputs, bounds: Bounds = None) -> KnownCall:
-    """``wish``: the backend that is asked for, and whether the host knows no bounds."""
+def _look(given: tuple[Any, ...], options: dict[str, Any], x: Inputs, bounds: Bounds = None) -> KnownCall:
+    """``given``: first the backend that is asked for."""
     problem = problem_of(x, options, bounds)
-    return KnownCall(problem, load_backend(choose_backend(problem, wish[0])), problem.needs_grad)
+    return KnownCall(problem, load_backend(choose_backend(problem, given[0])), problem.needs_grad)
 
 
 class DeltaRule(torch.autograd.Function):

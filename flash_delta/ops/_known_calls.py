@@ -52,24 +52,24 @@ calls = Remembered()
 def look_at(
     make: Callable[..., KnownCall],
     gradients: bool,
-    wish: Any,
-    options: dict[str, Any],
+    given: tuple[Any, ...],
+    options: dict[str, Any] | None,
     *groups: tuple[Tensor | None, ...],
 ) -> KnownCall:
-    """The known call, or what ``make(wish, options, *groups)`` finds, which is remembered.
+    """The known call, or what ``make(given, options, *groups)`` finds, which is remembered.
 
     Args:
         make: checks the call and chooses its backend; raises ValueError for what is wrong.
         gradients: whether autograd is on.
-        wish: the backend that the caller asks for, and what else decides beside options and tensors.
-        options: always the same names in the same order for an op, which is one of the values.
+        given: all that decides about the call beside its tensors: the op, the backend that is asked for, options.
+        options: the same options by name, for ``make``.
         groups: the call's tensors, as named tuples.
     """
     try:
-        key = (wish, *options.values(), fastcall.key(gradients, *groups))
+        key = (given, fastcall.key(gradients, *groups))
         found = calls[key]
     except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
-        return make(wish, options, *groups)
+        return make(given, options, *groups)
     if found is None:
-        found = calls[key] = make(wish, options, *groups)
+        found = calls[key] = make(given, options, *groups)
     return found

@@ -32,15 +32,14 @@ def convolve(
     x: Convolved, activation: str | None, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and the final state ``[N, D, W]`` or None."""
-    options = {"describe": _describe_convolution, "op": "causal_conv1d", "activation": activation,
-               "final": output_final_state}  # fmt: skip
+    given = (backend, _describe_convolution, "causal_conv1d", activation, output_final_state)
     if is_traced(x.x):
-        p = _describe(options, x)
+        p = _describe(given, x)
         if not _is_operator(p, x, backend):
             return in_torch.convolve(p, x)
         y, *final = library.convolve(*x, *library.options(p), wished(backend))
         return y, final[0] if output_final_state else None
-    known = _look_at(backend, options, x)
+    known = _look_at(given, x)
     if x.cu_seqlens is not None:  # these are values, which no one remembers
         check_bounds("causal_conv1d", x)
     if _differentiates(known):
@@ -50,9 +49,9 @@ def convolve(
 
 def convolve_token(x: Convolved, activation: str | None, backend: str | None) -> Tensor:
     """Of a token ``x [N, D]`` its y; the state moves on in place, and no gradient reaches it."""
-    options = {"describe": _describe_token, "op": "causal_conv1d_update", "activation": activation}
+    given = (backend, _describe_token, "causal_conv1d_update", activation)
     traced = is_traced(x.x)
-    known = None if traced else _look_at(backend, options, x)
+    known = None if traced else _look_at(given, x)
     if needs_gradient(x) if traced else known.needs_grad:
         state = x.initial_state.detach()
         row = x._replace(x=x.x.unsqueeze(1), initial_state=state.clone())
@@ -61,7 +60,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
         return y.squeeze(1)
     if not traced:
         return known.backend.convolve_token(known.problem, x, known)
-    p = _describe(options, x)
+    p = _describe(given, x)
     if not _is_operator(p, x, backend):
         return in_torch.convolve_token(p, x)
     return library.convolve_token(x.x, x.initial_state, x.weight, x.bias, p.op, activation, wished(backend))
@@ -69,35 +68,34 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
 
 def normalize(x: Normalized, op: str, activation: str | None, eps: float, backend: str | None) -> Tensor:
     """In x's shape and dtype."""
-    options = {"describe": _describe_norm, "op": op, "activation": activation, "eps": eps}
+    given = (backend, _describe_norm, op, activation, eps)
     if is_traced(x.x):
-        p = _describe(options, x)
+        p = _describe(given, x)
         if not _is_operator(p, x, backend):
             return in_torch.normalize(p, x)
         return library.normalize(*x, *library.options(p), wished(backend))[0]
-    known = _look_at(backend, options, x)
+    known = _look_at(given, x)
     if _differentiates(known):
         return Normalize.apply(known, *x)
     return known.backend.normalize(known.problem, x, known)
 
 
-def _look_at(wish: str | None, options: dict[str, Any], x: Convolved | Normalized) -> KnownCall:
-    if has_tangents():
-        return _look(wish, options, x)
-    return look_at(_look, torch.is_grad_enabled(), wish, options, x)
+def _look_at(given: tuple[Any, ...], x: Convolved | Normalized) -> KnownCall:
+    """``given``: the backend that is asked for, who describes the call, and what else he wants to know."""
+    return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)
 
 
-def _look(wish: str | None, options: dict[str, Any], x: Convolved | Normalized) -> KnownCall:
-    p = _describe(options, x)
-    module = load_modules(choose_backend(p, wish, load_modules))
+def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
+    p = _describe(given, x)
+    module = load_modules(choose_backend(p, given[0], load_modules))
     if module is not in_torch:
         refuse_transforms(p.op, x._fields, x)
     return KnownCall(p, module, needs_gradient(x))
 
 
-def _describe(options: dict[str, Any], x: Convolved | Normalized) -> ConvolutionProblem | NormProblem:
-    describe, *values = options.values()
-    return describe(x, *values)
+def _describe(given: tuple[Any, ...], x: Convolved | Normalized) -> ConvolutionProblem | NormProblem:
+    _, describe, *options = given
+    return describe(x, *options)
 
 
 def _differentiates(known: KnownCall) -> bool:
