@@ -324,7 +324,9 @@ def take_every_call(monkeypatch, forward):
     from flash_delta.kernels.hopper import backend
     from flash_delta.ops import _backend, _function
 
-    taken = SimpleNamespace(forward=lambda p, x, known: forward(p, x), backward=backend.backward, unsupported=lambda p: None)
+    taken = SimpleNamespace(
+        forward=lambda p, x, known: forward(p, x), backward=backend.backward, unsupported=lambda p: None
+    )
     for place in (_backend, _function):
         monkeypatch.setattr(place, "load_backend", lambda name: taken)
     monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)

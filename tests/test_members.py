@@ -13,8 +13,8 @@ import torch
 from flash_delta.ops._backend import load_backend
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._options import Options
-from flash_delta.ops._problem import make_problem
-from flash_delta.problem import Inputs, Problem
+from flash_delta.ops._problem import describe
+from flash_delta.problem import Inputs, KnownCall, Problem
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import assert_accurate
 
@@ -33,7 +33,7 @@ def inputs(gate: str, erase: str | None, own: bool) -> Inputs:
 
 
 def problem(x: Inputs, gate: str, erase: str | None, steps: bool) -> Problem:
-    return make_problem(x, Options("a call", gate, erase, optional_beta=True, recurrent=steps)._asdict(), None)
+    return describe(x, Options("a call", gate, erase, optional_beta=True, recurrent=steps), None)
 
 
 def check(name: str, gate: str, erase: str | None, own: bool, steps: bool) -> bool:
@@ -42,9 +42,10 @@ def check(name: str, gate: str, erase: str | None, own: bool, steps: bool) -> bo
     p = problem(x, gate, erase, steps)._replace(needs_grad=True)
     if load_backend(name).unsupported(p) is not None:
         return False
-    out = forward(p, name, x)
+    known = KnownCall(p, load_backend(name), needs_grad=True)
+    out = forward(p, known, x)
     do, dfinal = torch.randn_like(out.o), torch.randn_like(out.final_state)
-    got = {"o": out.o, "state": out.final_state} | backward(p, name, x, out.saved, do, dfinal)._asdict()
+    got = {"o": out.o, "state": out.final_state} | backward(p, known, x, out.saved, do, dfinal)._asdict()
     wide = Inputs(*(None if t is None else t.double().requires_grad_() for t in x))
     o, state = recurrent(*wide[:6], erase=erase, initial_state=wide.initial_state)
     leaves = {n: t for n, t in wide._asdict().items() if t is not None}
