@@ -168,9 +168,9 @@ def test_what_a_backend_can_foresee_is_saved(monkeypatch):
     want, saved = run(MEMBERS["gdn"], x), []
     keep = backend.backward
 
-    def backward(problem, x, tensors, do, dfinal):
+    def backward(problem, x, tensors, do, dfinal, known):
         saved.append(tensors)
-        return keep(problem, x, tensors, do, dfinal)
+        return keep(problem, x, tensors, do, dfinal, known)
 
     def empty_saved(p, x):  # T = 150 is one segment: the state at its start
         return (x.v.new_empty(p.B, p.H, p.HV // p.H, p.K, p.V),)

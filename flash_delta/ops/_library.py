@@ -10,6 +10,8 @@ fresh tensors with the shapes, strides and dtypes of its ``Outputs.saved``, made
 ``problem.lengths``, whose values no tracer knows). Without it nothing is saved, and backward computes it again.
 """
 
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._execute import backward, forward
+from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._problem import read_lengths
 from flash_delta.problem import Inputs, KnownCall, Problem
 
@@ -54,9 +57,8 @@ def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor
 def delta_rule(*args: Any) -> list[Tensor]:
     """``[o, final_state, *saved]``, with ``keep_states`` the chunk states before what is saved."""
     x, cu_seqlens_cpu, options = _split(args)
-    problem, backend = _describe(x, read_lengths(options[0], x, cu_seqlens_cpu), options)
-    known = KnownCall(problem, load_backend(backend), problem.needs_grad)
-    out = forward(problem._replace(needs_grad=_saves(problem, backend)), known, x)
+    problem, known = _look_at(x, cu_seqlens_cpu, options)
+    out = forward(problem._replace(needs_grad=_saves(problem, known.backend)), known, x)
     results = (out.o, out.final_state, out.states)
     return [t.contiguous() for t in results if t is not None] + list(out.saved)
 
@@ -71,7 +73,7 @@ def _(*args: Any) -> list[Tensor]:
         if problem.packed:  # only the bounds' values would tell
             chunks = torch.library.get_ctx().new_dynamic_size()
         results.append(x.v.new_empty(problem.B, chunks, problem.HV, problem.K, problem.V))
-    return results + (list(load_backend(backend).empty_saved(problem, x)) if _saves(problem, backend) else [])
+    return results + (list(backend.empty_saved(problem, x)) if _saves(problem, backend) else [])
 
 
 @torch.library.custom_op(
@@ -82,8 +84,7 @@ def _(*args: Any) -> list[Tensor]:
 def delta_rule_backward(*args: Any) -> list[Tensor]:
     """The gradients of the inputs that are there. It has no derivative of its own, and autograd says so."""
     x, cu_seqlens_cpu, (saved, do, dfinal, *options) = _split(args)
-    problem, backend = _describe(x, read_lengths(options[0], x, cu_seqlens_cpu), options)
-    known = KnownCall(problem, load_backend(backend), problem.needs_grad)
+    problem, known = _look_at(x, cu_seqlens_cpu, options)
     gradients = backward(problem, known, x, tuple(saved), do, dfinal)
     return [d.contiguous() for t, d in zip(x[:-1], gradients[:-1], strict=True) if t is not None]
 
@@ -118,7 +119,19 @@ def _split(args: tuple) -> tuple[Inputs, Tensor | None, tuple]:
     return Inputs(*args[:COUNT]), args[COUNT], args[COUNT + 1 :]
 
 
-def _describe(x: Inputs, lengths: tuple[int, ...] | None, options: tuple) -> tuple[Problem, str]:
+def _look_at(x: Inputs, cu_seqlens_cpu: Tensor | None, options: tuple) -> tuple[Problem, KnownCall]:
+    """One known call for forward and backward; lengths are values, which nobody remembers."""
+    lengths = read_lengths(options[0], x, cu_seqlens_cpu)
+    known = look_at(partial(_look, lengths), False, (delta_rule, lengths is None, *options), None, x)
+    return known.problem._replace(lengths=lengths), known
+
+
+def _look(lengths: tuple[int, ...] | None, given: tuple, _: None, x: Inputs) -> KnownCall:
+    problem, backend = _describe(x, lengths, given[2:])
+    return KnownCall(problem, backend, problem.needs_grad)
+
+
+def _describe(x: Inputs, lengths: tuple[int, ...] | None, options: tuple) -> tuple[Problem, ModuleType]:
     """The Problem that was taken apart for the operator, and its backend."""
     (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
     *values, wish = options
@@ -127,7 +140,7 @@ def _describe(x: Inputs, lengths: tuple[int, ...] | None, options: tuple) -> tup
         device=x.q.device, erase_keys=x.p is not None, lengths=lengths, packed=packed,
         **dict(zip(FIELDS, values, strict=True)),
     )  # fmt: skip
-    return problem, choose_backend(problem, wish)
+    return problem, load_backend(choose_backend(problem, wish))
 
 
 def _some_lengths(x: Inputs, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...] | None:
@@ -136,6 +149,6 @@ def _some_lengths(x: Inputs, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...] |
     return () if known else None
 
 
-def _saves(problem: Problem, backend: str) -> bool:
+def _saves(problem: Problem, backend: ModuleType) -> bool:
     """``step`` saves nothing, and what a tracer cannot foresee is not saved either."""
-    return problem.needs_grad and not problem.recurrent and hasattr(load_backend(backend), "empty_saved")
+    return problem.needs_grad and not problem.recurrent and hasattr(backend, "empty_saved")

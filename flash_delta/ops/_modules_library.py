@@ -4,14 +4,14 @@ An operator takes a call's tensors and the plain fields of its problem; the rest
 """
 
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_modules
-from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
+from flash_delta.ops._known_calls import look_at
+from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
 
 CONVOLUTION = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens"
 CONVOLUTION_OPTIONS = "str op, str? activation, bool output_final_state, str? backend"
@@ -31,6 +31,10 @@ def describe_convolution(x: Convolved, op: str, activation: str | None, final: b
     )
 
 
+def _describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
+    return describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, False)
+
+
 def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
     return NormProblem(op, x.x.shape[-1], _widest(x), x.x.device, eps, activation)
 
@@ -41,32 +45,39 @@ def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
-def _kernels(p: ConvolutionProblem | NormProblem, wish: str | None) -> ModuleType:
-    return load_modules(choose_backend(p, wish or "triton", load_modules))
+def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tuple, wish: str | None) -> KnownCall:
+    """One known call for forward and backward."""
+    return look_at(_look, False, (wish or "triton", describe, *fields), None, x)
+
+
+def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
+    wish, describe, *fields = given
+    p = describe(x, *fields)
+    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules)), needs_grad=False)
 
 
 def _convolve(*args: Any) -> list[Tensor]:
     x, (*fields, wish) = Convolved(*args[:5]), args[5:]
-    p = describe_convolution(x, *fields)
-    return [t for t in _kernels(p, wish).convolve(p, x) if t is not None]
+    known = _look_at(describe_convolution, x, fields, wish)
+    return [t for t in known.backend.convolve(known.problem, x, known) if t is not None]
 
 
 def _convolve_backward(*args: Any) -> list[Tensor]:
     x, (dy, dfinal, *fields, wish) = Convolved(*args[:5]), args[5:]
-    p = describe_convolution(x, *fields)
-    return [d for d in _kernels(p, wish).convolve_backward(p, x, dy, dfinal) if d is not None]
+    known = _look_at(describe_convolution, x, fields, wish)
+    return [d for d in known.backend.convolve_backward(known.problem, x, dy, dfinal, known) if d is not None]
 
 
 def _normalize(*args: Any) -> list[Tensor]:
     x, (*fields, wish) = Normalized(*args[:3]), args[3:]
-    p = describe_norm(x, *fields)
-    return [_kernels(p, wish).normalize(p, x)]
+    known = _look_at(describe_norm, x, fields, wish)
+    return [known.backend.normalize(known.problem, x, known)]
 
 
 def _normalize_backward(*args: Any) -> list[Tensor]:
     x, (dy, *fields, wish) = Normalized(*args[:3]), args[3:]
-    p = describe_norm(x, *fields)
-    return [d for d in _kernels(p, wish).normalize_backward(p, x, dy) if d is not None]
+    known = _look_at(describe_norm, x, fields, wish)
+    return [d for d in known.backend.normalize_backward(known.problem, x, dy, known) if d is not None]
 
 
 def _fake_convolve(*args: Any) -> list[Tensor]:
@@ -127,8 +138,8 @@ normalize = _define(
 def convolve_token(*args: Any) -> Tensor:
     token, state, weight, bias, op, activation, wish = args
     x = Convolved(token, weight, bias, state)
-    p = describe_convolution(x._replace(x=token.unsqueeze(1)), op, activation, False)
-    return _kernels(p, wish).convolve_token(p, x)
+    known = _look_at(_describe_token, x, (op, activation), wish)
+    return known.backend.convolve_token(known.problem, x, known)
 
 
 @convolve_token.register_fake
