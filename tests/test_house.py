@@ -34,6 +34,13 @@ MAY_IMPORT = {
     "compiler": {"kernels", "reference", "problem"},
     "cli": {"training", "models", "ops", "testing", "bench", "compiler"},
 }
+# Inside of kernels the same, of its own rooms.
+KERNELS_MAY_IMPORT = {
+    "device": set(),
+    "runtime": {"device"},
+    "triton": {"runtime", "device"},
+    "hopper": {"runtime", "device", "triton"},
+}
 PRIVATE = {"kda", "gated_delta_rule", "simple_gla", "comba", "delta_rule", "serving"}  # ops do not import each other
 THIRD_PARTY = {
     "problem": {"torch"},
@@ -46,7 +53,7 @@ THIRD_PARTY = {
     "integrations": {"torch"},
 }
 
-FILE_LINES, FUNCTION_LINES = 250, 50
+FILE_LINES, FUNCTION_LINES, FILES_OF_A_FOLDER = 250, 50, 16
 KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, which cannot call its pieces by name
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 
@@ -109,6 +116,42 @@ def test_budgets_of_c():
         lines = path.read_text().splitlines()
         assert len(lines) <= FILE_LINES, path
         assert max(map(len, lines)) <= 120, path
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_layering_of_kernels(path):
+    here = path.relative_to(PACKAGE / "kernels").parts[0]
+    for name in imports(path):
+        rest = name.removeprefix("flash_delta.kernels").split(".")[1:]
+        if name.startswith("flash_delta.kernels.") and rest[0] in KERNELS_MAY_IMPORT:
+            assert rest[0] == here or rest[0] in KERNELS_MAY_IMPORT[here], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(ROOT)))
+def test_folders_are_small(folder):
+    files = [path for path in folder.iterdir() if path.is_file() and path.name not in ("__init__.py", "README.md")]
+    assert len(files) <= FILES_OF_A_FOLDER
+
+
+def test_no_module_imports_itself_through_others():
+    """Also where only a type checker looks."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+    modules = set(names.values())
+    needs = {
+        name: {n for n in imports(path) if n in modules and n != name and not name.startswith(f"{n}.")}
+        for path, name in names.items()
+    }
+    done: set[str] = set()
+
+    def follow(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for other in sorted(needs[name]):
+                follow(other, (*way, name))
+            done.add(name)
+
+    for name in needs:
+        follow(name, ())
 
 
 def test_no_kwargs_in_ops():

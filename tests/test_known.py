@@ -160,6 +160,15 @@ def test_nothing_is_kept(c):
         gc.collect()  # what torch's subclasses leave
         return sys.getallocatedblocks()
 
+    def leaked():
+        """By torch itself: 2.11 forgets the class of a subclass that is asked whether it is contiguous."""
+        count = sys.getrefcount(Strange)
+        for _ in range(10):
+            strange.is_contiguous()
+        return sys.getrefcount(Strange) > count
+
+    if leaked():
+        held = held[:-1]
     before, blocks = counts(), calls(100)
     assert calls(2000) - blocks < 1000
     assert counts() == before

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flash_delta.ops._backend import load_backend
+from flash_delta.ops._check.options import Options
+from flash_delta.ops._check.rule import describe
 from flash_delta.ops._execute import backward, forward
-from flash_delta.ops._options import Options
-from flash_delta.ops._problem import describe
 from flash_delta.problem import Inputs, KnownCall, Problem
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import assert_accurate

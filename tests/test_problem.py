@@ -11,7 +11,7 @@ import flash_delta
 from flash_delta.modules import causal_conv1d
 from flash_delta.ops import _backend, _function, _known_calls
 from flash_delta.ops._backend import ENVIRONMENT
-from flash_delta.ops._options import Options
+from flash_delta.ops._check.options import Options
 from flash_delta.problem import Inputs
 from flash_delta.reference import backend
 from flash_delta.testing import CASES, MEMBERS, make_inputs

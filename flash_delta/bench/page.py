@@ -65,9 +65,7 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     markdown, page = docs / "benchmarks.md", docs / "benchmarks.html"
     markdown.write_text(_markdown(groups), encoding="utf-8")
     sections = [_section(folder, group) for folder, group in groups]
-    html = render(
-        Path(__file__).parent / "page.html.j2", title="flash_delta beside its peers", how=HOW, sections=sections
-    )
+    html = render("benchmarks.html.j2", title="flash_delta beside its peers", how=HOW, sections=sections)
     page.write_text(html, encoding="utf-8")
     return [markdown, page]
 

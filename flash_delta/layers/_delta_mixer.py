@@ -14,7 +14,7 @@ from flash_delta.layers.documents import forget_at_starts, read_documents
 from flash_delta.layers.packing import Packing, check_width
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import ShortConvolution
-from flash_delta.ops._options import as_bool, as_float, as_size
+from flash_delta.ops._check.options import as_bool, as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 # Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from flash_delta.layers.documents import read_documents
 from flash_delta.layers.packing import check_inputs, check_positions, check_width
 from flash_delta.layers.state import AttentionState
-from flash_delta.ops._options import as_float, as_size
+from flash_delta.ops._check.options import as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 

@@ -11,7 +11,7 @@ from flash_delta.layers._delta_mixer import DeltaMixer
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm, RMSNorm
 from flash_delta.ops import chunk_gated_delta_rule, fused_gdn_gate, fused_recurrent_gated_delta_rule
-from flash_delta.ops._options import as_bool
+from flash_delta.ops._check.options import as_bool
 
 
 class GatedDeltaNet(DeltaMixer):

@@ -13,7 +13,7 @@ from flash_delta.layers._delta_mixer import DeltaMixer
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm
 from flash_delta.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
-from flash_delta.ops._options import as_bool, as_lower_bound
+from flash_delta.ops._check.options import as_bool, as_lower_bound
 
 
 class KimiDeltaAttention(DeltaMixer):

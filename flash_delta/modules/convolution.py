@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flash_delta.ops._check.around import check_documents
+from flash_delta.ops._check.options import as_bool, as_size, refuse
 from flash_delta.ops._modules import Convolved, convolve, convolve_token
-from flash_delta.ops._modules_checks import check_documents
-from flash_delta.ops._options import as_bool, as_size, refuse
 
 
 def causal_conv1d(

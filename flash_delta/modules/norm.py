@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flash_delta.ops._check.options import as_eps, as_size
 from flash_delta.ops._modules import Normalized, normalize
-from flash_delta.ops._options import as_eps, as_size
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation
+from flash_delta.ops._check.options import as_bool, refuse
+from flash_delta.ops._check.rule import check_shape, refuse_unless_none
 from flash_delta.ops._function import problem_of, run
-from flash_delta.ops._options import as_bool, refuse
-from flash_delta.ops._problem import check_shape, refuse_unless_none
 from flash_delta.problem import Inputs
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.problem import KnownCall
 
-MOST = 512  # calls of a generation; each takes some kilobytes
+MOST = 1024  # calls of a generation; each takes some kilobytes
 
 
 class Remembered(dict):

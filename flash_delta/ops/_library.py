@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_backend
+from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._problem import read_lengths
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 COUNT = len(Inputs._fields)

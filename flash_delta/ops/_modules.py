@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
+from flash_delta.ops._check.around import check_bounds, check_convolution, check_norm, check_token
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._modules_checks import check_bounds, check_convolution, check_norm, check_token
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import (
     MOST_TAPS,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flash_delta.ops._check.rule import state_layout
 from flash_delta.ops._context import Context, run_chunks
-from flash_delta.ops._problem import state_layout
 from flash_delta.problem import Inputs
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from flash_delta.ops._options import as_float, refuse
-from flash_delta.ops._problem import DTYPES, check_shape
+from flash_delta.ops._check.options import as_float, refuse
+from flash_delta.ops._check.rule import DTYPES, check_shape
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 __all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._context import Context, run_chunks
-from flash_delta.ops._function import run
-from flash_delta.ops._problem import (
+from flash_delta.ops._check.rule import (
     check_shape,
     refuse_head_first,
     refuse_unless_none,
     state_layout,
 )
+from flash_delta.ops._context import Context, run_chunks
+from flash_delta.ops._function import run
 from flash_delta.problem import Inputs
 
 

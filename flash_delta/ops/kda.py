@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flash_delta.ops._check.options import as_bool, as_int, refuse
+from flash_delta.ops._check.rule import refuse_unless_none, state_layout
 from flash_delta.ops._context import Context, run_split
 from flash_delta.ops._function import problem_of, run
-from flash_delta.ops._options import as_bool, as_int, refuse
-from flash_delta.ops._problem import refuse_unless_none, state_layout
 from flash_delta.problem import Inputs
 
 

@@ -24,10 +24,10 @@ def picture(title: str, reading: str, draw: Callable[[], Figure]) -> Picture:
     return Picture(title, reading, _data_url(draw, "default"), _data_url(draw, "dark_background"))
 
 
-def render(template: Path, **values: Any) -> str:
-    """A template that extends ``base.html.j2`` of this folder."""
-    templates = Environment(loader=FileSystemLoader([template.parent, Path(__file__).parent]), autoescape=True)
-    return templates.get_template(template.name).render(**values)
+def render(template: str, **values: Any) -> str:
+    """A template of this folder, which extends ``base.html.j2``."""
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    return templates.get_template(template).render(**values)
 
 
 def _data_url(draw: Callable[[], Figure], scheme: str) -> str:

@@ -26,20 +26,16 @@ goes on to the right (B, r and Phi, o), twice if it ends here (r and Phi, only f
 and o); everything else once, and everything once backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from flash_delta.parallel.part import Part
 from flash_delta.problem import Inputs
-
-if TYPE_CHECKING:
-    from flash_delta.parallel.context import ContextParallel
 
 LocalRun = Callable[[Inputs, "Sequence[int] | None"], tuple[Tensor, Tensor]]  # the op: inputs, bounds -> o, final_state
 OF_TOKENS = ("q", "k", "v", "g", "beta", "p")
@@ -52,7 +48,7 @@ class Response(NamedTuple):
     Phi: Tensor  # [HV, K, K]
 
 
-def delta_rule(context: ContextParallel, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
+def delta_rule(context: Part, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [1, T, HV, V], final_state [N, HV, K, V])`` of this rank's tokens and sequences.
 
     Args:
@@ -89,9 +85,7 @@ class _Crossing(torch.autograd.Function):
     """Lets o and the final states through; backward, adds to the last one's gradient what comes from the right."""
 
     @staticmethod
-    def forward(
-        ctx, context: ContextParallel, between: Tensor, r: Tensor | None, Phi: Tensor | None, o: Tensor, final: Tensor
-    ):
+    def forward(ctx, context: Part, between: Tensor, r: Tensor | None, Phi: Tensor | None, o: Tensor, final: Tensor):
         ctx.context, ctx.map = context, (final.shape[1:], final.dtype, final.device)
         ctx.save_for_backward(between, r, Phi)
         ctx.set_materialize_grads(False)
@@ -116,7 +110,7 @@ class _Crossing(torch.autograd.Function):
         return None, None, None, None, do, dfinal
 
 
-def _cut(context: ContextParallel, x: Inputs) -> tuple[Inputs | None, tuple[Inputs, Sequence[int]] | None]:
+def _cut(context: Part, x: Inputs) -> tuple[Inputs | None, tuple[Inputs, Sequence[int]] | None]:
     """The head, as a batch of one, and the other sequences with their bounds; None for what there is not."""
     if not context.continued:
         return None, (x, context.bounds)
@@ -138,7 +132,7 @@ def _cut(context: ContextParallel, x: Inputs) -> tuple[Inputs | None, tuple[Inpu
 
 
 def _summarize(
-    context: ContextParallel, run: LocalRun, head: Inputs | None, x: Inputs, last: Tensor | None
+    context: Part, run: LocalRun, head: Inputs | None, x: Inputs, last: Tensor | None
 ) -> tuple[Tensor, Response | None]:
     """The map [HV, K, K + V] of a state through this rank; ``last`` is that of a sequence that begins here and goes on.
 

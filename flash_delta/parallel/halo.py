@@ -7,17 +7,13 @@ as many from its left neighbour as that one has, and goes on to the left until i
 start. Backward, every rank sends the gradient of what it took, and adds to its own last inputs what others took there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from flash_delta.parallel.context import ContextParallel
+from flash_delta.parallel.part import Part
 
 
 class Halo:
@@ -31,7 +27,7 @@ class Halo:
         size: W.
     """
 
-    def __init__(self, context: ContextParallel, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int):
+    def __init__(self, context: Part, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int):
         self.context, self.size = context, size
         self.xs = tuple(xs)
         N = len(context.sequences)
@@ -50,24 +46,24 @@ class Halo:
         return results[: len(self.xs)], results[len(self.xs) :]
 
 
-def _tail(context: ContextParallel, W: int, x: Tensor, state: Tensor) -> Tensor:
+def _tail(context: Part, W: int, x: Tensor, state: Tensor) -> Tensor:
     """Of x [T, D], states [N, D, W] the last W inputs of the sequence that goes on; if none does, nobody reads them."""
     own = _own(context, W)
     before = state[-1].mT.to(x.dtype) if _begins_here(context) else x.new_zeros(W, x.shape[-1])
     return torch.cat([before, x[len(x) - own :]])[-W:]
 
 
-def _begins_here(context: ContextParallel) -> bool:
+def _begins_here(context: Part) -> bool:
     """Whether there is a sequence that goes on to the right and does not come from the left."""
     return context.continues and len(context.sequences) > context.continued
 
 
-def _own(context: ContextParallel, W: int) -> int:
+def _own(context: Part, W: int) -> int:
     """How many inputs of this rank are among the last W of the sequence that goes on."""
     return min(W, context.tokens - context.bounds[-2]) if context.continues else 0
 
 
-def _taken(context: ContextParallel, rank: int, W: int) -> list[tuple[int, slice, slice]]:
+def _taken(context: Part, rank: int, W: int) -> list[tuple[int, slice, slice]]:
     """What a rank takes, nearest first: from which rank, which of the W rows there, which of its own W they become."""
     pieces, end = [], W
     for other, count in context.split.history(rank, W):
@@ -80,7 +76,7 @@ class _Exchange(torch.autograd.Function):
     """Lets inputs and states through, with ``history`` [W, sum of D] as the state of what came from the left."""
 
     @staticmethod
-    def forward(ctx, context: ContextParallel, W: int, history: Tensor | None, *tensors: Tensor):
+    def forward(ctx, context: Part, W: int, history: Tensor | None, *tensors: Tensor):
         xs, states = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         ctx.context, ctx.W, ctx.widths = context, W, [x.shape[-1] for x in xs]
         if history is not None:

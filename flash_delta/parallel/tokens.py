@@ -1,24 +1,19 @@
 """The tokens of all ranks on every rank, for layers that need them all: softmax attention's keys and values."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from flash_delta.parallel.context import ContextParallel
+from flash_delta.parallel.part import Part
 
 
 class AllTokens(torch.autograd.Function):
     """Gathers tokens along an axis; backward, sums what all ranks send to each, and takes this rank's."""
 
     @staticmethod
-    def forward(ctx, context: ContextParallel, dim: int, x: Tensor) -> Tensor:
+    def forward(ctx, context: Part, dim: int, x: Tensor) -> Tensor:
         ctx.context, ctx.dim = context, dim
         counts = [context.split.tokens(rank) for rank in range(context.size)]
         x = x.movedim(dim, 0)

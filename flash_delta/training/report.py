@@ -26,7 +26,7 @@ def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path) -> No
     text = run.corpus.excerpt.encode("latin1")
     prompt = text[:PROMPT_BYTES].decode(errors="ignore") or "\n"
     page = render(
-        Path(__file__).parent / "report.html.j2",
+        "run.html.j2",
         title=f"flash_delta run: {Path(path).resolve().parent.name}",
         numbers=_numbers(run, model),
         facts=_facts(run, model),

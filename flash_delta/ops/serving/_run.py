@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
+from flash_delta.ops._check.options import Options, cast
+from flash_delta.ops._check.rule import read_lengths
+from flash_delta.ops._check.serving import describe
 from flash_delta.ops._execute import serve
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._options import Options, cast
-from flash_delta.ops._problem import read_lengths
 from flash_delta.ops._transforms import is_traced
-from flash_delta.ops.serving._slots import describe
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, KnownCall, Slots
 

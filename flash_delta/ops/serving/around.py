@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flash_delta.ops._options import refuse
-from flash_delta.ops._problem import DTYPES, check_shape
+from flash_delta.ops._check.options import refuse
+from flash_delta.ops._check.rule import DTYPES, check_shape
 from flash_delta.problem import Around, Problem, Slots
 
 MOST_TAPS = 4

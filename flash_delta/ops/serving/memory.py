@@ -3,7 +3,7 @@
 import torch
 
 from flash_delta.ops._backend import Explain, choose_backend, load_backend
-from flash_delta.ops._options import refuse
+from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.spec import PrefillCalls, Serving
 from flash_delta.ops.serving.warmup import prefill_call
 from flash_delta.problem import Inputs

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.ops._options import refuse
+from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.around import Convolution, OutputNorm
 
 

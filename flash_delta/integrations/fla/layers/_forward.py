@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flash_delta.layers import MixerState
-from flash_delta.ops._options import refuse
+from flash_delta.ops._check.options import refuse
 
 
 class FlaForward:

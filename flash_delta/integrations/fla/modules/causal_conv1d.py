@@ -5,8 +5,8 @@ from torch import Tensor
 
 from flash_delta import modules
 from flash_delta.layers.packing import refuse_floats
-from flash_delta.ops._options import refuse
-from flash_delta.ops._problem import check_shape, refuse_unless_none
+from flash_delta.ops._check.options import refuse
+from flash_delta.ops._check.rule import check_shape, refuse_unless_none
 
 BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
 

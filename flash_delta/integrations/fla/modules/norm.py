@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import modules
-from flash_delta.ops._options import refuse
+from flash_delta.ops._check.options import refuse
 
 
 class RMSNorm(modules.RMSNorm):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from flash_delta.ops import chunk_simple_gla
-from flash_delta.ops._options import refuse
+from flash_delta.ops._check.options import refuse
 
 __all__ = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla"]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_delta.ops._options import as_bool, as_eps, refuse
-from flash_delta.ops._problem import DTYPES, check_shape, read_lengths
+from flash_delta.ops._check.options import as_bool, as_eps, refuse
+from flash_delta.ops._check.rule import DTYPES, check_shape, read_lengths
 from flash_delta.problem import Convolved, Inputs, Normalized
 
 

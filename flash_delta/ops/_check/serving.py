@@ -5,9 +5,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from flash_delta.ops import _problem
-from flash_delta.ops._options import Options, cast, refuse
-from flash_delta.ops._problem import DTYPES, check_shape
+from flash_delta.ops._check import rule
+from flash_delta.ops._check.options import Options, cast, refuse
+from flash_delta.ops._check.rule import DTYPES, check_shape
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
@@ -21,7 +21,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     op, options = options.op, cast(options)
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
-    p = _problem.describe(x, options, None)
+    p = rule.describe(x, options, None)
     if p.recurrent and not 1 <= p.T <= MOST_TOKENS:
         refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
     for name in ("q", "k", "v", "g", "beta"):
