@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -131,6 +132,24 @@ def test_layering_of_kernels(path):
 def test_folders_are_small(folder):
     files = [path for path in folder.iterdir() if path.is_file() and path.name not in ("__init__.py", "README.md")]
     assert len(files) <= FILES_OF_A_FOLDER
+
+
+READMES = [*(PACKAGE / "kernels").rglob("README.md"), PACKAGE / "compiler" / "cases" / "README.md"]
+
+
+def test_every_folder_of_kernels_has_a_readme():
+    folders = {path.parent for path in FILES if room(path) == "kernels"}
+    assert {path.parent for path in READMES} == folders | {PACKAGE / "compiler" / "cases"}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_readmes_name_what_is_there(readme):
+    lines = [line for line in readme.read_text().splitlines() if line.startswith("* ")]
+    named = {name for line in lines for name in re.findall(r"`(\w+\.(?:py|c))`", line.split(" — ")[0])}
+    folders = {name for line in lines for name in re.findall(r"^\* \[(\w+)\]", line)}
+    there = [path for path in readme.parent.iterdir() if path.name not in ("README.md", "__init__.py", "__pycache__")]
+    assert named == {path.name for path in there if path.is_file()}
+    assert folders == {path.name for path in there if path.is_dir()}
 
 
 def test_no_module_imports_itself_through_others():

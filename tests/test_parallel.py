@@ -178,6 +178,17 @@ def test_one_rank_is_one_device(alone):
     assert flash_delta.explain(flash_delta.chunk_kda, **x, cp_context=context).backend == "torch"
 
 
+def test_second_derivatives_are_refused(alone):
+    """Also of a sum, whose own gradient is a constant."""
+    x = inputs(9)
+    x.pop("initial_state")
+    x["q"] = x["q"].detach().requires_grad_()
+    o, _ = flash_delta.chunk_kda(**x, cp_context=ContextParallel(alone, [0, 4, 9]))
+    (dq,) = torch.autograd.grad(o.sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="chunk_kda: a second derivative is asked for"):
+        torch.autograd.grad(dq.sum(), x["q"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
