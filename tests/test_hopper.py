@@ -18,6 +18,7 @@ from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
 from flash_delta.kernels.runtime import cuda_driver, descriptors
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _backend
 from flash_delta.problem import Inputs, Problem
 
@@ -121,7 +122,8 @@ def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first
         p = problem(**changes | sizes)
         assert (choice.hesitation(p) is None) == first
     monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: None)
-    monkeypatch.setattr(_backend, "load_backend", lambda name: SimpleNamespace(remark=lambda problem: None))
+    for module in (backend, triton):
+        monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
     assert _backend.choose_backend(p, None) == ("hopper" if first else "triton")
     assert _backend.choose_backend(p, "hopper") == "hopper", "a wish is obeyed"

@@ -20,9 +20,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import itself and these, nothing else of the package. See ARCHITECTURE.md.
 MAY_IMPORT = {
     "problem": set(),
+    "backend": {"problem"},
     "reference": {"problem"},
     "kernels": {"problem"},
-    "ops": {"problem", "reference", "kernels"},
+    "ops": {"problem", "backend", "reference", "kernels"},
     "modules": {"ops"},
     "parallel": {"problem"},  # the op to run comes with the call
     "layers": {"modules", "ops", "parallel"},
@@ -45,6 +46,7 @@ KERNELS_MAY_IMPORT = {
 PRIVATE = {"kda", "gated_delta_rule", "simple_gla", "comba", "delta_rule", "serving"}  # ops do not import each other
 THIRD_PARTY = {
     "problem": {"torch"},
+    "backend": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "ops": {"torch"},

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flash_delta
+from flash_delta import backend as backends
 from flash_delta.modules import causal_conv1d
 from flash_delta.ops import _backend, _function, _known_calls
 from flash_delta.ops._backend import ENVIRONMENT
@@ -167,7 +168,8 @@ def test_explain():
 def test_a_backend_that_is_not_installed_is_explained(monkeypatch):
     """On "meta", where nothing is said without asking the backend."""
     x = {n: t.to("meta") if torch.is_tensor(t) else t for n, t in arguments("kda").items()}
-    monkeypatch.setitem(_backend.BACKENDS, "triton", "flash_delta.kernels.nowhere")
+    nowhere = backends._entries["triton"]._replace(rule="flash_delta.kernels.nowhere")
+    monkeypatch.setitem(backends._entries, "triton", nowhere)
     explanation = flash_delta.explain(flash_delta.chunk_kda, **x, backend="triton")
     assert explanation.backend is None
     assert explanation.reasons["triton"] == "cannot: flash_delta.kernels.nowhere is not installed"
@@ -176,9 +178,13 @@ def test_a_backend_that_is_not_installed_is_explained(monkeypatch):
 def test_choice_among_backends(monkeypatch):
     """The first that can; a wish goes before, and every other backend's reason is told."""
     refusals, remarks = {"first": None, "second": None}, {}
-    monkeypatch.setattr(_backend, "BACKENDS", tuple(refusals))
+    monkeypatch.setattr(backends, "_entries", dict.fromkeys(refusals, backends.Entry("", None, lambda: True)))
     monkeypatch.setattr(
-        _backend, "load_backend", lambda name: SimpleNamespace(unsupported=lambda _: refusals[name], remark=remarks.get)
+        _backend,
+        "load_backend",
+        lambda name: SimpleNamespace(
+            unsupported=lambda _: refusals[name], remark=remarks.get, preference=lambda _: (0, None)
+        ),
     )
     x = arguments("kda")
 

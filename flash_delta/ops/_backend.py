@@ -1,71 +1,46 @@
 """Which backend runs a problem: one page of ifs."""
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-from flash_delta.kernels.hopper.choice import hesitation
+import flash_delta.backend as backends
 from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, NormProblem, Problem
 
 Call = Problem | ConvolutionProblem | NormProblem
-Load = Callable[[str], ModuleType]
+Load = Callable[[str], ModuleType | None]
+NOWHERE = -(10**9)  # how eager a backend is that is not there
 
-# The preferred one first, but for `preferred`. Loaded when asked for: the kernels need Triton, which a CPU can do
-# without. "hopper" runs nothing that "triton" cannot.
-BACKENDS = {
-    "triton": "flash_delta.kernels.triton.backend",
-    "hopper": "flash_delta.kernels.hopper.backend",
-    "torch": "flash_delta.reference.backend",
-}
-MODULES = {  # of the convolution and the norms around the rule; "hopper" has none of its own and stands on "triton"
-    "triton": "flash_delta.kernels.triton.around.backend",
-    "hopper": "flash_delta.kernels.triton.around.backend",
-    "torch": "flash_delta.reference.modules",
-}
-
-
-def load_backend(name: str) -> ModuleType:
-    """The module behind a name: ``unsupported``, ``remark``, ``forward``, ``backward``, ``step``, ``decode``,
-    ``prefill``."""
-    return _load(name, BACKENDS)
-
-
-def load_modules(name: str) -> ModuleType:
-    """The same around the rule: ``unsupported``, ``convolve``, ``convolve_token``, ``normalize``; of kernels also
-    ``convolve_backward`` and ``normalize_backward``."""
-    return _load(name, MODULES)
-
-
-def check_name(name: str) -> None:
-    if name not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
-
-
-def _load(name: str, backends: dict[str, str]) -> ModuleType:
-    check_name(name)
-    return sys.modules.get(backends[name]) or importlib.import_module(backends[name])
+load_backend, load_modules = backends.load, backends.load_around
 
 
 def refusal(name: str, problem: Call, load: Load | None = None) -> str | None:
     """Why a backend cannot run ``problem``; None if it can."""
-    on_cpu = problem.device.type == "cpu"
-    if on_cpu and (name == "hopper" or (name == "triton" and not os.environ.get("TRITON_INTERPRET"))):
+    if problem.device.type == "cpu" and not backends.takes_cpu(name):
         return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
     try:
-        return (load or load_backend)(name).unsupported(problem)
+        module = (load or load_backend)(name)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
+    return "it has nothing for this" if module is None else module.unsupported(problem)
 
 
-def preferred(problem: Call) -> list[str]:
-    """All backends, the first choice first; the interpreter of kernels is never the choice of a CPU."""
-    if problem.device.type == "cpu":
-        return sorted(BACKENDS, key="torch".__ne__)
-    hopper = isinstance(problem, Problem) and hesitation(problem) is None
-    return sorted(BACKENDS, key="hopper".__ne__) if hopper else list(BACKENDS)
+def preferred(problem: Call, load: Load | None = None) -> dict[str, str | None]:
+    """All backends, the most eager first, and why each is not more so."""
+    found = {name: _preference(name, problem, load or load_backend) for name in backends.names()}
+    order = sorted(found, key=lambda name: -found[name][0])
+    return {name: found[name][1] for name in order}
+
+
+def _preference(name: str, problem: Call, load: Load) -> backends.Preference:
+    if problem.device.type == "cpu" and not backends.takes_cpu(name):
+        return NOWHERE, None
+    try:
+        module = load(name)
+    except ModuleNotFoundError:
+        return NOWHERE, None
+    return (NOWHERE, None) if module is None else module.preference(problem)
 
 
 def wished(wish: str | None) -> str | None:
@@ -73,8 +48,8 @@ def wished(wish: str | None) -> str | None:
     if wish:
         return wish
     name = os.environ.get(ENVIRONMENT) or None
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{ENVIRONMENT}: expected one of {', '.join(BACKENDS)}, got {name!r}")
+    if name is not None and name not in backends.names():
+        raise ValueError(f"{ENVIRONMENT}: expected one of {', '.join(backends.names())}, got {name!r}")
     return name
 
 
@@ -87,7 +62,7 @@ def choose_backend(problem: Call, wish: str | None, load: Load | None = None) ->
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
     refusals = []
-    for name in preferred(problem):
+    for name in preferred(problem, load):
         reason = refusal(name, problem, load)
         if reason is None:
             return name
@@ -119,8 +94,9 @@ class Explain:
     def of(self, problem: Problem) -> Explanation:
         wish = wished(self.wish)
         if wish is not None:  # what is not installed is a refusal, which a name that does not exist is not
-            check_name(wish)
-        refusals = {name: refusal(name, problem) for name in preferred(problem)}
+            backends.find(wish)
+        eager = preferred(problem)
+        refusals = {name: refusal(name, problem) for name in eager}
         able = [name for name, why in refusals.items() if why is None and name == (wish or name)]
         chosen = able[0] if able else None
         reasons = {}
@@ -134,6 +110,6 @@ class Explain:
             elif wish:
                 reasons[name] = f"can, but {wish!r} was asked for"
             else:
-                why = hesitation(problem) if (name, chosen) == ("hopper", "triton") else None
+                why = eager[name]
                 reasons[name] = f"can, but {chosen!r} is preferred" + ("" if why is None else f": {why}")
         return Explanation(problem, chosen, reasons)

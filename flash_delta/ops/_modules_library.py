@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import choose_backend, load_modules
+from flash_delta.backend import PLAIN
+from flash_delta.ops._backend import choose_backend, load_modules, preferred
 from flash_delta.ops._known_calls import look_at
 from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
 
@@ -47,12 +48,13 @@ def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
 
 def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tuple, wish: str | None) -> KnownCall:
     """One known call for forward and backward."""
-    return look_at(_look, False, (wish or "triton", describe, *fields), None, x)
+    return look_at(_look, False, (wish, describe, *fields), None, x)
 
 
 def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
     wish, describe, *fields = given
     p = describe(x, *fields)
+    wish = wish or next(name for name in preferred(p, load_modules) if name != PLAIN)  # that one was seen through
     return KnownCall(p, load_modules(choose_backend(p, wish, load_modules)), needs_grad=False)
 
 

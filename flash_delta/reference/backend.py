@@ -6,7 +6,7 @@ from flash_delta.reference.decode import decode
 from flash_delta.reference.prefill import prefill
 from flash_delta.reference.step import step
 
-__all__ = ["backward", "decode", "forward", "prefill", "remark", "step", "unsupported"]
+__all__ = ["backward", "decode", "forward", "preference", "prefill", "remark", "step", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -22,6 +22,11 @@ def unsupported(problem: Problem) -> str | None:
     if problem.lengths is None:
         return f"it plans packed sequences on the host and cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
     return None
+
+
+def preference(problem: Problem) -> tuple[int, str | None]:
+    """First on a CPU, last elsewhere."""
+    return -1, None
 
 
 def remark(problem: Problem) -> str | None:

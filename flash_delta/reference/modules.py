@@ -14,6 +14,11 @@ def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
     return None
 
 
+def preference(problem: ConvolutionProblem | NormProblem) -> tuple[int, str | None]:
+    """First on a CPU, last elsewhere."""
+    return -1, None
+
+
 def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``."""
     dtype = torch.promote_types(x.x.dtype, torch.float32)

@@ -11,6 +11,7 @@ written.
 import torch
 from torch import Tensor
 
+from flash_delta.kernels.hopper.choice import hesitation
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import Walk, new_walk, new_whole_walk
@@ -57,6 +58,12 @@ def unsupported(problem: Problem) -> str | None:
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
     return None
+
+
+def preference(problem: Problem) -> tuple[int, str | None]:
+    """Before ``triton``, except where `hesitation` says why not."""
+    why = hesitation(problem)
+    return (2, None) if why is None else (0, why)
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:

@@ -80,6 +80,11 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def preference(problem: Problem) -> tuple[int, str | None]:
+    """On a CPU it is interpreted, which is for tests."""
+    return (1, None) if problem.device.type != "cpu" else (-2, None)
+
+
 def remark(p: Problem) -> str | None:
     """What sizes and chip decide."""
     split = None if p.recurrent else plan_segments(p, chip_of(p.device))

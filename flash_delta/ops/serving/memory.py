@@ -40,6 +40,6 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
 
 def _bytes(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.device) -> int:
     op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
-    problem = op(**arguments, backend=Explain("triton")).problem._replace(device=device)
+    problem = op(**arguments, backend=Explain()).problem._replace(device=device)
     inputs = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     return load_backend(choose_backend(problem, None)).workspace_bytes(problem, inputs)

@@ -35,6 +35,11 @@ def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
     return None
 
 
+def preference(problem: ConvolutionProblem | NormProblem) -> tuple[int, str | None]:
+    """As the backend of the rule."""
+    return (1, None) if problem.device.type != "cpu" else (-2, None)
+
+
 def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``, both contiguous."""
     y = x.x.new_empty(*x.x.shape)  # a torch.Size takes 1 us more than its numbers

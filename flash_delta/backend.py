@@ -1,0 +1,200 @@
+"""What a backend is, and which ones there are. See docs/adding-a-backend.md.
+
+A backend is a module with the functions of :class:`Backend`, and beside it perhaps one with those of
+:class:`AroundBackend`. Ops check a call first, so a backend may count on what :class:`~flash_delta.problem.Problem`
+says. No function waits for the device, and the same call gives the same bits again.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from flash_delta.problem import (
+    Around,
+    ConvolutionProblem,
+    Convolved,
+    Inputs,
+    KnownCall,
+    Normalized,
+    NormProblem,
+    Outputs,
+    Problem,
+    Slots,
+)
+
+Preference = tuple[int, str | None]  # the higher goes first; and why it is not higher, for `explain`
+
+
+class Backend(Protocol):
+    """The gated delta rule. A function that ``unsupported`` rules out for every problem may be missing.
+
+    ``known`` is one object for all calls that differ in their tensors' values only. A backend may keep in
+    ``known.launches`` what it found out of a call, or ignore ``known``.
+    """
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why this backend cannot run ``problem``, as the end of a sentence; None if it can. Only a function of the
+        problem, and quick: it is asked for every call of new sizes."""
+
+    def preference(self, problem: Problem) -> Preference:
+        """How eager it is to run ``problem``, which it need not support. Backends are asked from the most eager on."""
+
+    def remark(self, problem: Problem) -> str | None:
+        """What `explain` says of how it would run ``problem``, or None."""
+
+    def forward(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
+        """Whole sequences.
+
+        Returns:
+            ``o [B, T, HV, V]`` in ``problem.dtype``; ``final_state`` of ``problem.state_shape`` in
+            ``problem.accumulate``, in memory of its own; with ``problem.needs_grad`` in ``saved`` what ``backward``
+            wants to have, or nothing; with ``problem.keep_states`` the chunks' states. Rows of a packed ``o`` behind
+            the last sequence are zeros.
+        """
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        saved: tuple[Tensor, ...],
+        do: Tensor,
+        dfinal: Tensor | None,
+        known: KnownCall | None = None,
+    ) -> Inputs:
+        """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` may have any strides.
+        ``saved`` is empty where ``forward`` left nothing, and after ``step``."""
+
+    def step(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
+        """As ``forward``, token by token, for ``problem.recurrent``: T calls of one token, with the state handed on,
+        have to give the bits of one call."""
+
+    def decode(
+        self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
+    ) -> Tensor:
+        """One token or a draft of every row, on a pool of states, which is written in place. ``o [B, T, HV, V]``,
+        contiguous. An index outside of the pool reads zeros and writes nothing."""
+
+    def prefill(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> Tensor:
+        """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``."""
+
+    def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
+        """What ``prefill`` allocates beside ``o``."""
+
+    def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Tensors like those that ``forward`` saves, for compilers, whose sizes may be symbols. Without this function
+        nothing is saved under torch.compile."""
+
+
+class AroundBackend(Protocol):
+    """The short convolution and the RMS norm around the rule. Without gradients of its own (``convolve_backward``,
+    ``normalize_backward``) it has to consist of operations that autograd sees through."""
+
+    def unsupported(self, problem: ConvolutionProblem | NormProblem) -> str | None:
+        """As :meth:`Backend.unsupported`."""
+
+    def preference(self, problem: ConvolutionProblem | NormProblem) -> Preference:
+        """As :meth:`Backend.preference`."""
+
+    def convolve(
+        self, problem: ConvolutionProblem, inputs: Convolved, known: KnownCall | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``y [B, T, D]``, and the final state ``[N, D, W]`` if the problem asks for it; both contiguous."""
+
+    def convolve_backward(
+        self,
+        problem: ConvolutionProblem,
+        inputs: Convolved,
+        dy: Tensor | None,
+        dfinal: Tensor | None,
+        known: KnownCall | None = None,
+    ) -> Convolved:
+        """Gradients of all inputs."""
+
+    def convolve_token(self, problem: ConvolutionProblem, inputs: Convolved, known: KnownCall | None = None) -> Tensor:
+        """Of one token ``x [N, D]`` of every row ``y``; ``initial_state`` moves on in place."""
+
+    def normalize(self, problem: NormProblem, inputs: Normalized, known: KnownCall | None = None) -> Tensor:
+        """In x's shape and dtype."""
+
+    def normalize_backward(
+        self, problem: NormProblem, inputs: Normalized, dy: Tensor, known: KnownCall | None = None
+    ) -> Normalized:
+        """Gradients of all inputs."""
+
+
+class Entry(NamedTuple):
+    rule: str  # name of the module that is a Backend
+    around: str | None  # of the one that is an AroundBackend
+    takes_cpu: Callable[[], bool]  # whether it is worth a look for tensors on the CPU
+
+
+_entries: dict[str, Entry] = {}
+
+
+def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Callable[[], bool] = lambda: False) -> None:
+    """Adds a backend, which callers can ask for by ``name`` from now on.
+
+    Args:
+        name: what ``backend=`` and ``FLASH_DELTA_BACKEND`` take.
+        rule: the name of a module that is a :class:`Backend`. It is imported when a call first looks at it.
+        around: the name of a module that is an :class:`AroundBackend`; None: there is none.
+        takes_cpu: whether it is worth importing for tensors on the CPU.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in _entries:
+        raise ValueError(f"name: expected one that is not taken ({', '.join(_entries)}), got {name!r}")
+    _entries[name] = Entry(rule, around, takes_cpu)
+
+
+def unregister(name: str) -> None:
+    """Takes it away again. Calls that were made on it may be remembered: a process should not go on with them."""
+    del _entries[find(name)]
+
+
+def names() -> tuple[str, ...]:
+    return tuple(_entries)
+
+
+def find(name: str) -> str:
+    """``name``, if there is such a backend."""
+    if name not in _entries:
+        raise ValueError(f"backend: expected one of {', '.join(_entries)}, got {name!r}")
+    return name
+
+
+def takes_cpu(name: str) -> bool:
+    return _entries[find(name)].takes_cpu()
+
+
+def load(name: str) -> ModuleType:
+    """The module that is a :class:`Backend`."""
+    return _load(_entries[find(name)].rule)
+
+
+def load_around(name: str) -> ModuleType | None:
+    """The module that is an :class:`AroundBackend`, or None."""
+    module = _entries[find(name)].around
+    return None if module is None else _load(module)
+
+
+def _load(module: str) -> ModuleType:
+    return sys.modules.get(module) or importlib.import_module(module)
+
+
+PLAIN = "torch"  # PyTorch's own operations: around the rule autograd and compilers see through them
+
+register(
+    "triton",
+    "flash_delta.kernels.triton.backend",
+    "flash_delta.kernels.triton.around.backend",
+    takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET")),
+)
+register("hopper", "flash_delta.kernels.hopper.backend", "flash_delta.kernels.triton.around.backend")
+register(PLAIN, "flash_delta.reference.backend", "flash_delta.reference.modules", takes_cpu=lambda: True)
