@@ -113,7 +113,7 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
 
 def replay_of(compiled, q, bounds, memory=None):
     """``memory``: what q is a part of."""
-    plan = descriptors.Plan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
+    plan = descriptors.DescribedPlan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
     return cuda_driver.Replay([descriptors.step_of(compiled, plan, {})], (q if memory is None else memory, bounds))
 
 
