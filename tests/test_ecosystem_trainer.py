@@ -116,7 +116,7 @@ def test_compiled_without_code_generation(tmp_path):
     torch._dynamo.reset()
     one = {"num_hidden_layers": 1, "mixers": ["gdn"]}
     expected = trained(tmp_path, model=build(**one))
-    got = trained(tmp_path, model=build(**one), torch_compile=True, torch_compile_backend="eager", tf32=False)
+    got = trained(tmp_path, model=build(**one), torch_compile=True, torch_compile_backend="eager")
     assert_same(got, expected, atol=1e-6, rtol=1e-5)
 
 
