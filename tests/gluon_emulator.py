@@ -325,7 +325,10 @@ def take_every_call(monkeypatch, forward):
     from flash_delta.ops import _backend, _function
 
     taken = SimpleNamespace(
-        forward=lambda p, x, known: forward(p, x), backward=backend.backward, unsupported=lambda p: None
+        forward=lambda p, x, known: forward(p, x),
+        backward=backend.backward,
+        unsupported=lambda p: None,
+        preference=lambda p: (0, None),
     )
     for place in (_backend, _function):
         monkeypatch.setattr(place, "load_backend", lambda name: taken)
