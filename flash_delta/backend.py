@@ -155,37 +155,35 @@ def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Call
 
 def unregister(name: str) -> None:
     """Takes it away again. Calls that were made on it may be remembered: a process should not go on with them."""
-    del _entries[find(name)]
+    find(name)
+    del _entries[name]
 
 
 def names() -> tuple[str, ...]:
     return tuple(_entries)
 
 
-def find(name: str) -> str:
-    """``name``, if there is such a backend."""
-    if name not in _entries:
+def find(name: str) -> Entry:
+    entry = _entries.get(name)
+    if entry is None:
         raise ValueError(f"backend: expected one of {', '.join(_entries)}, got {name!r}")
-    return name
+    return entry
 
 
 def takes_cpu(name: str) -> bool:
-    return _entries[find(name)].takes_cpu()
+    return find(name).takes_cpu()
 
 
 def load(name: str) -> ModuleType:
     """The module that is a :class:`Backend`."""
-    return _load(_entries[find(name)].rule)
+    module = find(name).rule
+    return sys.modules.get(module) or importlib.import_module(module)
 
 
 def load_around(name: str) -> ModuleType | None:
     """The module that is an :class:`AroundBackend`, or None."""
-    module = _entries[find(name)].around
-    return None if module is None else _load(module)
-
-
-def _load(module: str) -> ModuleType:
-    return sys.modules.get(module) or importlib.import_module(module)
+    module = find(name).around
+    return module and (sys.modules.get(module) or importlib.import_module(module))
 
 
 PLAIN = "torch"  # PyTorch's own operations: around the rule autograd and compilers see through them

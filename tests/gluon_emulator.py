@@ -330,6 +330,5 @@ def take_every_call(monkeypatch, forward):
         unsupported=lambda p: None,
         preference=lambda p: (0, None),
     )
-    for place in (_backend, _function):
-        monkeypatch.setattr(place, "load_backend", lambda name: taken)
-    monkeypatch.setattr(_backend, "refusal", lambda name, p, load=None: None)
+    monkeypatch.setattr(_function, "load_backend", lambda name: taken)
+    monkeypatch.setattr(_backend, "_find", lambda name, on_cpu, load: taken)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.driver import driver
 
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
-from flash_delta.kernels.hopper import backend, boxes, choice, layouts
+from flash_delta.kernels.hopper import backend, boxes, layouts
 from flash_delta.kernels.hopper.forward import loop, rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
 from flash_delta.kernels.runtime import cuda_driver, descriptors
@@ -35,7 +35,6 @@ def problem(**changes) -> Problem:
 def on_a_card(monkeypatch):
     """A Hopper GPU of 132 multiprocessors, for all that only asks what there is."""
     monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
-    monkeypatch.setattr(choice, "_processors", lambda index: 132)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +119,7 @@ def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first
     """Whatever the lengths and the number of sequences: another one must not compile another backend."""
     for sizes in ({"T": 64, "N": 1}, {"T": 32768, "N": 1}, {"T": 8192, "N": 4, "B": 4, "packed": False}):
         p = problem(**changes | sizes)
-        assert (choice.hesitation(p) is None) == first
-    monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: None)
+        assert (backend.preference(p) > triton.preference(p)) == first
     for module in (backend, triton):
         monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
@@ -134,13 +132,14 @@ def test_it_goes_first_where_it_is_faster(on_a_card, monkeypatch, changes, first
 
 def test_prompts_of_few_heads_are_left_to_triton(on_a_card):
     p = problem(HV=16, pool=torch.float32)
-    assert choice.hesitation(p) == ("16 heads are too few to keep the multiprocessors busy, and few prompts are split")
-    assert choice.hesitation(p._replace(HV=24)) is None
+    eager, why = backend.preference(p)
+    assert eager < triton.preference(p)[0]
+    assert why == "16 heads are too few to keep the multiprocessors busy, and few prompts are split"
+    assert backend.preference(p._replace(HV=24)) > triton.preference(p)
 
 
 def test_what_it_cannot_run_others_do(on_a_card, monkeypatch):
-    refusals = {"hopper": backend.unsupported, "triton": lambda problem: None}
-    monkeypatch.setattr(_backend, "refusal", lambda name, problem, load=None: refusals[name](problem))
+    monkeypatch.setattr(triton, "unsupported", lambda problem: None)
     assert _backend.choose_backend(problem(keep_states=True), None) == "triton"
 
 

@@ -1,46 +1,49 @@
 """Which backend runs a problem: one page of ifs."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from types import ModuleType
+
+import torch
 
 import flash_delta.backend as backends
 from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, NormProblem, Problem
 
 Call = Problem | ConvolutionProblem | NormProblem
 Load = Callable[[str], ModuleType | None]
-NOWHERE = -(10**9)  # how eager a backend is that is not there
+Offer = tuple[float, str, ModuleType | str, str | None]
+CPU = torch.device("cpu")  # compared in a tenth of the time that `device.type` takes
+NOWHERE = -math.inf  # how eager a backend is that cannot be asked
 
 load_backend, load_modules = backends.load, backends.load_around
 
 
-def refusal(name: str, problem: Call, load: Load | None = None) -> str | None:
-    """Why a backend cannot run ``problem``; None if it can."""
-    if problem.device.type == "cpu" and not backends.takes_cpu(name):
+def _offers(problem: Call, load: Load) -> list[Offer]:
+    """Of all backends, the most eager first. Those that cannot be asked are the last, in the order of their names."""
+    on_cpu, offers = problem.device == CPU, []
+    for name in backends.names():
+        module = _find(name, on_cpu, load)
+        eager, why = (NOWHERE, None) if isinstance(module, str) else module.preference(problem)
+        offers.append((eager, name, module, why))
+    offers.sort(key=itemgetter(0), reverse=True)
+    return offers
+
+
+def _find(name: str, on_cpu: bool, load: Load) -> ModuleType | str:
+    """The module of a backend, or why there is none for this call."""
+    if on_cpu and not backends.takes_cpu(name):
         return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
     try:
-        module = (load or load_backend)(name)
+        return load(name) or "it has nothing for this"
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
-    return "it has nothing for this" if module is None else module.unsupported(problem)
 
 
-def preferred(problem: Call, load: Load | None = None) -> dict[str, str | None]:
-    """All backends, the most eager first, and why each is not more so."""
-    found = {name: _preference(name, problem, load or load_backend) for name in backends.names()}
-    order = sorted(found, key=lambda name: -found[name][0])
-    return {name: found[name][1] for name in order}
-
-
-def _preference(name: str, problem: Call, load: Load) -> backends.Preference:
-    if problem.device.type == "cpu" and not backends.takes_cpu(name):
-        return NOWHERE, None
-    try:
-        module = load(name)
-    except ModuleNotFoundError:
-        return NOWHERE, None
-    return (NOWHERE, None) if module is None else module.preference(problem)
+def _refusal(module: ModuleType | str, problem: Call) -> str | None:
+    return module if isinstance(module, str) else module.unsupported(problem)
 
 
 def wished(wish: str | None) -> str | None:
@@ -53,17 +56,19 @@ def wished(wish: str | None) -> str | None:
     return name
 
 
-def choose_backend(problem: Call, wish: str | None, load: Load | None = None) -> str:
-    """A wish is obeyed or refused; without one, the first that can. ``load``: `load_modules` for what is around."""
-    wish = wished(wish)
+def choose_backend(problem: Call, wish: str | None, load: Load | None = None, without: str | None = None) -> str:
+    """A wish is obeyed or refused; without one, the first that can, except for the one that the call goes ``without``.
+    ``load``: `load_modules` for what is around."""
+    wish, load, refusals = wished(wish), load or load_backend, []
     if wish is not None:
-        reason = refusal(wish, problem, load)
+        reason = _refusal(_find(wish, problem.device == CPU, load), problem)
         if reason is not None:
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
-    refusals = []
-    for name in preferred(problem, load):
-        reason = refusal(name, problem, load)
+    for _, name, module, _ in _offers(problem, load):
+        if name == without:
+            continue
+        reason = _refusal(module, problem)
         if reason is None:
             return name
         refusals.append(f"{name!r}: {reason}")
@@ -95,8 +100,9 @@ class Explain:
         wish = wished(self.wish)
         if wish is not None:  # what is not installed is a refusal, which a name that does not exist is not
             backends.find(wish)
-        eager = preferred(problem)
-        refusals = {name: refusal(name, problem) for name in eager}
+        offers = _offers(problem, load_backend)
+        refusals = {name: _refusal(module, problem) for _, name, module, _ in offers}
+        hesitations = {name: why for _, name, _, why in offers}
         able = [name for name, why in refusals.items() if why is None and name == (wish or name)]
         chosen = able[0] if able else None
         reasons = {}
@@ -110,6 +116,6 @@ class Explain:
             elif wish:
                 reasons[name] = f"can, but {wish!r} was asked for"
             else:
-                why = eager[name]
+                why = hesitations[name]
                 reasons[name] = f"can, but {chosen!r} is preferred" + ("" if why is None else f": {why}")
         return Explanation(problem, chosen, reasons)

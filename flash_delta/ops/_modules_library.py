@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.backend import PLAIN
-from flash_delta.ops._backend import choose_backend, load_modules, preferred
+from flash_delta.ops._backend import choose_backend, load_modules
 from flash_delta.ops._known_calls import look_at
 from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
 
@@ -54,8 +54,7 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tu
 def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
     wish, describe, *fields = given
     p = describe(x, *fields)
-    wish = wish or next(name for name in preferred(p, load_modules) if name != PLAIN)  # that one was seen through
-    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules)), needs_grad=False)
+    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules, without=PLAIN)), needs_grad=False)
 
 
 def _convolve(*args: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import block
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.chip import CPU, chip_of
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP
 from flash_delta.kernels.runtime.launch import remember, replayed, run
 from flash_delta.kernels.runtime.workspace import (
@@ -82,7 +82,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def preference(problem: Problem) -> tuple[int, str | None]:
     """On a CPU it is interpreted, which is for tests."""
-    return (1, None) if problem.device.type != "cpu" else (-2, None)
+    return (1, None) if problem.device != CPU else (-2, None)
 
 
 def remark(p: Problem) -> str | None:

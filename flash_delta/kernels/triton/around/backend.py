@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.runtime.calls import Call, make_module_call, on
+from flash_delta.kernels.runtime.chip import CPU
 from flash_delta.kernels.runtime.launch import remember, replayed, run
 from flash_delta.kernels.triton.around.convolution import (
     count_parts,
@@ -37,7 +38,7 @@ def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
 
 def preference(problem: ConvolutionProblem | NormProblem) -> tuple[int, str | None]:
     """As the backend of the rule."""
-    return (1, None) if problem.device.type != "cpu" else (-2, None)
+    return (1, None) if problem.device != CPU else (-2, None)
 
 
 def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
