@@ -33,16 +33,23 @@ Preference = tuple[int, str | None]  # the higher goes first; and why it is not 
 class Backend(Protocol):
     """The gated delta rule. A function that ``unsupported`` rules out for every problem may be missing.
 
-    ``known`` is one object for all calls that differ in their tensors' values only. A backend may keep in
-    ``known.launches`` what it found out of a call, or ignore ``known``.
+    Shapes, dtypes and devices of ``inputs`` are as :class:`~flash_delta.problem.Inputs` and the problem say. Strides
+    may be any, and values of ``cu_seqlens`` and of indices may be wrong: they must not make a kernel leave its tensors.
+    Autocast is off.
+
+    ``known``: None, or an object that is the same for all calls which differ in their tensors' values only. A backend
+    may keep there what it found (``known.launches``), and may ignore it.
     """
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why this backend cannot run ``problem``, as the end of a sentence; None if it can. Only a function of the
-        problem, and quick: it is asked for every call of new sizes."""
+        """Why this backend cannot run ``problem``, as the end of a sentence; None if it can. The problem alone decides.
+        It has to be quick, for it is asked for every call of new sizes. While torch.compile traces, sizes may be
+        symbols."""
 
     def preference(self, problem: Problem) -> Preference:
-        """How eager it is to run ``problem``, which it need not support. Backends are asked from the most eager on."""
+        """How eager it is to run ``problem``, which it need not support. Backends are asked from the most eager on; of
+        equals the one that was registered first. No length may decide, else a longer call would compile another
+        backend's kernels."""
 
     def remark(self, problem: Problem) -> str | None:
         """What `explain` says of how it would run ``problem``, or None."""
@@ -52,9 +59,9 @@ class Backend(Protocol):
 
         Returns:
             ``o [B, T, HV, V]`` in ``problem.dtype``; ``final_state`` of ``problem.state_shape`` in
-            ``problem.accumulate``, in memory of its own; with ``problem.needs_grad`` in ``saved`` what ``backward``
-            wants to have, or nothing; with ``problem.keep_states`` the chunks' states. Rows of a packed ``o`` behind
-            the last sequence are zeros.
+            ``problem.accumulate``, always, and in memory of its own; with ``problem.needs_grad`` in ``saved`` what
+            ``backward`` wants to have, or nothing; with ``problem.keep_states`` the chunks' ``states``. Rows of a
+            packed ``o`` behind the last sequence are zeros.
         """
 
     def backward(
@@ -66,8 +73,9 @@ class Backend(Protocol):
         dfinal: Tensor | None,
         known: KnownCall | None = None,
     ) -> Inputs:
-        """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` may have any strides.
-        ``saved`` is empty where ``forward`` left nothing, and after ``step``."""
+        """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` and ``dfinal`` may have
+        any strides. ``saved`` is what ``forward`` saved; it is empty after ``step``, and under torch.compile without
+        ``empty_saved``. Under torch.compile autograd records nothing in here."""
 
     def step(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
         """As ``forward``, token by token, for ``problem.recurrent``: T calls of one token, with the state handed on,
@@ -77,22 +85,30 @@ class Backend(Protocol):
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
     ) -> Tensor:
         """One token or a draft of every row, on a pool of states, which is written in place. ``o [B, T, HV, V]``,
-        contiguous. An index outside of the pool reads zeros and writes nothing."""
+        contiguous, in ``problem.dtype``. An index outside of the pool reads zeros and writes nothing. With
+        ``problem.taps`` a short convolution comes in front, with ``problem.eps`` a gated norm behind."""
 
     def prefill(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> Tensor:
-        """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``."""
+        """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``, contiguous,
+        in ``problem.dtype``."""
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
-        """What ``prefill`` allocates beside ``o``."""
+        """What ``prefill`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on "meta". It
+        may be missing; then `flash_delta.ops.serving.workspace_bytes` cannot be asked."""
 
     def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Tensors like those that ``forward`` saves, for compilers, whose sizes may be symbols. Without this function
-        nothing is saved under torch.compile."""
+        """Fresh tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They
+        are made by arithmetic on sizes, which may be symbols; ``problem.lengths`` has no values then. It may be
+        missing; then ``problem.needs_grad`` is False in a compiled ``forward``, and nothing is saved."""
 
 
 class AroundBackend(Protocol):
-    """The short convolution and the RMS norm around the rule. Without gradients of its own (``convolve_backward``,
-    ``normalize_backward``) it has to consist of operations that autograd sees through."""
+    """The short convolution and the RMS norm around the rule.
+
+    Ops make an autograd Function of it, and under torch.compile operators: so it has ``convolve_backward`` and
+    ``normalize_backward``. Only `AROUND_IN_TORCH` has neither, on which a backend without kernels of its own may stand.
+    Nothing is saved but the inputs. ``known`` is as in :class:`Backend`.
+    """
 
     def unsupported(self, problem: ConvolutionProblem | NormProblem) -> str | None:
         """As :meth:`Backend.unsupported`."""
@@ -113,18 +129,20 @@ class AroundBackend(Protocol):
         dfinal: Tensor | None,
         known: KnownCall | None = None,
     ) -> Convolved:
-        """Gradients of all inputs."""
+        """Gradients of the four inputs with values, in their shapes and dtypes; None for what is None. ``dy`` or
+        ``dfinal`` may be None: zeros."""
 
     def convolve_token(self, problem: ConvolutionProblem, inputs: Convolved, known: KnownCall | None = None) -> Tensor:
-        """Of one token ``x [N, D]`` of every row ``y``; ``initial_state`` moves on in place."""
+        """``y [N, D]`` of one token ``x [N, D]`` of every row; ``initial_state`` moves on in place. Nobody asks for a
+        gradient."""
 
     def normalize(self, problem: NormProblem, inputs: Normalized, known: KnownCall | None = None) -> Tensor:
-        """In x's shape and dtype."""
+        """``y`` in x's shape and dtype, contiguous."""
 
     def normalize_backward(
         self, problem: NormProblem, inputs: Normalized, dy: Tensor, known: KnownCall | None = None
     ) -> Normalized:
-        """Gradients of all inputs."""
+        """Gradients of all inputs, in their shapes and dtypes; None for what is None."""
 
 
 class Entry(NamedTuple):
@@ -137,13 +155,15 @@ _entries: dict[str, Entry] = {}
 
 
 def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Callable[[], bool] = lambda: False) -> None:
-    """Adds a backend, which callers can ask for by ``name`` from now on.
+    """Adds a backend, which callers can ask for by ``name`` from now on. Register before the first call: a call like an
+    earlier one stays with the backend that was chosen then.
 
     Args:
         name: what ``backend=`` and ``FLASH_DELTA_BACKEND`` take.
         rule: the name of a module that is a :class:`Backend`. It is imported when a call first looks at it.
-        around: the name of a module that is an :class:`AroundBackend`; None: there is none.
-        takes_cpu: whether it is worth importing for tensors on the CPU.
+        around: the name of a module that is an :class:`AroundBackend`, its own or another backend's. Layers ask for
+            their convolutions and norms by the same ``name``. None: those calls are refused.
+        takes_cpu: whether it is worth importing for tensors on the CPU. By default it is not: calls are refused.
 
     Raises:
         ValueError: if the name is taken.
@@ -186,7 +206,14 @@ def load_around(name: str) -> ModuleType | None:
     return module and (sys.modules.get(module) or importlib.import_module(module))
 
 
-PLAIN = "torch"  # PyTorch's own operations: around the rule autograd and compilers see through them
+# Convolution and norms as PyTorch's own operations, which autograd and compilers see through.
+AROUND_IN_TORCH = "flash_delta.reference.modules"
+
+
+def is_seen_through(name: str) -> bool:
+    """Whether a backend stands on `AROUND_IN_TORCH`. A tracer can follow this: nothing is imported."""
+    return find(name).around == AROUND_IN_TORCH
+
 
 register(
     "triton",
@@ -195,4 +222,4 @@ register(
     takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET")),
 )
 register("hopper", "flash_delta.kernels.hopper.backend", "flash_delta.kernels.triton.around.backend")
-register(PLAIN, "flash_delta.reference.backend", "flash_delta.reference.modules", takes_cpu=lambda: True)
+register("torch", "flash_delta.reference.backend", AROUND_IN_TORCH, takes_cpu=lambda: True)

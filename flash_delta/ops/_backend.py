@@ -56,9 +56,9 @@ def wished(wish: str | None) -> str | None:
     return name
 
 
-def choose_backend(problem: Call, wish: str | None, load: Load | None = None, without: str | None = None) -> str:
-    """A wish is obeyed or refused; without one, the first that can, except for the one that the call goes ``without``.
-    ``load``: `load_modules` for what is around."""
+def choose_backend(problem: Call, wish: str | None, load: Load | None = None, without: ModuleType | None = None) -> str:
+    """A wish is obeyed or refused; without one, the first that can, but no module ``without``. ``load``: `load_modules`
+    for what is around."""
     wish, load, refusals = wished(wish), load or load_backend, []
     if wish is not None:
         reason = _refusal(_find(wish, problem.device == CPU, load), problem)
@@ -66,7 +66,7 @@ def choose_backend(problem: Call, wish: str | None, load: Load | None = None, wi
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
     for _, name, module, _ in _offers(problem, load):
-        if name == without:
+        if module is without:
             continue
         reason = _refusal(module, problem)
         if reason is None:

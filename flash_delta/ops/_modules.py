@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.backend import PLAIN
+from flash_delta.backend import is_seen_through
 from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
 from flash_delta.ops._check.around import check_bounds, check_convolution, check_norm, check_token
@@ -125,7 +125,7 @@ def _is_operator(p: ConvolutionProblem | NormProblem, x: Convolved | Normalized,
     wish = wished(backend)
     fits = p.D <= WIDEST_ROW if isinstance(p, NormProblem) else p.W <= MOST_TAPS
     on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and fits
-    if on_gpu if wish is None else wish != PLAIN:
+    if on_gpu if wish is None else not is_seen_through(wish):
         refuse_transforms(p.op, x._fields, x)
         return True
     return False

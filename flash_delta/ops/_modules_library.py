@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.backend import PLAIN
 from flash_delta.ops._backend import choose_backend, load_modules
 from flash_delta.ops._known_calls import look_at
 from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
+from flash_delta.reference import modules as in_torch
 
 CONVOLUTION = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens"
 CONVOLUTION_OPTIONS = "str op, str? activation, bool output_final_state, str? backend"
@@ -54,7 +54,7 @@ def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tu
 def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
     wish, describe, *fields = given
     p = describe(x, *fields)
-    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules, without=PLAIN)), needs_grad=False)
+    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules, without=in_torch)), needs_grad=False)
 
 
 def _convolve(*args: Any) -> list[Tensor]:
