@@ -11,8 +11,9 @@ from serving_truth import DEVICES, KINDS, make_call, needs_triton, run, slots
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
+from flash_delta.ops._check.options import Options
 from flash_delta.ops.serving import _run
-from flash_delta.problem import Inputs
+from flash_delta.problem import Around, Inputs, Slots
 
 z, INDEX = torch.zeros, torch.int64
 
@@ -246,6 +247,12 @@ def test_lengths_are_values():
             torch.testing.assert_close(pool[2 + n : 3 + n], want[1])
 
 
+def opcheck(x):
+    chosen = Options(**{name: x[name] for name in Options._fields if name in x})
+    tensors = [x.get(name) for name in (*Inputs._fields, *Slots._fields, *Around._fields)]
+    torch.library.opcheck(_run.operator, (*tensors, *chosen, None))
+
+
 def test_operator():
     x = make_call("kda-raw") | {"op": "decode_kda", "gate": "channel", "erase": "decayed", "scale": None}
     x |= {
@@ -256,7 +263,7 @@ def test_operator():
         "neg_eigval": False,
         "batch_invariant": False,
     }
-    torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])
+    opcheck(x)
 
 
 def test_operator_of_prefill():
@@ -264,4 +271,4 @@ def test_operator_of_prefill():
     x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
     x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
     x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False}
-    torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])
+    opcheck(x)
