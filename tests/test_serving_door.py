@@ -11,7 +11,6 @@ from serving_truth import DEVICES, KINDS, make_call, needs_triton, run, slots
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
-from flash_delta.ops._check.options import Options
 from flash_delta.ops.serving import _run
 from flash_delta.problem import Around, Inputs, Slots
 
@@ -248,9 +247,8 @@ def test_lengths_are_values():
 
 
 def opcheck(x):
-    chosen = Options(**{name: x[name] for name in Options._fields if name in x})
-    tensors = [x.get(name) for name in (*Inputs._fields, *Slots._fields, *Around._fields)]
-    torch.library.opcheck(_run.operator, (*tensors, *chosen, None))
+    groups = (_run.Tensors, Slots, Around, _run.Chosen)
+    torch.library.opcheck(_run.operator, [x.get(name) for group in groups for name in group._fields] + [None])
 
 
 def test_operator():

@@ -23,6 +23,7 @@ from flash_delta.ops._check.around import (
 )
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators import around as operators
+from flash_delta.ops._operators.define import take
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import (
     MOST_TAPS,
@@ -46,7 +47,7 @@ def convolve(
         p = _describe(given, x)
         if not _is_operator(p, x, backend):
             return in_torch.convolve(p, x)
-        y, *final = operators.convolve(*x, *operators.fields_of(p), wished(backend))
+        y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
         return y, final[0] if output_final_state else None
     known = _look_at(given, x)
     if x.cu_seqlens is not None:  # these are values, which no one remembers
@@ -82,7 +83,7 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
         p = _describe(given, x)
         if not _is_operator(p, x, backend):
             return in_torch.normalize(p, x)
-        return operators.normalize(*x, *operators.fields_of(p), wished(backend))[0]
+        return operators.normalize(*x, *take(p, operators.NormFields), wished(backend))[0]
     known = _look_at(given, x)
     if _differentiates(known):
         return Normalize.apply(known, *x)

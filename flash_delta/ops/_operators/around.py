@@ -19,12 +19,6 @@ ConvolutionFields = NamedTuple("ConvolutionFields", list(marked(ConvolutionProbl
 NormFields = NamedTuple("NormFields", list(marked(NormProblem, Schema).items()))
 
 
-def fields_of(p: ConvolutionProblem | NormProblem) -> list[Any]:
-    """What an operator takes behind the tensors."""
-    fields = ConvolutionFields if isinstance(p, ConvolutionProblem) else NormFields
-    return [getattr(p, name) for name in fields._fields]
-
-
 def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tuple, wish: str | None) -> KnownCall:
     """One known call for forward and backward."""
     return look_at(_look, False, (wish, describe, fields), None, x)

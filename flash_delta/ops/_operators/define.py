@@ -14,6 +14,11 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 
+def take(x: Any, fields: type) -> list[Any]:
+    """What ``x`` has under the names of a named tuple's fields."""
+    return [getattr(x, name) for name in fields._fields]
+
+
 class Behind(NamedTuple):
     """What an operator's backward takes behind its tensors."""
 
@@ -100,16 +105,18 @@ def _define(
 
 def _opened(hints: dict[str, Any]) -> dict[str, Any]:
     """Named tuples' fields in the place of these."""
-    fields = (get_type_hints(hint) if hasattr(hint, "_fields") else {name: hint} for name, hint in hints.items())
+    fields = (get_type_hints(hint) if _is_group(hint) else {name: hint} for name, hint in hints.items())
     return dict(chain.from_iterable(group.items() for group in fields))
 
 
 def _grouped(hints: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """An operator's arguments as its function takes them."""
     left = iter(args)
-    return [
-        kind(*islice(left, len(kind._fields))) if hasattr(kind, "_fields") else next(left) for kind in hints.values()
-    ]
+    return [kind._make(islice(left, len(kind._fields))) if _is_group(kind) else next(left) for kind in hints.values()]
+
+
+def _is_group(hint: Any) -> bool:
+    return hasattr(hint, "_fields")
 
 
 def _has_gradient(t: Tensor | None) -> bool:

@@ -21,7 +21,7 @@ from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import Behind, define
+from flash_delta.ops._operators.define import Behind, define, take
 from flash_delta.problem import Inputs, KnownCall, Problem, Schema, marked
 
 Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
@@ -29,8 +29,7 @@ Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
 
 def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """``(o, final_state, states)`` of a traced call, whose ``problem.lengths`` are cu_seqlens_cpu (`describe`)."""
-    fields = (getattr(problem, name) for name in Fields._fields)
-    o, final_state, *rest = delta_rule(*x, problem.lengths, *fields, wish)
+    o, final_state, *rest = delta_rule(*x, problem.lengths, *take(problem, Fields), wish)
     return o, final_state, rest[0] if problem.keep_states else None
 
 

@@ -1,6 +1,6 @@
 """What the serving ops share: a call is looked at once, and while compiling it is one operator."""
 
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._check.serving import describe
 from flash_delta.ops._execute import serve
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import define
+from flash_delta.ops._operators.define import define, take
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, KnownCall, Slots
@@ -27,7 +27,7 @@ def run(
         chosen = cast(Options(**options))
         if not torch.compiler.is_compiling():  # there the operator does it, when it runs
             describe(x, s, around, chosen)
-        return operator(*x, *s, *around, *chosen, wished(backend))
+        return operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
     known = look_at(_look, False, (backend, *options.values()), options, x, s, around)
     if known.again is not None:  # kernels alone, launched as before
         o = known.again(known, x, s, around)
@@ -44,8 +44,20 @@ def _look(given: tuple[Any, ...], options: dict[str, Any], x: Inputs, s: Slots, 
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), needs_grad=False)
 
 
-def _serve(x: Inputs, s: Slots, around: Around, options: Options, backend: str | None) -> Tensor:
-    return run(x, s, options._asdict(), backend, around)
+def _without(fields: type, *names: str) -> type:
+    """A named tuple without some of the fields."""
+    return NamedTuple(
+        fields.__name__, [(name, kind) for name, kind in get_type_hints(fields).items() if name not in names]
+    )
+
+
+# Without what no serving op has: PyTorch looks at every argument of an operator that writes, for every other one.
+Tensors = _without(Inputs, "p", "initial_state")
+Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disable_recompute")
+
+
+def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> Tensor:
+    return run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
 
 
 operator = define("serve", _serve, lambda x, *_: x.v.new_empty(x.v.shape), writes=["state_pool", "conv_pool"])
