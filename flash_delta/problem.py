@@ -7,10 +7,15 @@ arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+
+# Marks on the fields of problems. Operators' schemas and compile keys are made from them.
+Kind = TypeVar("Kind")
+Schema = Annotated[Kind, "schema"]  # operators of torch.library take the field, because their tensors do not tell it
+Compiled = Annotated[Kind, "compiled"]  # kernels are compiled for the field's value
 
 MOST_TAPS, WIDEST_ROW = 8, 8192  # of kernels: of a convolution, and of a norm, whose rows registers hold
 ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that chooses a backend where a call does not
@@ -27,43 +32,44 @@ class Problem(NamedTuple):
     sequences.
     """
 
-    op: str  # the public function that was called; error messages name it
+    op: Schema[str]  # the public function that was called; error messages name it
     B: int
     T: int
-    H: int
-    HV: int
-    K: int
-    V: int
+    H: Compiled[int]
+    HV: Compiled[int]
+    K: Compiled[int]
+    V: Compiled[int]
     N: int
     dtype: torch.dtype  # of q, k, v and o
-    device: torch.device
-    gate: Literal["none", "scalar", "channel"]  # no decay, one per value head, one per key channel
-    erase: Literal["decayed", "undecayed"] | None  # which state the delta rule reads; None: no delta rule (simple GLA)
-    scale: float
-    chunk_size: int = 64
-    recurrent: bool = False  # the forward runs token by token
+    device: Compiled[torch.device]
+    gate: Schema[Compiled[Literal["none", "scalar", "channel"]]]  # no decay, one per value head, one per key channel
+    # Which state the delta rule reads; None: no delta rule (simple GLA).
+    erase: Schema[Compiled[Literal["decayed", "undecayed"] | None]]
+    scale: Schema[float]
+    chunk_size: Schema[int] = 64
+    recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # Inputs.p is there: what a token erases is not what it writes
     # Of the N sequences; None: known on the device only. While torch.compile traces, the tensor cu_seqlens_cpu.
     lengths: tuple[int, ...] | None = None
-    packed: bool = False  # B = 1 and the row holds N sequences
-    l2norm: bool = False  # q, k (and p) are normalised first
-    raw_gate: bool = False  # g is the raw activation; A_log, dt_bias and lower_bound turn it into a log decay
-    lower_bound: float | None = None  # None: softplus gate
-    raw_beta: bool = False  # beta is a logit
-    beta_range: float = 1.0  # the sigmoid's top; 2 with negative eigenvalues
-    state_v_first: bool = False  # states are [N, HV, V, K]
-    keep_states: bool = False  # also return the state at the start of every chunk
-    disable_recompute: bool = False  # save more for the backward pass, recompute less
-    needs_grad: bool = False
-    taps: int = 0  # decoding: of the short convolution in front of the rule; 0: there is none
-    window: int = 0  # inputs of a channel that the convolution's pool holds
+    packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
+    l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
+    raw_gate: Schema[Compiled[bool]] = False  # g is raw; A_log, dt_bias and lower_bound make the log decay of it
+    lower_bound: Schema[float | None] = None  # None: softplus gate
+    raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
+    beta_range: Schema[float] = 1.0  # the sigmoid's top; 2 with negative eigenvalues
+    state_v_first: Schema[Compiled[bool]] = False  # states are [N, HV, V, K]
+    keep_states: Schema[bool] = False  # also return the state at the start of every chunk
+    disable_recompute: Schema[bool] = False  # save more for the backward pass, recompute less
+    needs_grad: Schema[bool] = False
+    taps: Compiled[int] = 0  # decoding: of the short convolution in front of the rule; 0: there is none
+    window: Compiled[int] = 0  # inputs of a channel that the convolution's pool holds
     eps: float | None = None  # of the gated norm behind it; None: there is none
-    activation: Literal["silu", "sigmoid"] | None = None  # of that norm's gate
+    activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # of that norm's gate
     pool: torch.dtype | None = None  # serving: states lie in the slots of a pool, in this dtype
     checkpoint_every: int = 0  # prefill: tokens from one state that is written down to the next; 0: none is
     plain_pool: bool = True  # it has slots, without gaps inside, that begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: no more sequences have over SHORT tokens; None: any number may
-    batch_invariant: bool = False  # prefill: no bit of a sequence's results depends on the others
+    batch_invariant: Compiled[bool] = False  # prefill: no bit of a sequence's results depends on the others
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -120,7 +126,7 @@ class Around(NamedTuple):
 class ConvolutionProblem(NamedTuple):
     """A call of the short convolution, described but for the values of its tensors."""
 
-    op: str
+    op: Schema[str]
     B: int
     T: int
     D: int  # channels
@@ -129,8 +135,8 @@ class ConvolutionProblem(NamedTuple):
     dtype: torch.dtype  # the widest of its tensors
     device: torch.device
     packed: bool
-    activation: str | None
-    output_final_state: bool = False
+    activation: Schema[str | None]
+    output_final_state: Schema[bool] = False
 
 
 class Convolved(NamedTuple):
@@ -146,12 +152,12 @@ class Convolved(NamedTuple):
 class NormProblem(NamedTuple):
     """A call of the RMS norm over the last axis, gated if there is an activation."""
 
-    op: str
+    op: Schema[str]
     D: int  # the last axis
     dtype: torch.dtype  # the widest of its tensors
     device: torch.device
-    eps: float
-    activation: str | None
+    activation: Schema[str | None]
+    eps: Schema[float]
 
 
 class Normalized(NamedTuple):
@@ -171,6 +177,13 @@ class KnownCall:
     needs_grad: bool
     launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend found, and keeps there
     again: Callable[..., Tensor | None] | None = None  # runs a serving call as before: (known, x, slots, around) -> o
+
+
+def marked(fields: type, mark: Any) -> dict[str, Any]:
+    """Names and types of the fields of a named tuple that have ``mark``: `Schema` or `Compiled`."""
+    hints = get_type_hints(fields, include_extras=True)
+    marks = {name: hint.__metadata__ for name, hint in hints.items() if get_origin(hint) is Annotated}
+    return {name: hints[name].__origin__ for name in marks if mark.__metadata__[0] in marks[name]}
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -33,7 +33,7 @@ class Launched(list):
 def known(monkeypatch):
     """A call on tensors of the CPU that was launched."""
     monkeypatch.setattr(launch, "_several_devices", lambda: False)
-    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), 1e-5, None)
+    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), eps=1e-5, activation=None)
     return KnownCall(p, None, False, {KIND: Shape(0, None, Launched())})
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
 from flash_delta.ops.serving import _run
-from flash_delta.problem import Inputs
+from flash_delta.problem import Around, Inputs, Slots
 
 z, INDEX = torch.zeros, torch.int64
 
@@ -246,6 +246,11 @@ def test_lengths_are_values():
             torch.testing.assert_close(pool[2 + n : 3 + n], want[1])
 
 
+def opcheck(x):
+    groups = (_run.Tensors, Slots, Around, _run.Chosen)
+    torch.library.opcheck(_run.operator, [x.get(name) for group in groups for name in group._fields] + [None])
+
+
 def test_operator():
     x = make_call("kda-raw") | {"op": "decode_kda", "gate": "channel", "erase": "decayed", "scale": None}
     x |= {
@@ -256,7 +261,7 @@ def test_operator():
         "neg_eigval": False,
         "batch_invariant": False,
     }
-    torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])
+    opcheck(x)
 
 
 def test_operator_of_prefill():
@@ -264,4 +269,4 @@ def test_operator_of_prefill():
     x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
     x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
     x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False}
-    torch.library.opcheck(_run.operator, [x.get(name) for name in (*_run.TENSORS, *_run.FIELDS)] + [None])
+    opcheck(x)

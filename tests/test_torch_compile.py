@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
 from flash_delta import backend as backends
-from flash_delta.ops import _function, _library
+from flash_delta.ops import _function
+from flash_delta.ops._operators import rule
 from flash_delta.problem import Inputs
 from flash_delta.reference import backend
 from flash_delta.testing import CASES, MEMBERS, make_inputs, run
@@ -49,7 +50,7 @@ def operator_arguments(member, x, needs_grad):
     """What ``call_operator`` hands to the operator."""
     problem = flash_delta.explain(member.op, **x).problem._replace(needs_grad=needs_grad)
     tensors = (x.get(name) for name in (*Inputs._fields, "cu_seqlens_cpu"))
-    return (*tensors, *(getattr(problem, name) for name in _library.FIELDS), None)
+    return (*tensors, *(getattr(problem, name) for name in rule.Fields._fields), None)
 
 
 @pytest.mark.parametrize("case", ["ragged", "no-initial-state", "in-kernel-packed"])
@@ -237,7 +238,7 @@ def test_bounds_that_only_a_device_knows():
 def test_a_second_derivative_is_refused():
     x = inputs_of("gdn", "ragged")
     arguments = operator_arguments(MEMBERS["gdn"], x, needs_grad=True)
-    for o in (_library.delta_rule(*arguments)[0], compiled(flash_delta.chunk_gated_delta_rule)[0](**x)[0]):
+    for o in (rule.delta_rule(*arguments)[0], compiled(flash_delta.chunk_gated_delta_rule)[0](**x)[0]):
         with pytest.raises(
             RuntimeError, match=r"no autograd formula was registered|does not .* support double backward"
         ):

@@ -12,7 +12,7 @@ from flash_delta.ops._check.options import Options, as_bool, cast
 from flash_delta.ops._check.rule import describe, read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._library import call_operator
+from flash_delta.ops._operators.rule import call_operator
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced
 from flash_delta.problem import Inputs, KnownCall, Problem
 

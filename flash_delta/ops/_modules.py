@@ -1,7 +1,7 @@
 """The door of what layers do around the rule: short convolution and RMS norm, on the first backend that can.
 
 On the backend "torch" they are PyTorch's own operations: autograd and compilers see through them. Kernels are one
-autograd Function, and while compiling an operator each (`_modules_library.py`), as the rule's. For the backward pass
+autograd Function, and while compiling an operator each (`_operators/around.py`), as the rule's. For the backward pass
 nothing is saved but the inputs; a second derivative of kernels is refused.
 """
 
@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from flash_delta.backend import is_seen_through
-from flash_delta.ops import _modules_library as library
 from flash_delta.ops._backend import choose_backend, load_modules, wished
-from flash_delta.ops._check.around import check_bounds, check_convolution, check_norm, check_token
+from flash_delta.ops._check.around import (
+    check_bounds,
+    check_convolution,
+    check_norm,
+    check_token,
+    describe_convolution,
+    describe_norm,
+    describe_token,
+)
 from flash_delta.ops._known_calls import look_at
+from flash_delta.ops._operators import around as operators
+from flash_delta.ops._operators.define import take
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import (
     MOST_TAPS,
@@ -38,7 +47,7 @@ def convolve(
         p = _describe(given, x)
         if not _is_operator(p, x, backend):
             return in_torch.convolve(p, x)
-        y, *final = library.convolve(*x, *library.options(p), wished(backend))
+        y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
         return y, final[0] if output_final_state else None
     known = _look_at(given, x)
     if x.cu_seqlens is not None:  # these are values, which no one remembers
@@ -64,7 +73,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
     p = _describe(given, x)
     if not _is_operator(p, x, backend):
         return in_torch.convolve_token(p, x)
-    return library.convolve_token(x.x, x.initial_state, x.weight, x.bias, p.op, activation, wished(backend))
+    return operators.convolve_token(x.x, x.initial_state, x.weight, x.bias, p.op, activation, wished(backend))
 
 
 def normalize(x: Normalized, op: str, activation: str | None, eps: float, backend: str | None) -> Tensor:
@@ -74,7 +83,7 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
         p = _describe(given, x)
         if not _is_operator(p, x, backend):
             return in_torch.normalize(p, x)
-        return library.normalize(*x, *library.options(p), wished(backend))[0]
+        return operators.normalize(*x, *take(p, operators.NormFields), wished(backend))[0]
     known = _look_at(given, x)
     if _differentiates(known):
         return Normalize.apply(known, *x)
@@ -106,17 +115,17 @@ def _differentiates(known: KnownCall) -> bool:
 
 def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> ConvolutionProblem:
     final = check_convolution(op, x, activation, final)
-    return library.describe_convolution(x, op, activation, final)
+    return describe_convolution(x, op, activation, final)
 
 
 def _describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
     check_token(op, x, activation)
-    return library.describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, True)
+    return describe_token(x, op, activation)
 
 
 def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
     eps = check_norm(op, x, eps)
-    return library.describe_norm(x, op, activation, eps)
+    return describe_norm(x, op, activation, eps)
 
 
 def _is_operator(p: ConvolutionProblem | NormProblem, x: Convolved | Normalized, backend: str | None) -> bool:

@@ -59,7 +59,7 @@ def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
     v = v.flatten(2).unflatten(-1, (w.HV, w.V))
     g = naive_gdn_gate(a, x["A_log"], x["dt_bias"], torch.promote_types(dtype, torch.float32))
     o, _ = chunk_gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm_in_kernel=True, backend="torch")
-    norm = NormProblem("layer", w.V, dtype, device, EPS, "silu")
+    norm = NormProblem("layer", w.V, dtype, device, eps=EPS, activation="silu")
     o = normalize(norm, Normalized(o, x["norm.weight"], z.unflatten(-1, (w.HV, w.V))))
     return linear(o.flatten(2), x["out_proj.weight"])[:, -w.T :]
 

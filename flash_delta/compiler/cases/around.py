@@ -59,7 +59,7 @@ def call_convolution(case: ConvolutionCase) -> None:
 
 def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
     x, weight = torch.empty(4096, D, device="meta", dtype=dtype), torch.empty(D, device="meta", dtype=dtype)
-    p = NormProblem("launches", D, dtype, x.device, 1e-6, activation)
+    p = NormProblem("launches", D, dtype, x.device, activation, eps=1e-6)
     inputs = Normalized(x, weight, x if activation else None)
     normalize(p, inputs)
     normalize_backward(p, inputs, x)

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import knobs
 
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.compile_key import DECODE, STEP, Flags, ModuleFlags, alone, key_of, laid_out
+from flash_delta.kernels.runtime.compile_key import ModuleFlags, flags_of, key_of, laid_out
 from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, KnownCall, Normalized, NormProblem, Problem
@@ -54,12 +54,7 @@ def make_call(
     name = (kind, laid_out(*x, *more)) if outside else kind
     shape = None if known is None else known.launches.get(name)
     if shape is None:
-        flags = Flags(
-            kind, p.device, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.packed, p.l2norm, p.raw_gate, p.raw_beta,
-            p.lower_bound is not None, p.state_v_first, p.batch_invariant, p.taps, p.window, p.activation,
-            kind in (DECODE, STEP) and alone(p),
-        )  # fmt: skip
-        shape = Shape(key_of(flags, laid_out(*x, *more)), chip_of(p.device))
+        shape = Shape(key_of(flags_of(p, kind), laid_out(*x, *more)), chip_of(p.device))
         if known is not None:
             known.launches[name] = shape
     return Call(p, x, more, shape, _direct(p.device))

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 from math import gcd
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.problem import Around, Compiled, Inputs, Problem, Slots, marked
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
@@ -17,32 +18,21 @@ POOLS = ("state_pool", "conv_pool")
 NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # of the tensors of a call that serves
 
 
-class Flags(NamedTuple):
-    """What compiled code depends on, beside the tensors."""
-
-    kind: tuple  # of call
-    device: torch.device
-    H: int
-    HV: int
-    K: int
-    V: int
-    gate: str
-    erase: str | None
-    packed: bool
-    l2norm: bool
-    raw_gate: bool
-    raw_beta: bool
-    bounded: bool
-    state_v_first: bool
-    batch_invariant: bool
-    taps: int
-    window: int
-    activation: str | None
-    alone: bool  # tokens of decoding, one a row
+# What compiled code depends on, beside the tensors.
+Flags = NamedTuple(
+    "Flags",
+    [
+        ("kind", tuple),  # of call
+        *marked(Problem, Compiled).items(),
+        ("bounded", bool),  # Problem.lower_bound is there
+        ("alone", bool),  # tokens of decoding, one a row
+    ],
+)
+_compiled = attrgetter(*marked(Problem, Compiled))
 
 
 class ModuleFlags(NamedTuple):
-    """The same of a convolution or a norm."""
+    """What the compiled code of a convolution or a norm depends on, beside the tensors."""
 
     kind: tuple
     device: torch.device
@@ -68,6 +58,10 @@ numbers: dict[Key, int] = {}  # of keys, as they come
 def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
     """What `_layout` asks."""
     return tuple([None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
+
+
+def flags_of(p: Problem, kind: tuple) -> Flags:
+    return Flags(kind, *_compiled(p), p.lower_bound is not None, kind in (DECODE, STEP) and alone(p))
 
 
 def key_of(flags: Flags | ModuleFlags, tensors: tuple[tuple | None, ...]) -> int:

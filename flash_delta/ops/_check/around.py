@@ -1,13 +1,38 @@
 """What a convolution or a norm refuses: ValueErrors that name the argument, what was expected and what came."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import as_bool, as_eps, refuse
 from flash_delta.ops._check.rule import DTYPES, check_shape, read_lengths
-from flash_delta.problem import Convolved, Inputs, Normalized
+from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, Normalized, NormProblem
+
+
+def describe_convolution(x: Convolved, op: str, activation: str | None, output_final_state: bool) -> ConvolutionProblem:
+    """A call that was checked."""
+    (B, T, D), W = x.x.shape, x.weight.shape[1]
+    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    return ConvolutionProblem(
+        op, B, T, D, W, N, _widest(x[:4]), x.x.device, x.cu_seqlens is not None, activation, output_final_state
+    )
+
+
+def describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
+    """The same of x [N, D]."""
+    return describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, True)
+
+
+def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
+    """A call that was checked."""
+    return NormProblem(op, x.x.shape[-1], _widest(x), x.x.device, activation, eps)
+
+
+def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
+    """float64 if one of them is, else the first one's."""
+    dtypes = [t.dtype for t in tensors if t is not None]
+    return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
 def check_convolution(op: str, c: Convolved, activation: str | None, output_final_state: bool) -> bool:

@@ -4,7 +4,7 @@ A kernel is compiled for the types of its numbers, and calls are known again by 
 """
 
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -13,20 +13,10 @@ LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
-FLAGS = {  # of `Options`, by the names that callers know
-    "l2norm": "use_qk_l2norm_in_kernel",
-    "raw_gate": "use_gate_in_kernel",
-    "raw_beta": "use_beta_sigmoid_in_kernel",
-    "neg_eigval": "allow_neg_eigval",
-    "state_v_first": "state_v_first",
-    "keep_states": "return_intermediate_states",
-    "disable_recompute": "disable_recompute",
-    "batch_invariant": "batch_invariant",
-}
 
 
 class Options(NamedTuple):
-    """What an op asks for, beside its tensors."""
+    """What an op asks for, beside its tensors. A flag is annotated with the name by which callers know it."""
 
     op: str
     gate: Literal["none", "scalar", "channel"]
@@ -35,19 +25,23 @@ class Options(NamedTuple):
     scale: float | None = None
     chunk_size: int = 64
     recurrent: bool = False
-    l2norm: bool = False
-    raw_gate: bool = False
+    l2norm: Annotated[bool, "use_qk_l2norm_in_kernel"] = False
+    raw_gate: Annotated[bool, "use_gate_in_kernel"] = False
     lower_bound: float | None = None
-    raw_beta: bool = False
-    neg_eigval: bool = False
-    state_v_first: bool = False
-    keep_states: bool = False
-    disable_recompute: bool = False
+    raw_beta: Annotated[bool, "use_beta_sigmoid_in_kernel"] = False
+    neg_eigval: Annotated[bool, "allow_neg_eigval"] = False
+    state_v_first: Annotated[bool, "state_v_first"] = False
+    keep_states: Annotated[bool, "return_intermediate_states"] = False
+    disable_recompute: Annotated[bool, "disable_recompute"] = False
     checkpoint_every: int | None = None
     max_prompts: int | None = None
-    batch_invariant: bool = False
+    batch_invariant: Annotated[bool, "batch_invariant"] = False
     eps: float | None = None
     activation: str | None = None
+
+
+_hints = get_type_hints(Options, include_extras=True)
+FLAGS = {name: hint.__metadata__[0] for name, hint in _hints.items() if get_origin(hint) is Annotated}
 
 
 def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:

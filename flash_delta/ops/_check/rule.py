@@ -11,6 +11,8 @@ from flash_delta.ops._check.options import Options, as_bool, refuse
 from flash_delta.ops._transforms import is_traced, refuse_transforms
 from flash_delta.problem import Inputs, Problem, needs_gradient
 
+# Of `Options`, those that are fields of a Problem as they are.
+SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "lower_bound", "checkpoint_every"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -52,13 +54,11 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     if x.initial_state is not None:
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
-        op, B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5 if scale is None else scale,
-        chunk_size=options.chunk_size, recurrent=options.recurrent, erase_keys=x.p is not None, lengths=lengths,
-        packed=x.cu_seqlens is not None,
-        l2norm=options.l2norm, raw_gate=raw_gate, lower_bound=options.lower_bound if raw_gate else None,
-        raw_beta=options.raw_beta, beta_range=2.0 if options.neg_eigval else 1.0, state_v_first=options.state_v_first,
-        keep_states=options.keep_states, disable_recompute=options.disable_recompute,
-        needs_grad=needs_gradient(x),
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
+        scale=K**-0.5 if scale is None else scale, lower_bound=options.lower_bound if raw_gate else None,
+        beta_range=2.0 if options.neg_eigval else 1.0, erase_keys=x.p is not None, lengths=lengths,
+        checkpoint_every=options.checkpoint_every or 0, needs_grad=needs_gradient(x),
+        **{name: getattr(options, name) for name in SAME},
     )  # fmt: skip
 
 

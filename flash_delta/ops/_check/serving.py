@@ -41,10 +41,8 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_strides(op, "output_norm.gate", around.norm_gate)
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
     return p._replace(
-        pool=s.state_pool.dtype, checkpoint_every=options.checkpoint_every or 0, max_prompts=options.max_prompts,
-        batch_invariant=options.batch_invariant, plain_pool=_is_plain(s.state_pool), taps=taps,
-        window=window, eps=options.eps, activation=options.activation, needs_grad=False,
-    )  # fmt: skip
+        pool=s.state_pool.dtype, plain_pool=_is_plain(s.state_pool), taps=taps, window=window, needs_grad=False
+    )
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What the serving ops share: a call is looked at once, and while compiling it is one operator."""
 
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -11,32 +11,10 @@ from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._check.serving import describe
 from flash_delta.ops._execute import serve
 from flash_delta.ops._known_calls import look_at
+from flash_delta.ops._operators.define import define, take
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, KnownCall, Slots
-
-# The tensors of the operator, and the fields of Options that the serving ops set.
-TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", *Slots._fields, *Around._fields)
-FIELDS = {
-    "op": "str",
-    "gate": "str",
-    "erase": "str",
-    "scale": "float?",
-    "recurrent": "bool",
-    "l2norm": "bool",
-    "raw_gate": "bool",
-    "lower_bound": "float?",
-    "raw_beta": "bool",
-    "neg_eigval": "bool",
-    "state_v_first": "bool",
-    "checkpoint_every": "int?",
-    "max_prompts": "int?",
-    "batch_invariant": "bool",
-    "eps": "float?",
-    "activation": "str?",
-}
-OPTIONAL = {"A_log", "dt_bias", "cu_seqlens", *Slots._field_defaults, *Around._fields}
-WRITTEN = {"state_pool": "Tensor(a!)", "conv_pool": "Tensor(b!)?"}
 
 
 def run(
@@ -46,11 +24,10 @@ def run(
     if isinstance(backend, Explain):
         return backend.of(describe(x, s, around, Options(**options)))
     if is_traced(x.q):
-        given, chosen = x._asdict() | s._asdict() | around._asdict(), cast(Options(**options))
+        chosen = cast(Options(**options))
         if not torch.compiler.is_compiling():  # there the operator does it, when it runs
             describe(x, s, around, chosen)
-        fields = (getattr(chosen, name) for name in FIELDS)
-        return operator(*(given[name] for name in TENSORS), *fields, wished(backend))
+        return operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
     known = look_at(_look, False, (backend, *options.values()), options, x, s, around)
     if known.again is not None:  # kernels alone, launched as before
         o = known.again(known, x, s, around)
@@ -67,25 +44,20 @@ def _look(given: tuple[Any, ...], options: dict[str, Any], x: Inputs, s: Slots, 
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), needs_grad=False)
 
 
-def _type_of(name: str) -> str:
-    return WRITTEN.get(name) or ("Tensor?" if name in OPTIONAL else "Tensor")
+def _without(fields: type, *names: str) -> type:
+    """A named tuple without some of the fields."""
+    return NamedTuple(
+        fields.__name__, [(name, kind) for name, kind in get_type_hints(fields).items() if name not in names]
+    )
 
 
-@torch.library.custom_op(
-    "flash_delta::serve",
-    mutates_args=tuple(WRITTEN),
-    schema=f"({', '.join(f'{_type_of(name)} {name}' for name in TENSORS)}, "
-    f"{', '.join(f'{kind} {name}' for name, kind in FIELDS.items())}, str? backend) -> Tensor",
-)
-def operator(*args: Any) -> Tensor:
-    """``o``; the pools are written in place."""
-    tensors, (*values, wish) = dict(zip(TENSORS, args, strict=False)), args[len(TENSORS) :]
-    x = Inputs(**{name: tensors[name] for name in Inputs._fields if name in tensors})
-    s, around = (group(*(tensors[name] for name in group._fields)) for group in (Slots, Around))
-    return run(x, s, dict(zip(FIELDS, values, strict=True)), wish, around)
+# Without what no serving op has: PyTorch looks at every argument of an operator that writes, for every other one.
+Tensors = _without(Inputs, "p", "initial_state")
+Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disable_recompute")
 
 
-@operator.register_fake
-def _(*args: Any) -> Tensor:
-    v = args[TENSORS.index("v")]
-    return v.new_empty(v.shape)
+def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> Tensor:
+    return run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
+
+
+operator = define("serve", _serve, lambda x, *_: x.v.new_empty(x.v.shape), writes=["state_pool", "conv_pool"])

@@ -1,0 +1,74 @@
+"""Kernels of `_modules.py` as operators: what torch.compile and torch.export see of them.
+
+An operator takes a call's tensors and the fields of its problem that tensors do not tell.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flash_delta.ops._backend import choose_backend, load_modules
+from flash_delta.ops._check.around import describe_convolution, describe_norm, describe_token
+from flash_delta.ops._known_calls import look_at
+from flash_delta.ops._operators.define import Behind, define
+from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem, Schema, marked
+from flash_delta.reference import modules as in_torch
+
+ConvolutionFields = NamedTuple("ConvolutionFields", list(marked(ConvolutionProblem, Schema).items()))
+NormFields = NamedTuple("NormFields", list(marked(NormProblem, Schema).items()))
+
+
+def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tuple, wish: str | None) -> KnownCall:
+    """One known call for forward and backward."""
+    return look_at(_look, False, (wish, describe, fields), None, x)
+
+
+def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
+    wish, describe, fields = given
+    p = describe(x, *fields)
+    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules, without=in_torch)), needs_grad=False)
+
+
+def _convolve(x: Convolved, fields: ConvolutionFields, backend: str | None) -> list[Tensor]:
+    known = _look_at(describe_convolution, x, fields, backend)
+    return [t for t in known.backend.convolve(known.problem, x, known) if t is not None]
+
+
+def _fake_convolve(x: Convolved, fields: ConvolutionFields, backend: str | None) -> list[Tensor]:
+    p, y = describe_convolution(x, *fields), x.x.new_empty(x.x.shape)
+    return [y, x.x.new_empty(p.N, p.D, p.W)] if p.output_final_state else [y]
+
+
+def _convolve_backward(x: Convolved, behind: Behind, fields: ConvolutionFields, backend: str | None) -> Convolved:
+    known = _look_at(describe_convolution, x, fields, backend)
+    return known.backend.convolve_backward(known.problem, x, behind.do, behind.dfinal, known)
+
+
+def _convolve_token(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: str,
+    activation: str | None,
+    backend: str | None,
+) -> Tensor:
+    token = Convolved(x, weight, bias, state)
+    known = _look_at(describe_token, token, (op, activation), backend)
+    return known.backend.convolve_token(known.problem, token, known)
+
+
+def _normalize(x: Normalized, fields: NormFields, backend: str | None) -> list[Tensor]:
+    known = _look_at(describe_norm, x, fields, backend)
+    return [known.backend.normalize(known.problem, x, known)]
+
+
+def _normalize_backward(x: Normalized, behind: Behind, fields: NormFields, backend: str | None) -> Normalized:
+    known = _look_at(describe_norm, x, fields, backend)
+    return known.backend.normalize_backward(known.problem, x, behind.do, known)
+
+
+convolve = define("causal_conv1d", _convolve, _fake_convolve, backward=_convolve_backward)
+convolve_token = define("causal_conv1d_update", _convolve_token, lambda x, *_: x.new_empty(x.shape), writes=["state"])
+normalize = define("rms_norm", _normalize, lambda x, *_: [x.x.new_empty(x.x.shape)], backward=_normalize_backward)

@@ -1,0 +1,133 @@
+"""How operators of torch.library are made: their schema, what a tracer sees of them, and their autograd.
+
+An operator is a function of named tuples. Its arguments are the fields of these, one after the other, and their
+annotations are its schema: an option that is added to a named tuple is an argument of every operator that takes it.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+
+def take(x: Any, fields: type) -> list[Any]:
+    """What ``x`` has under the names of a named tuple's fields."""
+    return [getattr(x, name) for name in fields._fields]
+
+
+class Behind(NamedTuple):
+    """What an operator's backward takes behind its tensors."""
+
+    saved: list[Tensor]
+    do: Tensor | None  # the gradients of its first two results
+    dfinal: Tensor | None
+
+
+def define(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    writes: Sequence[str] = (),
+    backward: Callable[..., Sequence[Tensor | None]] | None = None,
+    saved_from: Callable[..., int] | None = None,
+) -> CustomOpDef:
+    """The operator ``flash_delta::name``, and with ``backward`` its ``flash_delta::name_backward``.
+
+    Args:
+        name: behind the namespace.
+        run: ``run(tensors, ..., options, backend)``, annotated: a named tuple of tensors, maybe more tensors, a named
+            tuple of options, and the backend that is asked for. Returns fresh tensors, the first two with gradients.
+        fake: takes the same; returns empty tensors with the shapes, strides and dtypes of those.
+        writes: the tensors that are written in place.
+        backward: ``backward(tensors, ..., Behind, options, backend)``: gradients in the order of ``tensors``. There is
+            no derivative of it, and autograd says so.
+        saved_from: from which of the results on they are saved for ``backward``; takes what ``run`` does.
+    """
+    hints = get_type_hints(run)
+    returned = hints.pop("return")
+    operator = _define(name, hints, returned, run, fake, writes)
+    if backward is None:
+        return operator
+    *tensors, options, wish = hints.items()
+    arguments = dict([*tensors, ("behind", Behind), options, wish])
+    width, count = len(_opened(dict(tensors[:1]))), len(_opened(dict(tensors)))
+
+    def run_backward(x: Sequence[Tensor | None], *more: Any) -> list[Tensor]:
+        found = zip(x, backward(x, *more), strict=True)
+        return [d.contiguous() for t, d in found if _has_gradient(t)]
+
+    def fake_backward(x: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
+        return [t.new_empty(t.shape) for t in x if _has_gradient(t)]
+
+    operator_backward = _define(f"{name}_backward", arguments, list[Tensor], run_backward, fake_backward)
+
+    def setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        start = len(output) if saved_from is None else saved_from(*_grouped(hints, inputs))
+        ctx.options = inputs[count:]
+        ctx.save_for_backward(*inputs[:count], *output[start:])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors  # read once: checkpointing lets each tensor be unpacked only once
+        do, dfinal = [*gradients, None][:2]
+        found = iter(operator_backward(*kept[:count], list(kept[count:]), do, dfinal, *ctx.options))
+        inputs = [next(found) if _has_gradient(t) else None for t in kept[:width]]
+        return (*inputs, *[None] * (count - width + len(ctx.options)))
+
+    operator.register_autograd(differentiate, setup_context=setup)
+    return operator
+
+
+def _define(
+    name: str,
+    hints: dict[str, Any],
+    returned: Any,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    writes: Sequence[str] = (),
+) -> CustomOpDef:
+    types = {argument: schema_type(hint) for argument, hint in _opened(hints).items()}
+    for letter, argument in zip("ab", writes, strict=False):
+        types[argument] = types[argument].replace("Tensor", f"Tensor({letter}!)")
+    schema = f"({', '.join(f'{kind} {argument}' for argument, kind in types.items())}) -> {schema_type(returned)}"
+    operator = torch.library.custom_op(
+        f"flash_delta::{name}", lambda *args: run(*_grouped(hints, args)), mutates_args=writes, schema=schema
+    )
+    operator.register_fake(lambda *args: fake(*_grouped(hints, args)))
+    return operator
+
+
+def _opened(hints: dict[str, Any]) -> dict[str, Any]:
+    """Named tuples' fields in the place of these."""
+    fields = (get_type_hints(hint) if _is_group(hint) else {name: hint} for name, hint in hints.items())
+    return dict(chain.from_iterable(group.items() for group in fields))
+
+
+def _grouped(hints: dict[str, Any], args: Sequence[Any]) -> list[Any]:
+    """An operator's arguments as its function takes them."""
+    left = iter(args)
+    return [kind._make(islice(left, len(kind._fields))) if _is_group(kind) else next(left) for kind in hints.values()]
+
+
+def _is_group(hint: Any) -> bool:
+    return hasattr(hint, "_fields")
+
+
+def _has_gradient(t: Tensor | None) -> bool:
+    """Bounds have none."""
+    return t is not None and t.is_floating_point()
+
+
+def schema_type(hint: Any) -> str:
+    """The name of a type in schemas: ``float | None`` is "float?"."""
+    if get_origin(hint) is list:
+        return f"{schema_type(*get_args(hint))}[]"
+    if NoneType in get_args(hint):
+        return f"{schema_type(get_args(hint)[0])}?"
+    return "str" if get_origin(hint) is Literal else hint.__name__

@@ -1,0 +1,99 @@
+"""The family as two operators: what torch.compile and torch.export see of a call.
+
+``flash_delta::delta_rule`` takes a call's tensors and the fields of its Problem that tensors do not tell. A tracer
+never looks into a backend, and sizes may stay symbols. What forward saves for backward has to be known to the tracer: a
+backend that saves anything has
+
+    empty_saved(problem, inputs) -> tuple[Tensor, ...]
+
+fresh tensors with the shapes, strides and dtypes of its ``Outputs.saved``, made by arithmetic on sizes (never on
+``problem.lengths``, whose values no tracer knows). Without it nothing is saved, and backward computes it again.
+"""
+
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.ops._backend import choose_backend, load_backend
+from flash_delta.ops._check.rule import read_lengths
+from flash_delta.ops._execute import backward, forward
+from flash_delta.ops._known_calls import look_at
+from flash_delta.ops._operators.define import Behind, define, take
+from flash_delta.problem import Inputs, KnownCall, Problem, Schema, marked
+
+Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
+
+
+def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``(o, final_state, states)`` of a traced call, whose ``problem.lengths`` are cu_seqlens_cpu (`describe`)."""
+    o, final_state, *rest = delta_rule(*x, problem.lengths, *take(problem, Fields), wish)
+    return o, final_state, rest[0] if problem.keep_states else None
+
+
+def _run(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str | None) -> list[Tensor]:
+    """``[o, final_state, *saved]``, with ``keep_states`` the chunk states before what is saved."""
+    problem, known = _look_at(x, cu_seqlens_cpu, fields, backend)
+    out = forward(problem._replace(needs_grad=_saves(problem, known.backend)), known, x)
+    results = (out.o, out.final_state, out.states)
+    return [t.contiguous() for t in results if t is not None] + list(out.saved)
+
+
+def _fake(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str | None) -> list[Tensor]:
+    problem, module = _describe(x, _some_lengths(x, cu_seqlens_cpu), fields, backend)
+    results = [x.v.new_empty(x.v.shape), x.v.new_empty(problem.state_shape, dtype=problem.accumulate)]
+    if problem.keep_states:
+        chunks = (problem.T + problem.chunk_size - 1) // problem.chunk_size
+        if problem.packed:  # only the bounds' values would tell
+            chunks = torch.library.get_ctx().new_dynamic_size()
+        results.append(x.v.new_empty(problem.B, chunks, problem.HV, problem.K, problem.V))
+    return results + (list(module.empty_saved(problem, x)) if _saves(problem, module) else [])
+
+
+def _run_backward(
+    x: Inputs, cu_seqlens_cpu: Tensor | None, behind: Behind, fields: Fields, backend: str | None
+) -> Inputs:
+    problem, known = _look_at(x, cu_seqlens_cpu, fields, backend)
+    return backward(problem, known, x, tuple(behind.saved), behind.do, behind.dfinal)
+
+
+delta_rule = define(
+    "delta_rule", _run, _fake, backward=_run_backward, saved_from=lambda x, bounds, fields, wish: 2 + fields.keep_states
+)
+
+
+def _look_at(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, wish: str | None) -> tuple[Problem, KnownCall]:
+    """One known call for forward and backward; lengths are values, which nobody remembers."""
+    lengths = read_lengths(fields.op, x, cu_seqlens_cpu)
+    known = look_at(partial(_look, lengths), False, (delta_rule, lengths is None, fields, wish), None, x)
+    return known.problem._replace(lengths=lengths), known
+
+
+def _look(lengths: tuple[int, ...] | None, given: tuple[Any, ...], _: None, x: Inputs) -> KnownCall:
+    problem, module = _describe(x, lengths, *given[2:])
+    return KnownCall(problem, module, problem.needs_grad)
+
+
+def _describe(
+    x: Inputs, lengths: tuple[int, ...] | None, fields: Fields, wish: str | None
+) -> tuple[Problem, ModuleType]:
+    """The Problem that was taken apart for the operator, and its backend."""
+    (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
+    problem = Problem(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
+        device=x.q.device, erase_keys=x.p is not None, lengths=lengths, packed=packed, **fields._asdict(),
+    )  # fmt: skip
+    return problem, load_backend(choose_backend(problem, wish))
+
+
+def _some_lengths(x: Inputs, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...] | None:
+    """For a tracer: whether the host will know the lengths; their values it cannot have."""
+    known = x.cu_seqlens is None or x.cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is not None
+    return () if known else None
+
+
+def _saves(problem: Problem, backend: ModuleType) -> bool:
+    """``step`` saves nothing, and what a tracer cannot foresee is not saved either."""
+    return problem.needs_grad and not problem.recurrent and hasattr(backend, "empty_saved")
