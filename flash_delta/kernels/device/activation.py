@@ -21,12 +21,18 @@ def softplus(x):
 
 
 @triton.jit
-def log_decay(a, A_log, dt_bias, head, HAS_BIAS: tl.constexpr):
-    """``-e^A_log softplus(a + dt_bias)`` of one head's tokens."""
-    x = a
+def gate_parameters(A_log, dt_bias, heads, HAS_BIAS: tl.constexpr, known=True):
+    """The rate -e^A_log and the bias of value heads, one or several; nothing is read of heads that are not ``known``."""
+    bias = 0.0
     if HAS_BIAS:
-        x += tl.load(dt_bias + head).to(tl.float32)
-    return -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x)
+        bias = tl.load(dt_bias + heads, mask=known, other=0.0).to(tl.float32)
+    return -tl.exp(tl.load(A_log + heads, mask=known, other=0.0).to(tl.float32)), bias
+
+
+@triton.jit
+def log_decay(a, rate, bias):
+    """The log decay of a whole head, from its raw activation: ``-e^A_log softplus(a + dt_bias)``."""
+    return rate * softplus(a.to(tl.float32) + bias)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.activation import softplus, strength
+from flash_delta.kernels.device.activation import gate_parameters, log_decay, strength
+from flash_delta.kernels.device.channel_gate import BITS, LEAST
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
 from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
@@ -30,8 +31,6 @@ from flash_delta.kernels.runtime.workspace import Solved
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
-LEAST = tl.constexpr(-128.0)
-LOG2_E = tl.constexpr(1.4426950408889634)
 NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
@@ -75,12 +74,10 @@ def rates(
         at = row.to(tl.int64) * g_batch + (token + i).to(tl.int64) * g_strides[0] + hv * g_strides[1]
         x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
         if RAW_GATE:
-            if HAS_BIAS:
-                x += tl.load(dt_bias + hv, mask=known, other=0.0).to(tl.float32)
-            x = -tl.exp(tl.load(A_log + hv, mask=known, other=0.0).to(tl.float32)) * softplus(x)
-            x = tl.where(live, x, 0.0)
+            rate, bias = gate_parameters(A_log, dt_bias, hv, HAS_BIAS, known)
+            x = tl.where(live, log_decay(x, rate, bias), 0.0)
         sums = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
-        G = (sums * LOG2_E).to(tl.float32)
+        G = (sums * BITS).to(tl.float32)
     b = tl.where(live, 1.0, 0.0)
     if HAS_BETA:
         at = row.to(tl.int64) * beta_batch + (token + i).to(tl.int64) * beta_strides[0] + hv * beta_strides[1]
