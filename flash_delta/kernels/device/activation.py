@@ -1,4 +1,4 @@
-"""The activations of a layer, inside a kernel: of gates, write strengths, convolutions and output norms."""
+"""A layer's activations, inside a kernel: of gates, write strengths, convolutions and output norms."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) = max(x, 0) + log(1 + e), e = e^-|x|: 2e-7 of it off at most beside what e is, however small."""
+    """log(1 + e^x), as max(x, 0) + log(1 + e) with e = e^-|x|. Beside the error of e, which may be very small, the
+    relative error is at most 2e-7."""
     e = tl.exp(-tl.abs(x))
-    # log(1 + e) / e: of the polynomials of degree 8 the one whose largest relative error is smallest, 3e-8.
+    # log(1 + e) / e, as the polynomial of degree 8 with the smallest maximal relative error, 3e-8.
     quotient = 0.005232691299170256 * e - 0.029505226761102676
     quotient = quotient * e + 0.07822593301534653
     quotient = quotient * e - 0.13663244247436523
@@ -21,12 +22,18 @@ def softplus(x):
 
 
 @triton.jit
-def log_decay(a, A_log, dt_bias, head, HAS_BIAS: tl.constexpr):
-    """``-e^A_log softplus(a + dt_bias)`` of one head's tokens."""
-    x = a
+def gate_parameters(A_log, dt_bias, heads, HAS_BIAS: tl.constexpr, known=True):
+    """The rate, -e^A_log, and the bias of one or several value heads. Only heads that are ``known`` are read."""
+    bias = 0.0
     if HAS_BIAS:
-        x += tl.load(dt_bias + head).to(tl.float32)
-    return -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x)
+        bias = tl.load(dt_bias + heads, mask=known, other=0.0).to(tl.float32)
+    return -tl.exp(tl.load(A_log + heads, mask=known, other=0.0).to(tl.float32)), bias
+
+
+@triton.jit
+def log_decay(a, rate, bias):
+    """One log decay for all channels of a head, from its raw activation: ``-e^A_log softplus(a + dt_bias)``."""
+    return rate * softplus(a.to(tl.float32) + bias)
 
 
 @triton.jit
@@ -37,8 +44,8 @@ def strength(z, top):
 
 @triton.jit
 def spread(x):
-    """A vector over all threads, an element each: where it was reduced from a matrix, every thread has a row's all. To
-    the compiler a gather is a wall, across which it carries no layout."""
+    """The same vector, one element per thread. Where it was reduced from a matrix, every thread has a whole row's
+    elements, and the compiler would keep this layout. It carries no layout across a gather."""
     return tl.gather(x, tl.arange(0, x.shape[0]), 0)
 
 
@@ -49,15 +56,15 @@ def silu(x):
 
 @triton.jit
 def sigmoid(x):
-    """For kernels that memory should bound: fewer instructions than `strength`, whose division and exponential also
-    scale what could be subnormal. Compiled for sm_90a the short convolution has 1192 of them for 1584."""
+    """For kernels that memory should bound. It has fewer instructions than `strength`, whose division and exponential
+    also scale what could be subnormal: for sm_90a the short convolution has 1192 instead of 1584."""
     r = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
     return r * r
 
 
 @triton.jit
 def gated_norm(x, z, weight, d, eps, V: tl.constexpr, ACTIVATION: tl.constexpr):
-    """``RMSNorm(x) act(z)`` of one head's values; those behind the last one are 0."""
+    """``RMSNorm(x) act(z)`` of one head's values. Values behind the last one are 0."""
     x = spread(x)
     length = tl.sum(x * x, 0) / V
     w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)

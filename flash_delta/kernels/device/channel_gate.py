@@ -1,4 +1,4 @@
-"""The log decay of one key channel and token, as given or made of its raw activation (Kimi Delta Attention)."""
+"""The log decay per key channel and token, as given or made from its raw activation (Kimi Delta Attention)."""
 
 import triton
 import triton.language as tl
@@ -13,9 +13,9 @@ LEAST = tl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums
 def parameters(
     A_log, dt_bias, hv, c, K: tl.constexpr, RAW_GATE: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """Of the channels ``c`` of one value head: e^A_log and the bias, [W]; 1 and 0 where there is none.
+    """The rate, e^A_log, and the bias of channels ``c`` of one value head, [W]; 1 and 0 if there is none.
 
-    The rate is never 0, for a dead token's activation times it would be no number.
+    The rate is never 0: times the activation of a token that is not there, -inf, it would not be a number.
     """
     rate, bias = tl.full(c.shape, 1.0, tl.float32), tl.zeros(c.shape, tl.float32)
     if RAW_GATE:
@@ -28,33 +28,31 @@ def parameters(
 
 @triton.jit
 def living(a, live, RAW_GATE: tl.constexpr):
-    """The activations, and for tokens that are not there what `log_decay` makes 0 of."""
+    """The activations; for tokens that are not there, the activation whose log decay is 0."""
     return tl.where(live, a, float("-inf") if RAW_GATE else 0.0)
 
 
 @triton.jit
 def log_decay(a, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """In units of 1 / ``unit`` nats and at least ``LEAST``, of activations ``a`` of any shape.
-
-    ``-rate softplus(a + bias)``, with a bound ``lower_bound sigmoid(rate (a + bias))``.
-    """
+    """The log decay for activations ``a`` of any shape, in units of 1 / ``unit`` nats and at least ``LEAST``:
+    ``-rate softplus(a + bias)``, or with a bound ``lower_bound sigmoid(rate (a + bias))``."""
     if not RAW_GATE:
         return tl.maximum(a.to(tl.float32), LEAST) * unit
     if not BOUNDED:
         return tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST) * unit
     if a.dtype == tl.float32:
         return lower_bound * unit / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
-    else:  # the root of it: no division, and a sum of squares is one instruction each; 4e-7 off
+    else:  # the square of a reciprocal root, which needs no division; a square is added by one instruction; 4e-7 off
         inverse = -1.0 / (lower_bound * unit)
         root = tl.rsqrt(inverse + inverse * tl.exp2(a.to(tl.float32) * (rate * -BITS) + bias * (rate * -BITS)))
-        return root * root * -1.0  # not -x, which is 0 - x: no instruction takes that in
+        return root * root * -1.0  # not -x: it becomes 0 - x, an instruction of its own
 
 
 @triton.jit
 def gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr):
-    """Gradients of the activations ``a`` and, element by element, of A_log, from ``dg``, those of their log decay."""
+    """The gradients of activations ``a`` and, element by element, of A_log, from ``dg``, that of the log decay."""
     x, dg = a.to(tl.float32) + bias, tl.where(live, dg, 0.0)
-    if BOUNDED:  # 1 - sigmoid would have no digits near 0
+    if BOUNDED:  # 1 - sigmoid would lose all digits near 0
         da = dg * (decay * rate) / (1.0 + tl.exp(tl.minimum(rate * x, 80.0)))
         return da, da * x
     else:

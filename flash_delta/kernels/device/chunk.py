@@ -1,11 +1,11 @@
-"""Where the tokens of a chunk lie, without a plan in memory.
+"""Where the tokens of a chunk are, without a plan in memory.
 
-Chunks restart with every sequence, so a packed batch of T tokens in N sequences has at most T // C + N of them.
-Sequence n keeps its chunks in the slots from ``cu_seqlens[n] // C + n`` on: never fewer than it needs, never one that
-is another sequence's. Any slot finds its chunk by itself, grids are launched from the bound, and a slot without a
-chunk finds no tokens. What lies behind the last sequence is one more "sequence", N, whose rows are written as zeros.
+Every sequence begins a new chunk, so a packed batch of T tokens in N sequences has at most T // C + N chunks.
+Sequence n has its chunks in the slots from ``cu_seqlens[n] // C + n`` on. There are always enough slots before those of
+the next sequence. A program finds the chunk of its slot by itself. A grid has as many slots as there can be chunks; a
+slot without a chunk finds no tokens. What lies behind the last sequence counts as one more, N, and gets zeros.
 
-Segments, runs of whole chunks, are found in the same way.
+Segments, which are runs of whole chunks, are found in the same way.
 """
 
 import triton
@@ -17,23 +17,24 @@ C = 64  # tokens of a chunk, in every kernel
 
 
 def count_slots(problem: Problem, length: int = C) -> int:
-    """Upper bound of the chunks, or of the segments of ``length`` tokens, with those behind the last sequence."""
+    """The most chunks, or segments of ``length`` tokens, that there can be, with those behind the last sequence."""
     T = problem.T
     return T // length + problem.N + 1 if problem.packed else problem.N * -(-T // length)
 
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """With OVERLAP a program may start while the kernel launched before its own still runs (programmatic dependent
-    launch). From here on that one has ended: what it wrote is there, what it read may be overwritten.
+    """Waits until the kernel before this one has ended: what it wrote is there, and what it read may be overwritten.
 
-    Up to here a program reads nothing that its call's kernels write, and writes nothing but descriptors, into memory
-    that no kernel of its call still uses: that of a kernel's descriptors is free again, and may be the next one's, as
-    soon as it is launched. So of two kernels with descriptors the second must not follow the first one directly, and
-    the one between them must not ``lead``.
+    With OVERLAP a program may start while the kernel launched before its own still runs (programmatic dependent
+    launch). Before this call a program must not read what kernels of the same call write. It must write nothing except
+    descriptors, to memory that no kernel of the call still uses. The memory of a kernel's descriptors is free again as
+    soon as that kernel is launched, and the next kernel may get it. So of two kernels with descriptors the second must
+    not come directly after the first, and the kernel between them must not ``lead``.
 
-    A kernel that waits for the one in front of it waits for those before that, too, if that one has waited for them. So
-    programs that find nothing to do come here as well, where all of a kernel's may be such: sequences may be SHORT.
+    A kernel that waits for the one before it also waits for those before that one, but only if that one has waited for
+    them. So programs that find nothing to do call this, too, if it is possible that all programs of their kernel find
+    nothing: all sequences may be SHORT.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -41,24 +42,24 @@ def follow(OVERLAP: tl.constexpr):
 
 @triton.jit
 def lead(OVERLAP: tl.constexpr):
-    """The next kernel's programs may start once all of this one's have come here."""
+    """The next kernel's programs may start once all programs of this kernel have called this."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def load_bound(cu_seqlens, n, known, T):
-    """Where sequence n begins, which is where the one before it ends; 0 of those that are not ``known``.
+    """Where sequence n begins, which is where the one before it ends; 0 for sequences that are not ``known``.
 
-    No host reads bounds, so nobody checks them. Wrong ones are moved into the row, before they become 32-bit numbers.
-    Results are then undefined, but no kernel leaves its tensors: 0 <= bound <= T.
+    The host never reads these bounds, so it cannot check them. Wrong ones are moved into the row, 0 <= bound <= T,
+    before they become 32-bit numbers. Results are then undefined, but no kernel reads or writes outside of its tensors.
     """
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + n, mask=known, other=0), 0), T).to(tl.int32)
 
 
 @triton.jit
 def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
-    """Sequence n: its first token, the token behind its last one (in the batch row), and its first slot."""
+    """The first token of sequence n, the one behind its last, both in its batch row, and its first slot."""
     start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
     if PACKED:
         start = load_bound(cu_seqlens, n, n <= N, T)
@@ -69,7 +70,7 @@ def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
-    """Of a slot of C tokens: its sequence, batch row, the sequence's first token and end, and the slots before it."""
+    """For a slot of C tokens: its sequence, batch row, the sequence's first token and end, and its number in it."""
     n = slot // ((T + C - 1) // C)
     row = n
     if PACKED:
@@ -85,9 +86,9 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
-    """Of a slot: its sequence, batch row, the chunk's first token, the sequence's end. No chunk: ``token >= stop``.
+    """For a slot: its sequence, batch row, the chunk's first token, the sequence's end. ``token >= stop``: no chunk.
 
-    Sequences of up to SHORT tokens have none: `decode` runs them.
+    Sequences of up to SHORT tokens have no chunks: `decode` runs them.
     """
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, C, PACKED)
     token = start + number * C
@@ -98,8 +99,9 @@ def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SH
 
 @triton.jit
 def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """Of a slot of ``length`` tokens: its sequence, batch row, first token, end, first slot of chunks, number in the
-    sequence, and whether it is the last. A sequence without tokens has one; no segment: no tokens, and not the last."""
+    """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, end, first chunk's slot, number
+    in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a segment
+    has no tokens, and is not the last."""
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, length, PACKED)
     _, _, chunk = bounds(n, cu_seqlens, N, T, C, PACKED)
     token = start + number * length
@@ -123,10 +125,10 @@ def rows_of(x, strides, row, head):
 
 @triton.jit
 def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
-    """What ``load_tile`` and ``store_tile`` take: the rows before ``stop`` of one head, by pointer or by descriptor.
+    """What ``load_tile`` and ``store_tile`` take: a pointer to one head, or a descriptor of its rows before ``stop``.
 
-    A descriptor lets Hopper's copy engine fetch whole tiles, clipped at the end of the sequence. It wants 16-bit
-    elements, rows of consecutive channels, and pointer and strides in multiples of 16 bytes (arguments.fits_tma).
+    With a descriptor Hopper's copy engine moves whole tiles, clipped at the end of the sequence. It wants 16-bit
+    elements, rows of consecutive channels, and a pointer and strides in multiples of 16 bytes (arguments.fits_tma).
     """
     if TMA:
         return tl.make_tensor_descriptor(x, shape=[stop, width], strides=[strides[1], 1], block_shape=[C, W])
@@ -136,7 +138,7 @@ def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.co
 
 @triton.jit
 def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
-    """``[C, W]`` from a token and a column on; 0 from ``stop`` and ``width`` on."""
+    """``[C, W]`` from a token and a column on; 0 from row ``stop`` and column ``width`` on."""
     if TMA:
         return x.load([token, column])
     else:
@@ -149,7 +151,7 @@ def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.con
 def store_tile(
     x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False
 ):
-    """The way back of ``load_tile``; nothing is written from ``stop`` and ``width`` on."""
+    """Stores what ``load_tile`` loads; nothing is written from row ``stop`` and column ``width`` on."""
     if TMA:
         x.store([token, column], tile)
     else:
@@ -173,7 +175,7 @@ def store_row(x, strides, row, token, stop, C: tl.constexpr):
 
 @triton.jit
 def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
-    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. No masks and short offsets where it can be."""
+    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. It needs no masks if blocks divide the matrix."""
     r, c = tl.arange(0, BH), tl.arange(0, BW)
     at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
     if HEIGHT % BH == 0 and WIDTH % BW == 0:

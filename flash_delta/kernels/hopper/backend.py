@@ -1,11 +1,13 @@
-"""The ``hopper`` backend: the delta rule with one decay per value head, forward, for sm_90a.
+"""The ``hopper`` backend: the forward pass of the delta rule with one decay per value head, for sm_90a.
 
-`rates` sums up the gates; one kernel does the rest (`loop`), inverse and all. Long sequences on few heads are walked in
-segments, side by side (segments/): `factor`, `find_maps`, `compose`, `walk`. Heads of 256, whose states and chunks
-leave no room for an inverse beside them, take `factor` and a `walk` of whole sequences. Prompts on a pool are walked by
-the loop, from slot to slot, or one that is alone in segments (segments/prompt_state.py). Whatever it cannot run,
-``triton`` does, and so it does the backward pass: for that, forward saves what kernels of that backend would have
-written.
+`rates` sums up the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are
+walked in segments, side by side (segments/), by four kernels: `factor`, `find_maps`, `compose`, `walk`. Heads of 256
+leave no room for an inverse beside states and chunks, so `factor` comes first, and then a `walk` of whole sequences.
+Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
+(segments/prompt_state.py).
+
+The ``triton`` backend runs what this one cannot run. It also runs the backward pass: for that, forward saves what the
+kernels of ``triton`` would have saved.
 """
 
 import torch
@@ -26,11 +28,11 @@ from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem, Slots
 
-FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of its calls
+FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
 WIDTHS = (64, 128, 256)
 HEADS = 0.2  # of 64 numbers, per multiprocessor: from there on its programs keep the card busy
 PROMPT_HEADS = 0.18  # the same of prompts on a pool, of which few are split
-WHOLE = 256  # too wide for the loop: A of all chunks first, then a walk of whole sequences
+WHOLE = 256  # heads too wide for the loop: `factor` for all chunks, then a walk of whole sequences
 backward, empty_saved = triton.backward, triton.empty_saved
 
 
@@ -90,7 +92,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = triton.for_backward(p) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
-    if p.N * p.T == 0:  # nothing is launched, nor compiled, for nothing
+    if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
     if not replayed(known, _forward(p), x, (o, final, *kept)):
@@ -100,7 +102,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
 
 def _forward(p: Problem) -> tuple:
-    """The kind of its calls."""
+    """The kind of this call."""
     return (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
 
 
@@ -123,7 +125,7 @@ def _launch_forward(
     def kernels(c: Call) -> None:
         solved, factors = (None, None) if saved is None else (*c.parts(saved), None)[:2]
         run_rates(c, o, rates, solved)
-        compiling = c.compiling is not None and p.K != WHOLE  # both ways
+        compiling = c.compiling is not None and p.K != WHOLE  # compiles the loop and the segments
         if walk is None or compiling:
             run_loop(c, o, final, rates, A, residual=residual)
         if compiling:
@@ -158,7 +160,7 @@ def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor, known: Known
 
     def kernels(c: Call) -> None:
         slots, walk = Slots(*c.more), split
-        if c.compiling is not None and may_split_prompt(p, processors):  # both ways
+        if c.compiling is not None and may_split_prompt(p, processors):  # the loop and the segments
             walk = _new_split(p._replace(N=1, T=1), split_endless(p, processors))
         if walk is not None:
             run_hand_over(c, walk[1], slots, back=False)
@@ -177,7 +179,7 @@ def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor, known: Known
 
 
 def _new_split(p: Problem, length: int | None) -> tuple[Walk, Prompt] | None:
-    """Of a prompt that is walked in segments, what kernels hand each other for it."""
+    """The memory by which kernels walk a prompt in segments; None if it is not split."""
     return None if length is None else (new_walk(p, length), new_prompt(p))
 
 
@@ -186,25 +188,25 @@ def _spare(split: tuple[Walk, Prompt] | None) -> tuple[Tensor, ...]:
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
-    """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
+    """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
     own = new_rates(nowhere), new_walks(nowhere), *_spare(_new_split(nowhere, length))
     return sum(t.nbytes for t in (*own, *(t for t in (x.q, x.k, x.v) if not _describable(t))))
 
 
 def _described(t: Tensor) -> Tensor:
-    """``t`` if the copy engine can describe its heads, or a copy that it can."""
+    """``t`` if there is a descriptor for it (`boxes.ragged`), otherwise a contiguous copy."""
     return t if _describable(t) and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _describable(t: Tensor) -> bool:
-    """Whether it can, by the strides (ragged)."""
+    """Whether the strides allow a descriptor (`boxes.ragged`)."""
     row, token, head, channel = t.stride()
     return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
 def remark(p: Problem) -> str | None:
-    """What sizes decide, and who differentiates."""
+    """What `explain` adds: whether sequences are split, and who runs the backward pass."""
     find = split_length if p.pool is None else split_prompt
     length, said = find(p, chip_of(p.device).processors), []
     if length is not None:

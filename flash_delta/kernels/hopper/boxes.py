@@ -1,4 +1,4 @@
-"""How tensors are described to the copy engine."""
+"""Descriptors: how the copy engine is told where tensors lie and which tiles it moves."""
 
 import torch
 from torch import Tensor
@@ -11,23 +11,24 @@ from flash_delta.problem import Inputs, Problem
 
 
 def boxes(x: Inputs, o: Tensor, columns: int) -> tuple[Descriptor, ...]:
-    """Describe q, k, v with as many value columns, and o."""
+    """Describe q, k, v (``columns`` value columns per tile) and o."""
     width = x.q.shape[-1]
     return ragged(x.q, width), ragged(x.k, width), ragged(x.v, columns), ragged(o, 64)
 
 
 def token_stride(t: Tensor) -> int:
-    """Tokens from one batch row to the next."""
+    """How many tokens it is from one batch row to the next."""
     return t.stride(0) // t.stride(1)
 
 
 def ragged(t: Tensor, width: int) -> Descriptor:
-    """Describes all heads' tokens so that the copy engine clips at the end of any sequence: zeros come from behind it,
-    and nothing goes there.
+    """Describes the tokens of all heads so that the copy engine clips at the end of any sequence: loads from behind
+    the end give zeros, and stores there do nothing.
 
-    It clips at the end of axis 2, which stands at 2^30. Of a sequence that ends before row e the row e - i is
-    ``[2^30, e, 2^30 - i]``: the strides of the first and the third axis add up to 2^34 numbers of 2 bytes, and 2^30
-    times that is 0 modulo 2^64 (the trick of ``triton.tools.ragged_tma``).
+    The copy engine clips at the end of axis 2, which has 2^30 elements. In a sequence that ends before row e, row e - i
+    has the coordinates ``[2^30, e, 2^30 - i]``. This is the right address because the strides of the first and the
+    third axis add up to 2^34 numbers of 2 bytes, and 2^30 times that is 0 modulo 2^64 (the trick of
+    ``triton.tools.ragged_tma``).
     """
     _, token, head, _ = t.stride()
     shape = [0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3]]
@@ -35,17 +36,17 @@ def ragged(t: Tensor, width: int) -> Descriptor:
 
 
 def lines(rates: Tensor) -> Descriptor:
-    """Describes rates, four vectors a row."""
+    """Describes rates, four vectors per line."""
     return Descriptor(rates, rates.shape, rates.stride(), [1, 4 * C], layouts.LINES.value)
 
 
 def squares(t: Tensor) -> Descriptor:
-    """Describes the matrices of chunks."""
+    """Describes [C, C] matrices of chunks."""
     return blocks(t, C)
 
 
 def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
-    """Describe what the backward pass gets of chunks; of a state ``keys`` columns at a time."""
+    """Describe what is saved of chunks for the backward pass; states are written ``keys`` columns at a time."""
     return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))
 
 
@@ -55,7 +56,7 @@ def blocks(t: Tensor, columns: int) -> Descriptor:
 
 
 def pool(p: Problem, t: Tensor) -> Descriptor:
-    """Describes a pool of states, slot by slot and row by row; a slot may have gaps behind it."""
+    """Describes a pool of states by slot, row and column. There may be gaps between slots."""
     rows, width = (64, 32) if p.state_v_first else (32, 64)
     layout = layouts.ROW_STATE
     if t.dtype != torch.float32:
@@ -66,17 +67,17 @@ def pool(p: Problem, t: Tensor) -> Descriptor:
 
 
 def states(p: Problem, t: Tensor) -> Descriptor:
-    """Describes states, row by row."""
+    """Describes states by row and column."""
     box = [64, 32] if p.state_v_first else [32, 64]
     return Descriptor(t, [p.N * p.HV * p.K, p.V], [p.V, 1], box, layouts.STATE.value)
 
 
 def rows(t: Tensor) -> Descriptor:
-    """Describes transposed states, row by row."""
+    """Describes transposed states by row and column."""
     width = t.shape[-1]
     return Descriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
 
 
 def parts(t: Tensor) -> Descriptor:
-    """Describes Phi, row by row."""
+    """Describes Phi by row and column."""
     return squares(t)

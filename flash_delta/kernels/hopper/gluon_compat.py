@@ -1,4 +1,4 @@
-"""Operations of Gluon that Triton 3.9 calls by other names than 3.6."""
+"""Operations of Gluon whose names differ between Triton 3.6 and 3.9."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma

@@ -1,25 +1,25 @@
-"""Shapes and layouts that the pieces of the loop agree on. S^T [V, K] has 64 rows per warp group."""
+"""Shapes and layouts that the roles of a kernel agree on. Every warp group holds 64 rows of S^T [V, K]."""
 
 from triton.experimental.gluon import language as gl
 
 C = gl.constexpr(64)  # tokens of a chunk
-# In registers: accumulators of one warp group, of which warp w holds rows 16 w to 16 w + 15.
+# In registers: accumulators of one warp group. Warp w holds rows 16 w to 16 w + 15.
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
 NARROW_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [64, 32]
-BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]: a block for every warp
-# In shared memory, as wgmma and the copy engine take them.
+BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]: one block per warp
+# In shared memory, as wgmma and the copy engine want them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `boxes.ragged` describes it
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
 ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `boxes.pool` describes a pool of float32,
-ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # of 16 bits, with values in a row,
-ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # and with keys
-LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: more of them would not lie row by row
+ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # a pool of 16 bits whose rows are values,
+ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # and one whose rows are keys
+LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: several would not lie one after the other
 PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-# Some numbers that roles tell each other.
+# Numbers by which roles tell each other something.
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a warp group
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
-# The copy engine clips at the end of a tensor, here of any sequence (`boxes.ragged`).
+# Makes the copy engine clip at the end of any sequence, not only of the tensor (`boxes.ragged`).
 RAGGED = gl.constexpr(2**30)

@@ -1,5 +1,7 @@
-"""The launch numbers of the loop, for what a multiprocessor has: 227 KB of shared memory, and 512 registers per thread
-to share out among the warp groups of a program. Others fail the compile gate, or do not fit."""
+"""The launch numbers of the loop and of the walk in segments.
+
+A multiprocessor has 227 KB of shared memory, and 512 registers per thread to share out among the warp groups of a
+program. Tiles other than these fail the compile gate or do not fit."""
 
 from typing import NamedTuple
 
@@ -10,30 +12,31 @@ from flash_delta.problem import Problem
 
 
 class LoopTile(NamedTuple):
-    groups: int  # warp groups with 64 value columns of a state each
-    factors: int  # warp groups that factor chunks, in turns
-    slots: int  # of the ring of q, k and rates
-    values: int  # of the ring of v
-    maps: int  # of the ring of A and P
-    outputs: int  # buffers of o, per warp group with a state
-    registers: int  # of each group with a state, or if there is one only, of each that factors; another gets the rest
+    groups: int  # state groups: warp groups with 64 value columns of a state each
+    factors: int  # factor groups: warp groups that factor chunks, in turns
+    slots: int  # slots in the ring of q, k and rates
+    values: int  # slots in the ring of v
+    maps: int  # slots in the ring of A and P
+    outputs: int  # buffers of o per state group
+    registers: int  # of each of two state groups, or of each of two factor groups; the one other group gets the rest
 
 
 WIDE, NARROW = LoopTile(2, 1, 4, 2, 2, 1, 200), LoopTile(1, 2, 4, 3, 2, 2, 136)
-SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144)  # of heads of 64: a whole state in one warp group
-# What is saved of every chunk (loop.SAVE) leaves by way of o's buffers: more of them, for less of other rings. WIDE has
-# neither room nor registers for it (Triton 3.9: C7512).
+SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144)  # for heads of 64: one warp group has a whole state
+# What is saved of every chunk (SAVE in loop.py) goes to memory through o's buffers, so there are more of these, and
+# fewer slots in other rings. WIDE has neither the memory nor the registers for it (Triton 3.9: C7512).
 SAVING = {64: LoopTile(1, 2, 4, 4, 4, 4, 144), 128: LoopTile(1, 2, 4, 2, 2, 3, 128)}
 RATES, RATES_OF_ROWS = (
     triton.Tile(1, 3),
     triton.Tile(4, 3),
-)  # `rates` of gates alone, and with rows: norms, or wide ones of zeros
+)  # `rates` with gates only, and with whole rows: of q and k for norms, or wide rows of zeros
 
 
 def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
-    """Half a state per program as long as all can run at once: 1.8 us a chunk on an H200, for 3.1 with a whole one.
+    """Half a state per program as long as all programs can run at once: on an H200 a chunk then takes 1.8 us, and 3.1
+    with a whole state.
 
-    ``every``: all that other numbers of states choose; ``saving``: what chunks leave goes to memory.
+    every: the tiles that any number of states may select. saving: what the backward pass needs goes to memory.
     """
     if saving:
         return (SAVING[p.K],)
@@ -75,9 +78,9 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[
     return PoolLoop(NARROW, together, 0, together), PoolLoop(WIDE, promised, together + 1)
 
 
-# Of the kernels of a walk in segments.
+# The kernels of a walk in segments.
 FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
-MEMBERS = 2  # value heads at most that it walks for one k
+MEMBERS = 2  # value heads per program of `factor` at most; they share k
 MAPS = {64: {"NS": 4, "REGISTERS": 216}, 128: {"NS": 4, "REGISTERS": 216}}
 COMPOSE = triton.Tile(8, 3, 16)
 HAND_OVER = triton.Tile(4, 3, 4096)

@@ -1,11 +1,12 @@
-"""The inverse of a chunk by one warp group, in registers but for three exchanges: A diag(b), A = (I - M)^-1, M strictly
-lower.
+"""The inverse of a chunk, by one warp group: A diag(b) with A = (I - M)^-1, where M is strictly lower triangular.
 
-By doubling, as in ``triton/solve.py``: with A the inverses of the blocks of s tokens on the diagonal, those of 2 s are
-``A + A M A``, of M only what lies between the halves, so that nothing is ever larger than the inverse. Warp w holds
-rows 16 w to 16 w + 15. Up to 16 tokens every warp works on its own block, ``[4, 16, 16]``, with mma; small matrices
-come with their transposes, for what a product leaves of B^T is, register for register, what a product takes for B. The
-last doubling is two wgmma.
+Blocks on the diagonal are inverted by doubling, as in ``triton/forward/solve.py``: if A has the inverses of blocks of
+s tokens, ``A + A M A`` has those of 2 s. There M is what lies between the two halves of a block, so that no number gets
+larger than the inverse itself.
+
+Warp w holds rows 16 w to 16 w + 15, in registers; warps exchange numbers through shared memory three times. Up to 16
+tokens every warp works on its own block, ``[4, 16, 16]``, with mma. These small matrices are kept together with their
+transposes: a product leaves B^T in the registers in which the next product wants B. The last doubling is two wgmma.
 """
 
 from triton.experimental import gluon
@@ -20,7 +21,7 @@ from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
 
 @gluon.jit
 def product(a, bt, c):
-    """``c + a b`` of [4, 16, 16] in float16, with b given by its transpose."""
+    """``c + a b`` of [4, 16, 16] with float16 factors, where b is given by its transpose."""
     x = gl.convert_layout(a.to(gl.float16), gl.DotOperandLayout(0, BLOCKS, 2))
     y = gl.convert_layout(gl.permute(bt.to(gl.float16), [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
     return mma_v2(x, y, c)
@@ -28,7 +29,7 @@ def product(a, bt, c):
 
 @gluon.jit
 def doubled(A, At, M, r, c, level: gl.constexpr):
-    """From the inverses of the blocks of ``2^level`` tokens, and their transposes, those of twice as many."""
+    """The inverses of blocks of 2^(level + 1) tokens and their transposes, from those of 2^level tokens."""
     below = gl.where(((r >> level) ^ (c >> level)) == 1, M, 0.0)
     step = product(At, below, gl.zeros([4, 16, 16], gl.float32, BLOCKS))  # (below A)^T
     return product(A, step, A), product(step, A, At)
@@ -36,7 +37,7 @@ def doubled(A, At, M, r, c, level: gl.constexpr):
 
 @gluon.jit
 def own_blocks(M):
-    """Of M [64, 64] the block on the diagonal and the one left of it (of warp 0 whatever), each in its warp."""
+    """For every warp its block of M [64, 64] on the diagonal, and the one to the left of it (warp 0 gets any block)."""
     even, odd = M.reshape([4, 16, 2, 2, 16]).permute([0, 1, 4, 2, 3]).split()  # columns of blocks 0 and 2, 1 and 3
     first, third = even.split()
     second, fourth = odd.split()
@@ -49,7 +50,7 @@ def own_blocks(M):
 
 @gluon.jit
 def halves(odd, even_left, odd_left, right):
-    """[4, 16, 16] thrice to [64, 32]: of the rows of an odd warp ``odd_left`` and ``right``, of others the first, 0."""
+    """[64, 32] of blocks [4, 16, 16]: in odd warps ``odd_left`` and ``right``, in even warps ``even_left`` and 0."""
     left = gl.where(odd, odd_left, even_left)
     right = gl.where(odd, right, 0.0)
     both = gl.join(left, right).permute([0, 1, 3, 2]).reshape([64, 32])
@@ -58,10 +59,11 @@ def halves(odd, even_left, odd_left, right):
 
 @gluon.jit
 def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
-    """A diag(b), as columns 0 to 31 and 32 to 63 [64, 32] in registers; M [64, 64] as ROWS, whose diagonal is ignored.
+    """A diag(b), or with KEEP A: columns 0 to 31 and 32 to 63, each [64, 32] in registers.
 
-    With KEEP, A. b: [1, 64] in shared memory. Scratch: sM, sT [64, 32], sD [2, 2, 16, 16], float16, which all threads
-    have to have left; there is a barrier to come when this returns.
+    M: [64, 64] with layout ROWS; its diagonal and what is above are ignored. b: [1, 64] in shared memory.
+    sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
+    returns, some warps may still use it: the caller needs a barrier before it writes there.
     """
     sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
@@ -74,20 +76,20 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     At = product(eye, A, zero)
     for level in gl.static_range(1, 4):
         A, At = doubled(A, At, D, r, c, level)
-    # 16 -> 32: a warp of odd number needs the transposed inverse of the warp before it.
+    # 16 -> 32: an odd warp needs the transposed inverse of the warp before it.
     pairs = At.to(gl.float16).reshape([2, 2, 16, 16])
     sD.store(pairs)
-    barrier()
+    barrier()  # all warps of this group: their transposed inverses are in sD
     At_before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs)[0]
     At_before = gl.convert_layout(At_before.reshape([4, 16, 16]), BLOCKS)
     odd = (gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))) % 2 == 1)[:, None, None]
-    A = halves(odd, A, product(A, product(At_before, B, zero), zero), A)  # of warps 0 and 1 columns 0 to 31, then 32 on
-    # 32 -> 64: rows 32 on, columns up to 31.
+    A = halves(odd, A, product(A, product(At_before, B, zero), zero), A)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
+    # 32 -> 64: what is missing are rows from 32 on, columns up to 31.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
     scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)
     sT.store(scaled.to(gl.float16))
     fence_async_shared()
-    barrier()
+    barrier()  # all warps of this group: sM and sT are there for wgmma
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     none = gl.zeros([64, 32], gl.float32, NARROW_ROWS)
     step = gl.convert_layout(A.to(gl.float16), operand)

@@ -1,22 +1,30 @@
-"""The forward pass by hand for Hopper: a program walks states, one after the other, with a role per warp group.
+"""The forward pass for Hopper in one kernel: a program walks one state after the other, with a role per warp group.
 
-    load     q, k and rates of a chunk into a ring of NS slots, v into one of NV: one warp each
-    factor   A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots; where two warp
-             groups have a state, they form P, half of its columns each
+    load     loads q, k and rates of a chunk into a ring of NS slots, and v into a ring of NV: one warp each
+    factor   writes A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots. If two warp
+             groups have a state, it writes A only, and each of them writes half of the columns of P
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
-The state is kept transposed, S^T [64, K] of 64 value columns per warp group, in float32 accumulators that feed the next
-product from registers, and so are R, U and O. One or two warp groups have a state, and one or two factor, in turns.
-Barriers: ``full``, ``vfull`` (q, k and rates, v have landed), ``xfull``, ``pfull`` (A, P are there; of one role P comes
-with A), ``done`` (the state has left the chunk, and all its slots are free; a ring shorter than NS asks for an earlier
-chunk's phase). What rates are, `rates` says.
+Every state group holds 64 value columns of the state, transposed, S^T [64, K], in float32 accumulators. Their values go
+from registers into the next product, and so do those of R, U and O. There are one or two state groups, and one or two
+factor groups, which take chunks in turns. The docstring of rates.py says what the rates are.
 
-For the backward pass (KEEP) A goes to memory, too, as `solve` writes it: (I + diag(b) L)^{-1}. So b goes to R. With
-SAVE so does what `scan` of the ``triton`` backend saves: S0 of every chunk, R (without b) and U.
+Barriers, and who completes them:
 
-Every accumulator on its way is named where another one is waited for, or ptxas waits for all; and no role may want more
-registers than it has, or ptxas lets every wgmma of the kernel wait for itself (C7512, see ``flash-delta compile``).
+    full     the copy engine: q, k and rates of a chunk are there
+    vfull    the copy engine: v is there
+    xfull    the factor group: A is there, and P if it writes P
+    pfull    both state groups: their halves of P are there
+    done     all state groups: they have read all of a chunk's tiles, so that all its slots are free
+
+For the backward pass (KEEP) A also goes to memory, as `solve` writes it: (I + diag(b) L)^{-1}. Then R is multiplied by
+b instead. With SAVE the state groups also write what `scan` of the ``triton`` backend saves: S0 of every chunk, R
+(without b) and U.
+
+Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way, or ptxas waits for
+all of them. No role may need more registers than it has, or ptxas waits after every wgmma of the kernel (C7512, see
+``flash-delta compile``).
 """
 
 from collections.abc import Iterator
@@ -36,12 +44,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.boxes import boxes, lines, pool, ragged, saved, squares, states, token_stride
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.forward.load_roles import load_role, load_values_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
 from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, first_slot
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, rate
+from flash_delta.kernels.hopper.load_role import load_role
+from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
 from flash_delta.kernels.runtime.arguments import table
 from flash_delta.kernels.runtime.calls import Call
@@ -52,9 +60,10 @@ from flash_delta.problem import Slots
 
 @gluon.jit
 def keep(desc, A, n, hv, start, c, T, HV: gl.constexpr, PACKED: gl.constexpr):
-    """A of a sequence's chunk c for the backward pass; of the programs that walk the same state one writes it."""
+    """Writes A of a sequence's chunk c to memory, for the backward pass. Two programs may walk the same state; one of
+    them writes."""
     slot = first_slot(n, start, T, PACKED)
-    barrier()
+    barrier()  # all warps of this factor group: A is whole in shared memory
     if gl.program_id(1) == 0:
         tma_store(desc, [((slot + c) * HV + hv) * C, 0], A)
 
@@ -78,6 +87,7 @@ def factor_role(
         chunks = (length + C - 1) // C
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
+        # Signalled by the copy engine: k, q and rates are there, as the load role asked.
         mbarrier.wait(full.index(s), ((first + begin) // NS) & 1, pred=begin < chunks)
         scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])  # still on its way
@@ -88,25 +98,25 @@ def factor_role(
             strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
             scores = warpgroup_mma_wait(0, deps=[scores])
             M = scores * decay * strength
-            before = t + (NS - NX)
-            mbarrier.wait(done.index(before % NS), ((before // NS) & 1) ^ 1)
+            wait_free(done, t, NX, NS)  # signalled by the state groups, which have read the A and P that lay here
             if READS:
                 reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
                 reads = warpgroup_mma_wait(0, deps=[reads])
                 sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
             if KEEP:
-                tma.store_wait(NX // FACTORS - 1)  # the A that lay there has left
+                tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A that lay here
             sT = reinterpret(sa.index(x), gl.float16, [C, C // 2], HALF)
             left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
-            barrier()  # the last product has read what lies there
+            barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
             sa.index(x).slice(0, 32, 1).store(left.to(ty))
             sa.index(x).slice(32, 32, 1).store(right.to(ty))
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
             if KEEP:
                 keep(a_desc, sa.index(x), n, hv, start, c, T, HV, PACKED)
-            # The next chunk's scores are on their way meanwhile; without a next one, those of whatever lies there.
+            # Starts the scores of this group's next chunk. After the last chunk they are of stale tiles, and not used.
             later = t + FACTORS
+            # Signalled by the copy engine: k, q and rates of that chunk are there.
             mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
             keys = sk.index(later % NS)
             scores = warpgroup_mma(keys, keys.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -119,14 +129,14 @@ def factor_role(
 
 @gluon.jit
 def start_reads(q, k, j: gl.constexpr):
-    """q k^T of 32 keys, from j on."""
+    """Starts q k^T for 32 keys, from key j on."""
     zero = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
     return warpgroup_mma(q, k.slice(j, C // 2, 0).permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
-    """Their columns of P."""
+    """Stores 32 columns of P, from column j on."""
     row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     column = j + gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
     decay = gl.exp2(to.permute([1, 0]).load(NARROW_ROWS) - of.slice(j, C // 2, 1).load(NARROW_ROWS))
@@ -148,8 +158,8 @@ def state_role(
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     PARTS: gl.constexpr = WIDTH // 64
-    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles that leave by way of ``so``, of a chunk
-    BUFFERS: gl.constexpr = 1 if SAVE else NO  # for the way of a whole state
+    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles of a chunk that go to memory by way of ``so``
+    BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
     for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
@@ -166,7 +176,7 @@ def state_role(
         for token in range(0, length, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
-            mbarrier.wait(full.index(s), (t // NS) & 1)
+            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates are there
             E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             if SAVE:
@@ -175,7 +185,7 @@ def state_role(
                 for m in gl.static_range(PARTS):
                     part = gl.convert_layout(parts[m], ROWS)
                     send(saved[0], part, head * WIDTH + w + v, 64 * m, so, t * SENT + m, NO, False)
-            mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)
+            mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)  # signalled by the copy engine: v is there
             E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
@@ -184,7 +194,7 @@ def state_role(
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
             R = R.to(ty)
-            mbarrier.wait(xfull.index(x), (t // NX) & 1)
+            mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
             U = warpgroup_mma(
                 gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
             )
@@ -204,17 +214,17 @@ def state_role(
                 reads, S = warpgroup_mma_wait(1, deps=[reads, S])
                 store_reads(reads, sp.index(x), rate(sr, s, 0), rate(sr, s, 1), v // 2, ty)
                 mbarrier.arrive(pfull.index(x), count=1)
-                mbarrier.wait(pfull.index(x), (t // NX) & 1)
+                mbarrier.wait(pfull.index(x), (t // NX) & 1)  # signalled by both state groups: P is whole
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
                 send(saved[2], read, head * C, w + v, so, t * SENT + PARTS + 1, NO, True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
-            tma.store_wait(NO - 1)
+            tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
             mbarrier.arrive(done.index(s), count=1)
             out = so.index((t * SENT + SENT - 1) % NO)
             out.permute([1, 0]).store(O.to(ty))
             fence_async_shared()
-            barrier()
+            barrier()  # all warps of this state group: O is whole in shared memory
             box = reinterpret(out, ty, [1, 1, C, 64], BOX)
             tma_store(o_desc, [RAGGED, row, RAGGED - length + token, hv * WIDTH + w + v], box)
             t += 1
@@ -243,8 +253,9 @@ def forward_loop(
     KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
     NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: states, by value head and then by sequence; with ``walks`` (prompt_list.py) as many as that says, for
-    a launch that is for ``least`` to ``most`` sequences. K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
+    """``items``: the number of states; item i is value head i % HV of sequence i // HV. With ``walks`` (prompt_list.py)
+    the device counts the sequences, and this launch works if there are ``least`` to ``most`` of them.
+    K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
     w = gl.program_id(1) * BV
@@ -265,13 +276,13 @@ def forward_loop(
     pfull = barriers(NX, GROUPS)
     saved, pool = (s_desc, e_desc, u_desc), None
     if walks is not None:
-        gdc_launch_dependents()  # for `decode`, which needs nothing of this and runs in what it leaves free
+        gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
         pool = (walks, least, most)
         if checkpoints is not None:
             pool += (checkpoints, slots, columns, interval, checkpoint_row, checkpoint_column)
+    work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
     factor_tiles, state_tiles = (sq, sk, sr, sa, sp), (sq, sk, sv, sr, sa, sp)
     factor_bars, state_bars = (full, xfull, done), (full, vfull, xfull, pfull, done)
-    so2, sbar2, sM2, sD2 = so, sbar, sM, sD
     if GROUPS == 2:
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         sbar2 = barriers(NO, 1)
@@ -279,8 +290,8 @@ def forward_loop(
         sM2 = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
         sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     fence_async_shared()
-    barrier()
-    # The first role gets the registers that the others leave.
+    barrier()  # all warps of the program: the barriers above are initialised
+    # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
             (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
@@ -289,10 +300,10 @@ def forward_loop(
                           w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
             (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, saved, cu_seqlens, pool, items,
                           T, w, 64, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
-            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, pool, items, T, q_batch,
-                         k_batch, heads, group, HV, WIDTH, NS, PACKED)),
-            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, pool, items, T, v_batch, heads, w, HV, BV, NS,
-                                NV, PACKED)),
+            (load_role, ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done),
+                         work, strides, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
+            (load_role, ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done),
+                         work, strides, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -302,15 +313,15 @@ def forward_loop(
                            GROUPS == 1, KEEP, NS, NX, PACKED)),
             (factor_role, (a_desc, factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, pool, items, T, 1, HV, FACTORS,
                            GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (load_role, ((q_desc, k_desc, r_desc), (sq, sk, sr), (full, done), cu_seqlens, pool, items, T, q_batch,
-                         k_batch, heads, group, HV, WIDTH, NS, PACKED)),
-            (load_values_role, (v_desc, sv, (vfull, done), cu_seqlens, pool, items, T, v_batch, heads, w, HV, BV, NS,
-                                NV, PACKED)),
+            (load_role, ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done),
+                         work, strides, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
+            (load_role, ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done),
+                         work, strides, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
 
 
 def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
-    """The loop on a pool of states: a launch for every tile that the number of prompts may choose."""
+    """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
     p, x, table_of = c.p, c.x, slots.checkpoint_indices
     tokens = (x.q, x.k, x.v)
     columns = 0 if table_of is None else table_of.shape[1]
@@ -339,8 +350,8 @@ def run_loop(
     *choice: LoopTile,
     residual: Residual | None = None,
 ) -> None:
-    """At most one program per multiprocessor and block of value columns; a program walks several states. ``A`` and
-    ``residual``: for the backward pass."""
+    """Launches the loop with at most one program per multiprocessor and block of value columns; a program walks several
+    states. ``A`` and ``residual`` are written for the backward pass."""
     p, x = c.p, c.x
     initial = final if x.initial_state is None else x.initial_state
     tokens = (x.q, x.k, x.v)

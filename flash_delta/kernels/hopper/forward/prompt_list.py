@@ -1,5 +1,5 @@
-"""Which sequences of a prefill the loop walks, found on the device by a program of `rates`: those of more than SHORT
-tokens (`decode` runs the others; with SHORT 0 it runs none) that are no padding."""
+"""Which sequences of a prefill the loop walks. One program of `rates` finds them on the device: those that are not
+padding and have more than SHORT tokens. `decode` runs the shorter ones; with SHORT 0 it runs none."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,9 @@ from flash_delta.kernels.triton.forward.scan import load_slots
 
 @triton.jit
 def find_slots(tables, n, slots):
-    """Of sequences, as `scan` has it; ``tables``: of indices to read, to write, of flags, and their strides."""
+    """The slots that sequences n read and write (-1: none), and whether they are no padding, as in `scan`.
+
+    tables: indices of slots to read and to write, flags of initial states, and the strides of these three."""
     read_indices, write_indices, has_initial_state, read_row, write_row, has_row = tables
     read, stored, write, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
@@ -22,7 +24,8 @@ def find_slots(tables, n, slots):
 
 @triton.jit
 def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
-    """How many there are, and of each its number, the slot of its first state and that of its last one; -1: none."""
+    """Writes how many sequences the loop walks, and for each its number, the slot that its state is read from and the
+    slot that it is written to; -1 where there is none."""
     count = N * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
@@ -42,6 +45,6 @@ def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
 
 @triton.jit
 def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
-    """Whether `decode` runs sequence n. What lies behind the last one is none."""
+    """Whether `decode` runs sequence n. What lies behind the last sequence does not count as one."""
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     return (n < N) & (stop - start <= SHORT)

@@ -1,16 +1,26 @@
-"""Stage ``cumulate``: per chunk and value head, what the loop applies to scores and accumulators.
+"""Stage ``cumulate``: what the loop applies to scores and accumulators, for every chunk and value head.
 
-    G = log2 e (g_1 + .. + g_i)         the log decay g as given, or made of its raw activation
-    rates [8, C] = G + log2(scale r_q), G - log2 r_k: their differences scale and decay scores; -b r_k / (scale r_q), b;
-                   -r_k 2^G, scale r_q 2^G, r_k 2^{G_C - G}; and gamma
+    G = log2 e (g_1 + .. + g_i)         the log decay g as given, or made from its raw activation
+    rates [8, C]:   0   G + log2(scale r_q)
+                    1   G - log2 r_k           2 to the difference of rows 0 and 1 scales and decays scores
+                    2   -b r_k / (scale r_q)
+                    3   b
+                    4   -r_k 2^G
+                    5   scale r_q 2^G
+                    6   r_k 2^{G_C - G}
+                    7   gamma = 2^{G_C}, in every column
 
-with the reciprocal lengths r of q and k (1 without a norm). G is summed in float64, of decays cut off at e^-128, which
-is 0 in float32: so |G| stays below 2^14 and its differences resolve 2^-10 after 64 such tokens. Rows behind the end of
-a sequence get b = 0 and no decay. What lies behind the last sequence of a packed row is written here, as zeros.
-For the backward pass also what `solve` writes but A: vectors, and with a norm ``norms``, of p as of k.
-On a pool (``walks``) the first program lists the sequences that the loop walks, padding is written as zeros like what
-lies behind the last one, and of what `decode` has run nothing is written.
-Grid (slots, HV / HEADS): HEADS value heads of a program, with a norm those of one key head.
+r_q and r_k are the reciprocal lengths of q and k, 1 without a norm. G is summed in float64. Decays are cut off at
+e^-128, which is 0 in float32, so that |G| stays below 2^14, and its differences resolve 2^-10 after 64 such tokens.
+
+Rows behind the end of a sequence get b = 0 and no decay. Behind the last sequence of a packed row this kernel
+writes zeros to o. For the backward pass it also writes what `solve` writes, except A: ``vectors``, and with a norm
+``norms``, where p has the lengths of k.
+
+On a pool (``walks``) the first program lists the sequences that the loop walks, o of padding is written as zeros, and
+nothing is written of sequences that `decode` runs.
+
+Grid (slots, HV / HEADS). A program has HEADS value heads; with a norm they are those of one key head.
 """
 
 import torch
@@ -18,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.activation import softplus, strength
+from flash_delta.kernels.device.activation import gate_parameters, log_decay, strength
+from flash_delta.kernels.device.channel_gate import BITS, LEAST
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
 from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
@@ -30,8 +41,6 @@ from flash_delta.kernels.runtime.workspace import Solved
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
-LEAST = tl.constexpr(-128.0)
-LOG2_E = tl.constexpr(1.4426950408889634)
 NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
@@ -75,12 +84,10 @@ def rates(
         at = row.to(tl.int64) * g_batch + (token + i).to(tl.int64) * g_strides[0] + hv * g_strides[1]
         x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
         if RAW_GATE:
-            if HAS_BIAS:
-                x += tl.load(dt_bias + hv, mask=known, other=0.0).to(tl.float32)
-            x = -tl.exp(tl.load(A_log + hv, mask=known, other=0.0).to(tl.float32)) * softplus(x)
-            x = tl.where(live, x, 0.0)
+            rate, bias = gate_parameters(A_log, dt_bias, hv, HAS_BIAS, known)
+            x = tl.where(live, log_decay(x, rate, bias), 0.0)
         sums = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
-        G = (sums * LOG2_E).to(tl.float32)
+        G = (sums * BITS).to(tl.float32)
     b = tl.where(live, 1.0, 0.0)
     if HAS_BETA:
         at = row.to(tl.int64) * beta_batch + (token + i).to(tl.int64) * beta_strides[0] + hv * beta_strides[1]
@@ -88,7 +95,7 @@ def rates(
         if RAW_BETA:
             b = tl.where(live, strength(b, beta_top), 0.0)
     last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
-    # With a norm the logarithms of reciprocal lengths, so that scores take all from one exponential.
+    # Reciprocal lengths as logarithms, so that one exponential is enough for a score.
     l_q, l_k = tl.log2(scale), 0.0
     if NORM:
         h = first // (HV // H)
@@ -126,20 +133,20 @@ NO_SLOTS = Slots(None, None)
 
 
 def new_rates(p: Problem) -> Tensor:
-    """What `rates` writes, four vectors a row."""
+    """Memory for what `rates` writes, four vectors per line."""
     return torch.empty(count_slots(p) * p.HV * 2, 4 * C, dtype=torch.float32, device=p.device)
 
 
 def new_walks(p: Problem) -> Tensor:
-    """What `rates` says of the sequences that the loop walks on a pool (prompt_list.py)."""
-    numbers = -(-(1 + 3 * p.N) // 64) * 64  # whole lines of memory, as `run` rounds them
+    """Memory for the list of sequences that the loop walks on a pool (prompt_list.py)."""
+    numbers = -(-(1 + 3 * p.N) // 64) * 64  # in whole lines of memory, as `run` rounds them
     return torch.empty(numbers, dtype=torch.int32, device=p.device)
 
 
 def run_rates(
     c: Call, o: Tensor, out: Tensor, s: Solved | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS
 ) -> None:
-    """With ``s``, what the backward pass needs, too; with ``walks``, for states in ``slots``."""
+    """Launches `rates`. With ``s`` it also writes what the backward pass needs. ``walks``: states are in ``slots``."""
     p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
@@ -161,5 +168,5 @@ def run_rates(
 
 
 def row_and_others(t: Tensor | None) -> tuple[int, tuple[int, int]]:
-    """Strides of g or beta: that of a batch row, which depends on T, and those of (token, head)."""
+    """Strides of g or beta: first that of batch rows, which depends on T, then those of (token, head)."""
     return (0, (0, 0)) if t is None else (t.stride(0), t.stride()[1:])

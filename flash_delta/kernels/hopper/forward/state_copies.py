@@ -1,9 +1,10 @@
-"""The way of a state between memory and the registers of its warp group: S^T [64, WIDTH] float32, in parts of 32 keys,
-by way of the NO buffers of the outputs (8 KB each), since so many addresses would take the registers of a loop.
+"""Copies of a state between memory and the registers of its warp group: S^T [64, WIDTH] float32, in parts of 32 keys.
 
-A state that lies in a ``slot`` of a pool may have 16 bits there. What is no slot, -1, is outside of what the descriptor
-describes: zeros come from there. Nothing is stored there: the test whose states went there ended in an illegal
-instruction on an H200 (docs/notes).
+The copy engine moves the parts, through the NO buffers of the outputs (8 KB each): addresses for so many loads would
+take the registers that the loop needs.
+
+A state in a ``slot`` of a pool may have 16 bits. Slot -1 is outside of what the descriptor describes, so a load from it
+gives zeros. Callers do not store to it: the test that did so ended in an illegal instruction on an H200 (docs/notes).
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,7 @@ from flash_delta.kernels.hopper.layouts import HALF, NARROW_ROWS, ROW_HALF, ROW_
 
 @gluon.jit
 def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
-    """The buffer of part m, with rows as they are in memory."""
+    """The buffer of part m, with the rows that it has in memory."""
     shape: gl.constexpr = [64, 32] if V_FIRST else [32, 64]
     if desc.dtype == gl.float32:
         return reinterpret(so.index(m % NO), gl.float32, shape, STATE)
@@ -26,7 +27,7 @@ def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
 
 @gluon.jit
 def box_of(tile, V_FIRST: gl.constexpr):
-    """A part as a pool's descriptor has it."""
+    """A part's buffer, with the three axes of a pool's descriptor."""
     shape: gl.constexpr = [1, 64, 32] if V_FIRST else [1, 32, 64]
     if tile.dtype == gl.float32:
         return reinterpret(tile, tile.dtype, shape, ROW_STATE)
@@ -38,6 +39,7 @@ def box_of(tile, V_FIRST: gl.constexpr):
 def fetch(
     desc, slot, row, column, so, bars, m: gl.constexpr, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
 ):
+    """Asks the copy engine for part m, if there is one."""
     if m < WIDTH // 32:
         bar, tile = bars.index(m % NO), part_of(so, desc, m, V_FIRST, NO)
         mbarrier.expect(bar, 64 * 32 * (4 if desc.dtype == gl.float32 else 2))
@@ -52,24 +54,24 @@ def fetch(
 def fetched(
     desc, slot, row, column, so, bars, m: gl.constexpr, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
 ):
-    """Part m of S^T, [64, 32]; another one may come into its place."""
-    mbarrier.wait(bars.index(m % NO), m // NO % 2)
+    """Part m of S^T, [64, 32]; asks for the part that comes into the same buffer."""
+    mbarrier.wait(bars.index(m % NO), m // NO % 2)  # signalled by the copy engine: part m is there
     tile = part_of(so, desc, m, V_FIRST, NO)
     part = tile.load(NARROW_ROWS) if V_FIRST else tile.permute([1, 0]).load(NARROW_ROWS)
-    barrier()
+    barrier()  # all warps of this group: they have read part m
     fetch(desc, slot, row, column, so, bars, m + NO, WIDTH, V_FIRST, NO)
     return part.to(gl.float32)
 
 
 @gluon.jit
 def beside(a, b):
-    """Columns of a, then those of b."""
+    """The columns of a, followed by those of b."""
     return gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]])
 
 
 @gluon.jit
 def apart(x):
-    """The first half of the columns, and the second."""
+    """The first half of the columns, and the second half."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
@@ -93,16 +95,16 @@ def apart_all(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexpr):
-    """[64, 64] to memory, by way of the next one of NO buffers; TURNED, transposed."""
-    tma.store_wait(NO - 1)
-    barrier()
+    """Stores [64, 64] to memory, through the next of NO buffers; TURNED: transposed."""
+    tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer
+    barrier()  # all warps of this group: none writes before that
     out = so.index(number % NO)
     if TURNED:
         out.permute([1, 0]).store(x)
     else:
         out.store(x)
     fence_async_shared()
-    barrier()
+    barrier()  # all warps of this group: the buffer is full
     tma_store(desc, [row, column], out)
 
 
@@ -110,8 +112,10 @@ def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexp
 def load_state(
     desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Of the head whose state begins at ``row``, of a pool's ``slot`` or of all, the columns from ``column`` on. Each
-    of ``bars`` goes through an even number of phases; nothing may be on its way out of ``so``."""
+    """S^T of the head whose state begins at ``row``, of all states or of a pool's ``slot``: 64 values from ``column``.
+
+    Every one of ``bars`` goes through an even number of phases, so that the next call finds them as this one did. No
+    store from ``so`` may be on its way."""
     for m in gl.static_range(NO):
         fetch(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO)
     parts = ()
@@ -122,23 +126,23 @@ def load_state(
 
 @gluon.jit
 def store_state(desc, S, slot, row, column, so, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
-    """The way back; when it returns, ``so`` is free."""
+    """Stores what `load_state` loads. When it returns, ``so`` is free."""
     parts = apart_all(S, WIDTH // 32)
-    tma.store_wait(0)
+    tma.store_wait(0)  # the copy engine has read all buffers
     for m in gl.static_range(WIDTH // 32):
-        tma.store_wait(NO - 1)
-        barrier()
+        tma.store_wait(NO - 1)  # the copy engine has read what lay in this part's buffer
+        barrier()  # all warps of this group: none writes before that
         part, tile = gl.convert_layout(parts[m], NARROW_ROWS).to(desc.dtype), part_of(so, desc, m, V_FIRST, NO)
         if V_FIRST:
             tile.store(part)
         else:
             tile.permute([1, 0]).store(part)
         fence_async_shared()
-        barrier()
+        barrier()  # all warps of this group: the part is whole in shared memory
         r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
         if slot is None:
             tma_store(desc, [r, c], tile)
         else:
             tma_store(desc, [slot, r, c], box_of(tile, V_FIRST))
     tma.store_wait(0)
-    barrier()
+    barrier()  # all warps of this group: ``so`` is free for them, too

@@ -1,5 +1,5 @@
-"""Items of work of the loop: a sequence and a value head each. On a pool the sequences are those that `rates` lists
-(prompt_list.py): those that `decode` does not run and that are no padding, with the slots of their states."""
+"""The loop's items of work, each of which is one value head of one sequence. On a pool the sequences are those that
+`rates` has listed, with the slots of their states (prompt_list.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,20 +11,20 @@ from flash_delta.kernels.hopper.segments.bounds import extent
 
 @gluon.jit
 def count_items(items, pool, HV: gl.constexpr):
-    """How many items of work there are. On a pool `rates` has counted them (prompt_list.py), and they may not be for
-    this launch."""
+    """How many items of work there are. On a pool `rates` has counted the sequences (prompt_list.py), and there is no
+    work if their number is outside of this launch's range."""
     if pool is None:
         return items
     else:
         walks, least, most = pool[0], pool[1], pool[2]
-        gdc_wait()
+        gdc_wait()  # `rates` has ended: its list is there
         count = gl.load(walks)
         return gl.where((count >= least) & (count <= most), count * HV, 0)
 
 
 @gluon.jit
 def bounds(item, cu_seqlens, pool, T, HV: gl.constexpr, PACKED: gl.constexpr):
-    """Of an item of work: its sequence and value head, the sequence's first token and its length, in its batch row."""
+    """An item's sequence and value head, and the sequence's first token in its batch row and its length."""
     n, hv = item // HV, item % HV
     if pool is not None:
         n = gl.load(pool[0] + 3 * n + 1)
@@ -34,14 +34,14 @@ def bounds(item, cu_seqlens, pool, T, HV: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit
 def ends(item, pool, HV: gl.constexpr):
-    """On a pool, the slots of its first state and of its last one; -1: none."""
+    """On a pool: the slots that an item's state is read from and written to; -1 where there is none."""
     at = pool[0] + 3 * (item // HV) + 2
     return gl.load(at), gl.load(at + 1)
 
 
 @gluon.jit
 def first_slot(n, start, T, PACKED: gl.constexpr):
-    """Of a sequence's chunks, as in device/chunk.py."""
+    """The slot of a sequence's first chunk, as in device/chunk.py."""
     slot = n * ((T + C - 1) // C)
     if PACKED:
         slot = start // C + n
@@ -50,7 +50,7 @@ def first_slot(n, start, T, PACKED: gl.constexpr):
 
 @gluon.jit
 def checkpoint(pool, n, tokens, length):
-    """The slot of the state of sequence n after so many ``tokens``; -1 where there is none."""
+    """The slot for the state of sequence n after so many ``tokens``; -1 if it is not wanted."""
     _, _, _, table, slots, columns, interval, row, column = pool
     slot = n * 0 - 1
     if (tokens % interval == 0) & (tokens <= length) & (tokens // interval <= columns):

@@ -1,4 +1,8 @@
-"""Where segments of sequences lie: found by every program, as slots of chunks are (device/chunk.py)."""
+"""Where the segments of sequences are. Every program finds its own, as it finds chunks (device/chunk.py).
+
+device/chunk.py has functions of the same names in Triton. These are apart because they search otherwise, one number
+after the other, which needs no layout, and because the tests run Gluon kernels in plain Python (gluon_emulator.py).
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,13 +12,13 @@ from flash_delta.kernels.hopper.layouts import C
 
 @gluon.jit
 def load_bound(cu_seqlens, n, T):
-    """Where sequence n begins, and the one before it ends; wrong bounds are moved into the row (device/chunk.py)."""
+    """Where sequence n begins, which is where the one before it ends. Wrong bounds are moved into the row."""
     return gl.minimum(gl.maximum(gl.load(cu_seqlens + n), 0), T).to(gl.int32)
 
 
 @gluon.jit
 def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
-    """Of sequence n its first token and the one behind its last, in its batch row."""
+    """The first token of sequence n and the one behind its last, in its batch row."""
     start, stop = n * 0, n * 0 + T
     if PACKED:
         start = load_bound(cu_seqlens, n, T)
@@ -24,8 +28,9 @@ def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
 
 @gluon.jit
 def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
-    """Of a slot of ``length`` tokens: its sequence, batch row, first token, the sequence's bounds, number in the
-    sequence, and whether it is the last. A sequence without tokens has one; no segment: no tokens, not the last."""
+    """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, the sequence's two bounds, its
+    number in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a
+    segment has no tokens, and is not the last."""
     n = slot // ((T + length - 1) // length)
     first, row = n * ((T + length - 1) // length), n
     if PACKED:
@@ -47,11 +52,22 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
 
 @gluon.jit
 def find_chunks(length, cu_seqlens, N, T, PACKED: gl.constexpr):
-    """Of a program's segment: its sequence, batch row, the sequence's first token and length, the segment's first token
-    in it, its chunks and the slot of the first one, its number, and whether it ends the sequence."""
+    """This program's segment: its sequence, batch row, the sequence's first token and length, the segment's first token
+    in the sequence, the number of its chunks, the first chunk's slot, its number, and whether it ends the sequence."""
     n, row, token, start, stop, number, last = find_segment(gl.program_id(0), length, cu_seqlens, N, T, PACKED)
     chunks = (gl.maximum(gl.minimum(length, stop - token), 0) + C - 1) // C
     slot = n * ((T + C - 1) // C)
     if PACKED:
         slot = start // C + n
     return n, row, start, stop - start, token - start, chunks, slot + number * (length // C), number, last
+
+
+@gluon.jit
+def find_map(length, cu_seqlens, N, T, PACKED: gl.constexpr):
+    """What `find_chunks` says, with two changes: there are no chunks if this map is not needed, and instead of whether
+    the segment is the last one it says whether the map is Phi (1) or B (0)."""
+    keys = 1 - gl.program_id(2)
+    n, row, start, size, token, chunks, slot, number, last = find_chunks(length, cu_seqlens, N, T, PACKED)
+    if last | ((number == 0) & (keys > 0)):
+        chunks = chunks * 0
+    return n, row, start, size, token, chunks, slot, number, keys

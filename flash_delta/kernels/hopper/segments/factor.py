@@ -1,8 +1,8 @@
-"""Stage ``factor`` of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and `walk`;
-with KEEP without the last factor, for the backward pass, too.
+"""Stage ``factor`` of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and `walk`.
+With KEEP the factor diag(b) at the end is left out, as the backward pass needs it.
 
-One warp group a program, four of them on a multiprocessor: while one waits the others compute. Grid (slots,
-HV / members): the value heads of a program share k.
+A program has one warp group. Four programs share a multiprocessor, so that some compute while others wait.
+Grid (slots, HV / members): a program takes ``members`` value heads, which share k.
 """
 
 from math import gcd
@@ -22,21 +22,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import lines, ragged, squares, token_stride
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load, tma_store
+from flash_delta.kernels.hopper.gluon_compat import barrier, tma_store
 from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, load_box, rate
+from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates, rate
 from flash_delta.kernels.hopper.segments.bounds import find_segment
 from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.tiles import FACTOR, MEMBERS
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
-
-
-@gluon.jit
-def load_rates(desc, index, bar, sr, s):
-    """Of a chunk and head, its two rows of ``rates``."""
-    tma_load(desc, [2 * index, 0], bar, sr.index(2 * s))
-    tma_load(desc, [2 * index + 1, 0], bar, sr.index(2 * s + 1))
 
 
 @gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
@@ -58,7 +51,7 @@ def factor(
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     full, rfull = barriers(1, 1), barriers(2, 1)
     fence_async_shared()
-    barrier()
+    barrier()  # all warps of the program: the barriers above are initialised
     bar = full.index(0)
     mbarrier.expect(bar, C * WIDTH * 2)
     load_box(k_desc, row * k_batch + start, stop - start, token - start, hv // group * heads[0], bar, sk, WIDTH)
@@ -67,25 +60,25 @@ def factor(
     mbarrier.expect(rfull.index(0), 8 * C * 4)
     load_rates(r_desc, at, rfull.index(0), sr, 0)
     zero = gl.zeros([C, C], gl.float32, ROWS)
-    mbarrier.wait(bar, 0)
+    mbarrier.wait(bar, 0)  # signalled by the copy engine: k is there
     for member in range(members):
         s = member % 2
         scores = warpgroup_mma(sk, sk.permute([1, 0]), zero, use_acc=False, is_async=True)
         if member + 1 < members:
             mbarrier.expect(rfull.index(1 - s), 8 * C * 4)
             load_rates(r_desc, at + member + 1, rfull.index(1 - s), sr, 1 - s)
-        mbarrier.wait(rfull.index(s), (member // 2) & 1)
+        mbarrier.wait(rfull.index(s), (member // 2) & 1)  # signalled by the copy engine: this head's rates are there
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
         strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         M = scores * decay * strength
         left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
-        tma.store_wait(0)
-        barrier()  # the head before has left
+        tma.store_wait(0)  # the copy engine has read A of the head before
+        barrier()  # all warps of the program: none writes before that, and `invert` has ended in all of them
         sa.slice(0, 32, 1).store(left.to(ty))
         sa.slice(32, 32, 1).store(right.to(ty))
         fence_async_shared()
-        barrier()
+        barrier()  # all warps of the program: A is whole in shared memory
         tma_store(a_desc, [(at + member) * C, 0], sa)
     tma.store_wait(0)
 

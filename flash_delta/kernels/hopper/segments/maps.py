@@ -1,15 +1,20 @@
-"""The maps of segments, S_end = Phi S + B, with A at hand (factor.py), and what `compose` makes of them: the state that
-every segment starts from.
+"""The map of every segment, S_end = Phi S + B, and from these maps the state that every segment starts from.
 
-    load     k, rates and A of a chunk, of B v, too, into a ring of NS slots: one warp
+`find_maps` needs A (factor.py). Its roles:
+
+    load     loads k, rates and A of a chunk, and v if the map is B, into a ring of NS slots: one warp
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
 
-A program walks half of a segment's columns, two warp groups with 64 each, or of heads of 64 one: those of Phi, of a
-state that starts as the identity and meets no values, or those of B, which of a sequence's first segment is the state
-that it ends with. So the first segment needs no Phi, and the last one nothing. Phi that has become zero stays it: there
-its program ends, bit for bit as if it had gone on; those of Phi are launched first, so that others take their place.
+A program finds either Phi or B of a segment. Phi is what becomes of the identity if there are no values. B is what
+becomes of zero; in a sequence's first segment it starts from the initial state instead, and is the state at the end. So
+the first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or one
+for heads of 64.
 
-`compose` multiplies bfloat16 in two parts each, three products of four: 2^-16, where the walk itself rounds to 2^-9.
+Once Phi is zero it stays zero, so its program ends there, with the same bits as if it had gone on. Programs of Phi are
+launched first, so that others take the place of those that end early.
+
+`compose` multiplies numbers that are two bfloat16 each, and leaves out the smallest of the four products. Its error is
+2^-16; the walk itself rounds to 2^-9.
 """
 
 import triton
@@ -24,16 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow, lead
 from flash_delta.kernels.hopper.boxes import lines, parts, ragged, rows, squares, states, token_stride
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, store_state
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load, tma_store
-from flash_delta.kernels.hopper.layouts import FLAGS, LANES, LINES, ROWS, THREADS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, load_box, rate
-from flash_delta.kernels.hopper.segments.bounds import find_chunks
-from flash_delta.kernels.hopper.segments.factor import load_rates
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
+from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
+from flash_delta.kernels.hopper.load_role import load_role
+from flash_delta.kernels.hopper.rings import barriers, rate
+from flash_delta.kernels.hopper.segments.bounds import find_map
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
 from flash_delta.kernels.runtime.calls import Call
@@ -42,59 +47,8 @@ from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.triton.forward.scan import load_state as load_rows
 from flash_delta.kernels.triton.forward.scan import store_state as store_rows
 
-PART = gl.constexpr(8)  # chunks after which Phi is looked at
+PART = gl.constexpr(8)  # after so many chunks a state group looks whether Phi is zero
 NEVER = gl.constexpr(2**30)
-
-
-@gluon.jit
-def find_map(length, cu_seqlens, N, T, PACKED: gl.constexpr):
-    """What `find_chunks` says, but no chunks where a map has nothing to be found, and whether it is Phi."""
-    keys = 1 - gl.program_id(2)
-    n, row, start, size, token, chunks, slot, number, last = find_chunks(length, cu_seqlens, N, T, PACKED)
-    if last | ((number == 0) & (keys > 0)):
-        chunks = chunks * 0
-    return n, row, start, size, token, chunks, slot, number, keys
-
-
-@gluon.jit
-def load_role(
-    descs, tiles, flags, bars, cu_seqlens, length, N, T, k_batch, v_batch, heads, group, HV,
-    WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    k_desc, v_desc, r_desc, a_desc = descs
-    sk, sv, sv2, sr, sa = tiles
-    full, done = bars
-    _, row, start, size, token, chunks, slot, _, keys = find_map(length, cu_seqlens, N, T, PACKED)
-    hv = gl.program_id(1)
-    h = hv // group
-    bytes: gl.constexpr = C * WIDTH * 2 + 8 * C * 4 + C * C * 2
-    if chunks == 0:
-        gdc_wait()  # that no kernel behind this one may think that those before it have ended
-    c, going = chunks * 0, chunks > 0
-    while going:
-        s = c % NS
-        bar, at = full.index(s), token + c * C
-        mbarrier.wait(done.index(s), ((c // NS) & 1) ^ 1)
-        faded = gl.max(flags.index(0).load(LANES) * flags.index(1).load(LANES), 0)
-        if faded > 0:
-            flags.index(2).store(gl.full([32], 0, gl.int32, LANES) + c)
-            mbarrier.arrive(bar, count=1)
-        else:
-            if keys == 0:
-                mbarrier.expect(bar, bytes + C * WIDTH * 2)
-                load_box(v_desc, row * v_batch + start, size, at, hv * heads[1], bar, sv.index(s), 64)
-                if WIDTH == 128:
-                    load_box(v_desc, row * v_batch + start, size, at, hv * heads[1] + 64, bar, sv2.index(s), 64)
-            else:
-                mbarrier.expect(bar, bytes)
-            load_box(k_desc, row * k_batch + start, size, at, h * heads[0], bar, sk.index(s), WIDTH)
-            if c == 0:
-                gdc_wait()  # the kernels before have ended: what they wrote is there
-            index = (slot + c) * HV + hv
-            load_rates(r_desc, index, bar, sr, s)
-            tma_load(a_desc, [index * C, 0], bar, sa.index(s))
-        c += 1
-        going = (c < chunks) & (faded == 0)
 
 
 @gluon.jit
@@ -119,7 +73,7 @@ def map_role(
         if (number == 0) & (keys == 0):
             head = (n * HV + gl.program_id(1)) * WIDTH
             S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
-    mbarrier.wait(full.index(0), 0, pred=chunks > 0)
+    mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk is there
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
     E = warpgroup_mma_wait(0, deps=[E])
@@ -141,8 +95,9 @@ def map_role(
             S = warpgroup_mma(gl.convert_layout(U, wide_operand), sk.index(s), S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S])
             mbarrier.arrive(done.index(s), count=1)
-            # The next chunk's; without one, that of whatever lies there.
+            # Starts the next chunk. After the last one E is of stale tiles, and not used.
             sb = gl.convert_layout(S.to(ty), operand)
+            # Signalled by the copy engine: the next chunk is there.
             mbarrier.wait(full.index(later), ((t + 1) // NS) & 1, pred=t + 1 < chunks)
             E = warpgroup_mma(sb, sk.index(later).permute([1, 0]), zero, use_acc=False, is_async=True)
             E = warpgroup_mma_wait(0, deps=[E])
@@ -160,10 +115,12 @@ def map_role(
 
 @gluon.jit
 def leave(flags, which, full, done, t, chunks, NS: gl.constexpr):
-    """Lets what has been loaded go by, until the loads end, which they do when both groups are here."""
+    """A state group whose part of Phi is zero reports this, and frees the chunks that come after it without reading
+    them. When both groups are here, the load role ends, and says at which chunk."""
     flags.index(which).store(gl.full([32], 1, gl.int32, THREADS))
     going = t < chunks
     while going:
+        # Signalled by the copy engine: the chunk is there. At the end by the load role, which has not loaded it.
         mbarrier.wait(full.index(t % NS), (t // NS) & 1)
         end = gl.max(flags.index(2).load(THREADS), 0)
         mbarrier.arrive(done.index(t % NS), count=1)
@@ -173,19 +130,15 @@ def leave(flags, which, full, done, t, chunks, NS: gl.constexpr):
 
 @gluon.jit
 def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
-    """As two numbers of bfloat16 each, those of the first parts in the WIDTH rows before those of the second."""
+    """Stores S as the sum of two bfloat16: WIDTH rows of the larger parts, then WIDTH rows of the smaller ones."""
     high = S.to(gl.bfloat16)
     low = (S - high.to(gl.float32)).to(gl.bfloat16)
     COUNT: gl.constexpr = WIDTH // 64
     parts = apart_all(high, COUNT) + apart_all(low, COUNT)
-    tile = reinterpret(so.index(0), gl.bfloat16, [64, 64], TILE)
+    tiles = reinterpret(so, gl.bfloat16, [1, 64, 64], TILE)
     for m in gl.static_range(2 * COUNT):
-        tma.store_wait(0)
-        barrier()
-        tile.store(gl.convert_layout(parts[m], ROWS))
-        fence_async_shared()
-        barrier()
-        tma_store(desc, [row + m // COUNT * WIDTH, m % COUNT * 64], tile)
+        part = gl.convert_layout(parts[m], ROWS)
+        send(desc, part, row + m // COUNT * WIDTH, m % COUNT * 64, tiles, m, 1, False)
     tma.store_wait(0)
 
 
@@ -202,39 +155,38 @@ def find_maps(
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-    sv2 = sv
-    if GROUPS == 2:
-        sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [1, C, C], TILE)
-    so2 = so
     if GROUPS == 2:
+        sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
         so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
     sbar, sbar2, full, done = barriers(1, 1), barriers(1, 1), barriers(NS, 1), barriers(NS, GROUPS)
-    flags = gl.allocate_shared_memory(gl.int32, [3, 32], FLAGS)  # Phi is zero, one per group; where the loads end
+    flags = gl.allocate_shared_memory(gl.int32, [3, 32], FLAGS)  # per group: Phi is zero; the chunk where loads end
     flags.index(0).store(gl.full([32], 0, gl.int32, THREADS))
-    flags.index(1).store(gl.full([32], 2 - GROUPS, gl.int32, THREADS))  # a group that is not there
+    flags.index(1).store(gl.full([32], 2 - GROUPS, gl.int32, THREADS))  # 1 if there is no second group
     flags.index(2).store(gl.full([32], NEVER, gl.int32, THREADS))
     fence_async_shared()
-    barrier()
+    barrier()  # all warps of the program: the barriers are initialised, and the flags set
     first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
-    left, right = (sk, sv, sr, sa), (sk, sv2, sr, sa)
+    left, work = (sk, sv, sr, sa), (cu_seqlens, T, length, N)
+    strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
     if GROUPS == 2:
+        right = (sk, sv2, sr, sa)
         gl.warp_specialize([
             (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
                         HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
             (map_role, (right, so2, sbar2, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T,
                         first + 64, HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-            (load_role, ((k_desc, v_desc, r_desc, a_desc), (sk, sv, sv2, sr, sa), flags, (full, done), cu_seqlens,
-                         length, N, T, k_batch, v_batch, heads, group, HV, WIDTH, NS, PACKED)),
+            (load_role, ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), flags, (full, done),
+                         work, strides, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
                         HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-            (load_role, ((k_desc, v_desc, r_desc, a_desc), (sk, sv, sv2, sr, sa), flags, (full, done), cu_seqlens,
-                         length, N, T, k_batch, v_batch, heads, group, HV, WIDTH, NS, PACKED)),
+            (load_role, ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, None, sr, sa), flags, (full, done),
+                         work, strides, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [1], [24])  # fmt: skip
 
 
@@ -264,7 +216,7 @@ def compose(
         Phi_high, Phi_low = tl.load(at), tl.load(at + K * K)
         high = S.to(tl.bfloat16)
         low = (S - high.to(tl.float32)).to(tl.bfloat16)
-        small = tl.dot(low, Phi_high) + tl.dot(high, Phi_low)  # apart: a product waits for the one before it in a sum
+        small = tl.dot(low, Phi_high) + tl.dot(high, Phi_low)  # apart from S: in one sum, products wait for each other
         S = tl.dot(high, Phi_high, B_ahead) + small
         B_ahead = load_rows(B, strides, slot + number + 1, hv, d, c, V, K, number + 2 < segments)
         store_rows(starts, strides, S, slot + number + 1, hv, d, c, V, K)

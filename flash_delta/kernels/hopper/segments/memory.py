@@ -1,4 +1,4 @@
-"""What the kernels of a walk in segments hand each other."""
+"""The tensors by which the kernels of a walk in segments hand each other their results."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ HALF = 64  # value columns of a warp group
 
 
 class Walk(NamedTuple):
-    """How sequences are split, and what the kernels hand each other for it; if they are not, only A."""
+    """How sequences are split, and what the kernels hand each other: only A if sequences are not split."""
 
-    length: int  # tokens of a segment; of sequences that are not split, more than any has
-    A: Tensor  # [slots of chunks, HV, C, C]; for the backward pass without diag(b), and saved
+    length: int  # tokens of a segment; more than any sequence has if they are not split
+    A: Tensor  # [slots of chunks, HV, C, C]; saved for the backward pass, and then without diag(b)
     B: Tensor | None  # transposed, [slots of segments, HV, V, K] float32
     Phi: Tensor | None  # transposed, in two parts, [slots of segments, HV, 2, K, K] bfloat16
     starts: Tensor | None  # [slots of segments, HV, V, K] float32

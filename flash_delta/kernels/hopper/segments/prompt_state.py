@@ -1,5 +1,5 @@
-"""Of a prompt alone that is walked in segments, the way of its states between the pool and tensors of their own: what
-stands around it walks any sequence, and knows of no slot."""
+"""Copies the states of a single prompt between the pool and tensors of their own, if the prompt is walked in segments:
+the kernels of such a walk know nothing of pools."""
 
 from typing import NamedTuple
 
@@ -27,8 +27,9 @@ def hand_over(
     pool, states, span, cu_seqlens, read_indices, write_indices, has_initial_state, T, slots, slot_stride, read_row,
     write_row, has_row, SHORT: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The first state as float32, and in ``span`` the bounds of what is to be walked: nothing, if `decode` runs it or
-    it is padding. BACK: the last state. Grid (numbers of a slot / BLOCK)."""
+    """Copies the prompt's first state to ``states``, as float32, and writes to ``span`` the bounds of what is to be
+    walked, which is nothing if `decode` runs the prompt or if it is padding. With BACK, copies its last state from
+    ``states`` to the pool. Grid (numbers in a slot / BLOCK)."""
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     first, last, well = find_slots(tables, tl.program_id(0) * 0, slots)
     start, stop, _ = bounds(tl.program_id(0) * 0, cu_seqlens, 1, T, 1, True)
@@ -47,11 +48,11 @@ def hand_over(
 
 
 class Prompt(NamedTuple):
-    """What a prompt has instead of slots, while it is walked in segments (segments/prompt_state.py)."""
+    """What a prompt has instead of slots while it is walked in segments."""
 
-    first: Tensor  # its state, float32, as the pool has states
-    last: Tensor
-    span: Tensor  # its bounds, like ``cu_seqlens``; 64 numbers, a whole line of memory
+    first: Tensor  # the state that it starts from: float32, with the axes of the pool
+    last: Tensor  # the state that it ends with
+    span: Tensor  # its bounds, like ``cu_seqlens``; 64 numbers, which is a whole line of memory
 
 
 def new_prompt(p: Problem) -> Prompt:
@@ -60,7 +61,7 @@ def new_prompt(p: Problem) -> Prompt:
 
 
 def run_prompt(c: Call, o: Tensor, rates: Tensor, w: Walk, prompt: Prompt) -> None:
-    """Between `run_hand_over` there and back."""
+    """Walks the prompt in segments. `run_hand_over` comes before it, and with ``back`` after it."""
     x = c.x._replace(initial_state=prompt.first, cu_seqlens=prompt.span)
     run_walk(c._replace(p=c.p._replace(N=1), x=x), o, prompt.last, rates, w)
 

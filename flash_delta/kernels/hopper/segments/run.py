@@ -1,4 +1,4 @@
-"""A walk in segments, launch by launch."""
+"""Launches the kernels of a walk in segments."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from flash_delta.kernels.runtime.workspace import Residual
 
 
 def run_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None = None) -> None:
-    """What `run_loop` does."""
+    """Does what `run_loop` does, in segments."""
     run_factor(c, rates, w)
     if w.starts is not None:
         run_maps(c, rates, w)
@@ -21,7 +21,7 @@ def run_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual
 
 
 def compile_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, residual: Residual | None) -> None:
-    """All that calls of other sizes may launch."""
+    """Compiles what calls of other sizes may launch."""
     length = split_endless(c.p, c.shape.chip.processors)
     if length is not None:
         run_walk(c, o, final, rates, new_walk(c.p._replace(N=1, T=1), length), residual)

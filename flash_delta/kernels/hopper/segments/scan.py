@@ -1,13 +1,19 @@
-"""A walk in segments, side by side, from the states that `compose` has written (maps.py), A at hand (factor.py).
-With KEEP b is not in A, and goes to R; with SAVE S0 of every chunk, R (without b) and U go to memory, as in `loop`.
+"""Walks all segments side by side, with A from factor.py, from the states that `compose` has written (maps.py).
 
-    load     q, k, rates, A and v of a chunk into a ring of NS slots: one warp
-    score    P into a ring of two slots
+    load     loads q, k, rates, A and v of a chunk into a ring of NS slots: one warp
+    score    writes P into a ring of two slots
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
-Two warp groups with 64 columns of the transposed state each, as in `loop`: grid (slots, HV). Heads of 256 have one, and
-a program for every 64 columns: grid (slots, HV, V / 64); and what they walk are whole sequences, from where they start.
+There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64: grid
+(slots, HV). Heads of 256 have one state group and a program for every 64 columns: grid (slots, HV, V / 64). They walk
+whole sequences, from their initial states.
+
+Barriers, and who completes them: ``full`` the copy engine (all tiles of a chunk are there), ``pfull`` the score group
+(P is there), ``done`` all state groups (they have read all of a chunk's tiles, so that its slots are free).
+
+With KEEP b is not in A, and R is multiplied by it instead. With SAVE the state groups also write S0 of every chunk,
+R (without b) and U to memory, as in the loop.
 """
 
 from torch import Tensor
@@ -25,11 +31,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, token_stride
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load, tma_store
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, load_box, rate
+from flash_delta.kernels.hopper.load_role import load_role
+from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks
-from flash_delta.kernels.hopper.segments.factor import load_rates
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import WALKS
 from flash_delta.kernels.runtime.calls import Call
@@ -37,37 +43,6 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 from flash_delta.kernels.runtime.workspace import Residual
 
 SCORES = gl.constexpr(2)  # slots of the ring of P
-
-
-@gluon.jit
-def load_role(
-    descs, tiles, bars, cu_seqlens, length, N, T, q_batch, k_batch, v_batch, heads, group, HV,
-    WIDTH: gl.constexpr, GROUPS: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    q_desc, k_desc, v_desc, r_desc, a_desc = descs
-    sq, sk, sv, sv2, sr, sa = tiles
-    full, done = bars
-    _, row, start, size, token, chunks, slot, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
-    hv = gl.program_id(1)
-    h = hv // group
-    for c in range(chunks):
-        s = c % NS
-        bar, at = full.index(s), token + c * C
-        mbarrier.wait(done.index(s), ((c // NS) & 1) ^ 1)
-        mbarrier.expect(bar, 2 * C * (2 * WIDTH + 64 * GROUPS) + 8 * C * 4 + C * C * 2)
-        load_box(k_desc, row * k_batch + start, size, at, h * heads[1], bar, sk.index(s), WIDTH)
-        load_box(q_desc, row * q_batch + start, size, at, h * heads[0], bar, sq.index(s), WIDTH)
-        if GROUPS == 2:
-            load_box(v_desc, row * v_batch + start, size, at, hv * heads[2], bar, sv.index(s), 64)
-            load_box(v_desc, row * v_batch + start, size, at, hv * heads[2] + 64, bar, sv2.index(s), 64)
-        else:
-            v = hv * heads[2] + gl.program_id(2) * 64
-            load_box(v_desc, row * v_batch + start, size, at, v, bar, sv.index(s), 64)
-        if c == 0:
-            gdc_wait()  # the kernels before have ended: what they wrote is there
-        index = (slot + c) * HV + hv
-        load_rates(r_desc, index, bar, sr, s)
-        tma_load(a_desc, [index * C, 0], bar, sa.index(s))
 
 
 @gluon.jit
@@ -80,13 +55,12 @@ def score_role(tiles, bars, cu_seqlens, length, N, T, NS: gl.constexpr, PACKED: 
     _, _, _, _, _, chunks, _, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
     for t in range(chunks):
         s, x = t % NS, t % SCORES
-        mbarrier.wait(full.index(s), (t // NS) & 1)
+        mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates are there
         P = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
         P = warpgroup_mma_wait(0, deps=[P])
         P = gl.where(i >= j, P * decay, 0.0).to(sk.dtype)
-        before = t + (NS - SCORES)  # the phase of `done` that says that the chunk before in this slot is done
-        mbarrier.wait(done.index(before % NS), ((before // NS) & 1) ^ 1)
+        wait_free(done, t, SCORES, NS)  # signalled by the state groups, which have read the P that lay here
         sp.index(x).store(P)
         fence_async_shared()
         mbarrier.arrive(pfull.index(x), count=1)
@@ -100,7 +74,7 @@ def state_role(
 ):  # fmt: skip
     sq, sk, sv, sr, sa, sp = tiles
     full, pfull, done = bars
-    STAGED: gl.constexpr = WIDTH > 128  # S has no registers beside it for itself as an operand
+    STAGED: gl.constexpr = WIDTH > 128  # there are no registers for S as an operand beside S itself
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -109,9 +83,9 @@ def state_role(
     slot, hv = gl.program_id(0), gl.program_id(1)
     n, row, start, size, token, chunks, chunk, _, last = find_chunks(length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
-    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # of a state that is saved, by way of ``so``
+    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory by way of ``so``
     SENT: gl.constexpr = PARTS + 3 if SAVE else 1
-    gdc_wait()
+    gdc_wait()  # the kernels before this one have ended: ``starts`` is there, and what this one writes is free
     if (chunks > 0) | last:
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if INITIAL:
@@ -121,13 +95,13 @@ def state_role(
             if STAGED:
                 sb.store(S.to(ty))
                 fence_async_shared()
-                barrier()
+                barrier()  # all warps of this state group: S is whole in shared memory
                 before = sb
                 if SAVE:
                     tma_store(saved[0], [((chunk + t) * HV + hv) * WIDTH + v, 0], sb)
             else:
                 before = gl.convert_layout(S.to(ty), operand)
-            mbarrier.wait(full.index(s), (t // NS) & 1)
+            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: the chunk's tiles are there
             E = warpgroup_mma(before, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             if STAGED:
                 E = warpgroup_mma_wait(0, deps=[E])
@@ -165,18 +139,18 @@ def state_role(
             if STAGED:
                 O, S = warpgroup_mma_wait(1, deps=[O, S])
                 O *= rate(sr, s, 5).load(ROWS)
-            mbarrier.wait(pfull.index(x), (t // SCORES) & 1)
+            mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is there
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
                 send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + 1, NO, True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             mbarrier.arrive(done.index(s), count=1)
-            tma.store_wait(NO - 1)
-            barrier()
+            tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer of ``so``
+            barrier()  # all warps of this state group: none writes before that
             out = so.index((t * SENT + SENT - 1) % NO)
             out.permute([1, 0]).store(O.to(ty))
             fence_async_shared()
-            barrier()
+            barrier()  # all warps of this state group: O is whole in shared memory
             box = reinterpret(out, ty, [1, 1, C, 64], BOX)
             tma_store(o_desc, [RAGGED, row, RAGGED - size + token + t * C, hv * WIDTH + v], box)
         if last:
@@ -203,7 +177,7 @@ def walk(
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar = barriers(1, 1)
     full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
-    sv2, so2, sbar2, sb = sv, so, sbar, so
+    sb = so
     if WIDTH > 128:
         sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
     if GROUPS == 2:
@@ -211,10 +185,12 @@ def walk(
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         sbar2 = barriers(1, 1)
     fence_async_shared()
-    barrier()
-    left, right = (sq, sk, sv, sr, sa, sp), (sq, sk, sv2, sr, sa, sp)
+    barrier()  # all warps of the program: the barriers above are initialised
+    left, work = (sq, sk, sv, sr, sa, sp), (cu_seqlens, T, length, N)
+    strides = ((q_batch, k_batch, v_batch), heads, group)
     bars, saved = (full, pfull, done), (s_desc, e_desc, u_desc)
     if GROUPS == 2:
+        right = (sq, sk, sv2, sr, sa, sp)
         first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
         gl.warp_specialize([
             (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
@@ -222,8 +198,8 @@ def walk(
                           WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
             (state_role, (o_desc, saved, right, so2, sb, sbar2, bars, starts, final, cu_seqlens, length, N, T,
                           first + 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
-            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
-                         length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
+            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done),
+                         work, strides, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -231,8 +207,8 @@ def walk(
             (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T,
                           gl.program_id(2) * 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE,
                           NO)),
-            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), (full, done), cu_seqlens,
-                         length, N, T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH, GROUPS, NS, PACKED)),
+            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, None, sr, sa), None, (full, done),
+                         work, strides, HV, gl.program_id(2) * 64, WIDTH, 64, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.activation import log_decay, strength
+from flash_delta.kernels.device.activation import gate_parameters, log_decay, strength
 from flash_delta.kernels.device.chunk import (
     count_slots,
     find_chunk,
@@ -111,7 +111,8 @@ def cumulate(
     if GATE:
         x = load_row(rows_of(g, g_strides, row, hv), g_strides, token, stop, C)
         if RAW_GATE:
-            x = tl.where(live, log_decay(x, A_log, dt_bias, hv, HAS_BIAS), 0.0)
+            rate, bias = gate_parameters(A_log, dt_bias, hv, HAS_BIAS)
+            x = tl.where(live, log_decay(x, rate, bias), 0.0)
             tl.store(vectors + 3 * C + i, x)
         G = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
         high = G.to(tl.float32)

@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device import channel_gate
-from flash_delta.kernels.device.activation import gated_norm, softplus, strength
+from flash_delta.kernels.device import activation, channel_gate
+from flash_delta.kernels.device.activation import gated_norm, strength
 from flash_delta.kernels.device.chunk import bounds, follow
 from flash_delta.kernels.runtime.arguments import columns, every, plan, short, states, table
 from flash_delta.kernels.runtime.calls import Call
@@ -86,9 +86,7 @@ def load_gate(
     if CHANNEL:
         rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     elif RAW_GATE:
-        rate = -tl.exp(tl.load(A_log + hv).to(tl.float32))
-        if HAS_BIAS:
-            bias = tl.load(dt_bias + hv).to(tl.float32)
+        rate, bias = activation.gate_parameters(A_log, dt_bias, hv, HAS_BIAS)
     return rate, bias
 
 
@@ -99,7 +97,7 @@ def log_decay(
     if CHANNEL:
         return channel_gate.log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED)[None, :]
     elif RAW_GATE:
-        return rate * softplus(a.to(tl.float32) + bias)
+        return activation.log_decay(a, rate, bias)
     else:
         return a.to(tl.float32)
 

@@ -1,0 +1,119 @@
+"""The role that loads, in the loop, `find_maps` and `walk`: one warp, which asks the copy engine for the tiles of one
+chunk after the other. What a kernel does not load has None for a descriptor."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, first_slot
+from flash_delta.kernels.hopper.gluon_compat import tma_load
+from flash_delta.kernels.hopper.layouts import LANES, C
+from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map
+
+
+@gluon.jit
+def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
+    """Where the chunks of an item of work are: value head, batch row, the sequence's first token and its length, the
+    first chunk's token in the sequence, the number of chunks, the first chunk's slot; and whether v is needed."""
+    if SEGMENTS:
+        cu_seqlens, T, length, N = work
+        if flags is None:
+            _, row, start, size, token, chunks, slot, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
+            keys = chunks * 0
+        else:
+            _, row, start, size, token, chunks, slot, _, keys = find_map(length, cu_seqlens, N, T, PACKED)
+        return gl.program_id(1), row, start, size, token, chunks, slot, keys == 0
+    else:
+        cu_seqlens, T, _, pool = work
+        n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        row, slot = n, first_slot(n, start, T, PACKED)
+        if PACKED:
+            row = n * 0
+        return hv, row, start, size, n * 0, (size + C - 1) // C, slot, n * 0 == 0
+
+
+@gluon.jit
+def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDTH: gl.constexpr, VALUES: gl.constexpr):
+    """Asks for the tiles of one chunk, to land in slot s, and tells ``bar`` how many bytes are to come."""
+    q_desc, k_desc, v_desc, r_desc, a_desc = descs
+    sq, sk, sv, sv2, sr, sa = tiles
+    hv, row, start, size, token, index = where
+    batches, heads, group = strides
+    Q: gl.constexpr = 0 if q_desc is None else C * WIDTH * 2
+    A: gl.constexpr = 0 if a_desc is None else C * C * 2
+    BYTES: gl.constexpr = 0 if k_desc is None else C * WIDTH * 2 + Q + 8 * C * 4 + A
+    if v_desc is None:
+        mbarrier.expect(bar, BYTES)
+    elif valued:
+        mbarrier.expect(bar, BYTES + C * VALUES * 2)
+        value, v_row = hv * heads[2] + column, row * batches[2] + start
+        if sv2 is None:
+            load_box(v_desc, v_row, size, token, value, bar, sv.index(s), VALUES)
+        else:
+            load_box(v_desc, v_row, size, token, value, bar, sv.index(s), 64)
+            load_box(v_desc, v_row, size, token, value + 64, bar, sv2.index(s), 64)
+    else:
+        mbarrier.expect(bar, BYTES)
+    if k_desc is not None:
+        h = hv // group
+        load_box(k_desc, row * batches[1] + start, size, token, h * heads[1], bar, sk.index(s), WIDTH)
+        if q_desc is not None:
+            load_box(q_desc, row * batches[0] + start, size, token, h * heads[0], bar, sq.index(s), WIDTH)
+        if first:
+            gdc_wait()  # the kernels before this one have ended: what they wrote is there
+        load_rates(r_desc, index, bar, sr, s)
+        if a_desc is not None:
+            tma_load(a_desc, [index * C, 0], bar, sa.index(s))
+
+
+@gluon.jit
+def end_early(flags, bar, c):
+    """Whether all state groups of a map have reported that Phi is zero. If so, tells them that chunk c, which is not
+    loaded, was the last."""
+    ended = gl.max(flags.index(0).load(LANES) * flags.index(1).load(LANES), 0) > 0
+    if ended:
+        flags.index(2).store(gl.full([32], 0, gl.int32, LANES) + c)
+        mbarrier.arrive(bar, count=1)
+    return ended
+
+
+@gluon.jit
+def load_role(
+    descs, tiles, flags, bars, work, strides, HV, column, WIDTH: gl.constexpr, VALUES: gl.constexpr,
+    NS: gl.constexpr, SLOTS: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
+):  # fmt: skip
+    """Fills a ring of so many SLOTS with k and rates, q, A, and VALUES columns of v from ``column`` on. Where there is
+    an ``sv2``, it gets the second 64 of those columns.
+
+    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items,
+    pool), as in work_items.py.
+    strides: of (q, k, v) the tokens from one batch row to the next, of each the numbers from head to head, and the
+    value heads per key head.
+    bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
+    flags: those of `find_maps`, whose state groups may end early; None elsewhere.
+    """
+    full, done = bars
+    first, items, step = 0, 1, 1
+    if not SEGMENTS:
+        first, items, step = gl.program_id(0), count_items(work[2], work[3], HV), gl.num_programs(0)
+    t = 0
+    for item in range(first, items, step):
+        hv, row, start, size, token, chunks, slot, valued = find_work(item, work, flags, HV, PACKED, SEGMENTS)
+        if flags is not None:  # noqa: SIM102 (a constant, then a number)
+            if chunks == 0:
+                gdc_wait()  # a kernel that waits for this one relies on it having waited for those before
+        c, going = chunks * 0, chunks > 0
+        while going:
+            s = t % SLOTS
+            wait_free(done, t, SLOTS, NS)  # signalled by the state groups, which have left the chunk in this slot
+            ended = c * 0 > 0
+            if flags is not None:
+                ended = end_early(flags, full.index(s), c)
+            if not ended:
+                where = (hv, row, start, size, token + c * C, (slot + c) * HV + hv)
+                load_chunk(descs, tiles, full.index(s), s, where, strides, column, valued, t == 0, WIDTH, VALUES)
+            c += 1
+            t += 1
+            going = (c < chunks) & (not ended)
