@@ -4,6 +4,7 @@ Rows of sm_90 up to a width of 128 were measured on an H200 (docs/notes); the ot
 without a spill and within a chip's shared memory (``flash-delta compile``).
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
+from flash_delta.kernels.runtime.segment_plan import ENDLESS, chunks_of, fastest_split, waves_us
 from flash_delta.problem import Problem
 
 
@@ -160,7 +162,7 @@ for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
 
 
 class Pace(NamedTuple):
-    """What scans take on a chip, in us; see `_plan_segments`."""
+    """What scans take on a chip, in us; see runtime/segment_plan.py."""
 
     setup: float  # until a program's first chunk: mostly descriptors
     scan: dict[int, float]  # a chunk, by the value columns of a program, one program on each processor
@@ -179,8 +181,6 @@ PACES = {
 }
 # Elsewhere the share of their products, and segments have to promise more.
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
-MOST, FEWEST = 64, 8  # segments of a sequence; chunks of a segment
-ENDLESS = 2**14  # chunks
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
 # values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
 # Measured on an H200 with 64 and with 256 rows (docs/notes).
@@ -245,8 +245,7 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
-    chunks = -(-p.T // (C * (p.N if p.packed else 1)))
-    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, p.N, chunks)
+    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, p.N, chunks_of(p))
 
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
@@ -295,31 +294,24 @@ def _scan_tiles(
 def _plan_segments(
     channel: bool, chip: Chip, dtype: torch.dtype, HV: int, K: int, V: int, N: int, chunks: int
 ) -> Segments | None:
-    """The model: programs come in waves of as many as run at once, and a wave takes its chunks times a chunk's time."""
+    """``N`` sequences of ``chunks`` each."""
     if dtype == torch.float32 or max(K, V) > 128:
         return None
-    pace = PACES.get((channel, family(chip.target)), PACE)
+    pace, scans = PACES.get((channel, family(chip.target)), PACE), _scan_tiles("scan", channel, chip, dtype, K, V, 0)
     mapping = _tile("channel_maps" if channel else "maps", chip.target, dtype, K, V)
     composing = _tile("compose", chip.target, dtype, K, V)
 
-    def us(programs: int, together: int, length: int, chunk: float) -> float:
-        return -(-programs // (together * chip.processors)) * (pace.setup + length * chunk)
-
     def scan_us(tile: Tile, states: int, length: int) -> float:
-        return us(states * -(-V // tile.BV), 1, length, pace.scan.get(tile.BV, pace.other))
+        chunk = pace.scan.get(tile.BV, pace.other)
+        return waves_us(states * -(-V // tile.BV), chip.processors, pace.setup, length, chunk)
 
-    def maps_us(number: int, length: int) -> float:
-        """Of the first segment the values' columns; of those between the first and the last also the keys'."""
-        columns = -(-V // mapping.BV) + (number - 2) * -(-(V + K) // mapping.BV)
-        return us(N * HV * columns, pace.together, length, pace.maps)
+    def times(number: int, length: int) -> Iterator[tuple[float, Segments]]:
+        # Maps: of the first segment the values' columns; of those between the first and the last also the keys'.
+        programs = N * HV * (-(-V // mapping.BV) + (number - 2) * -(-(V + K) // mapping.BV))
+        maps = waves_us(programs, pace.together * chip.processors, pace.setup, length, pace.maps)
+        shared = maps + pace.launches + number * pace.compose
+        for tile in scans[-2:]:
+            yield shared + scan_us(tile, N * HV * number, length), Segments(C * length, mapping, composing, tile)
 
     (whole,) = _scan_tiles("scan", channel, chip, dtype, K, V, N * HV)
-    best, split = pace.worth * scan_us(whole, N * HV, chunks), None
-    for number in range(2, min(MOST, chunks // FEWEST) + 1):
-        length = -(-chunks // number)
-        shared = maps_us(number, length) + pace.launches + number * pace.compose
-        for tile in _scan_tiles("scan", channel, chip, dtype, K, V, 0)[-2:]:
-            time = shared + scan_us(tile, N * HV * number, length)
-            if time < best:
-                best, split = time, Segments(C * length, mapping, composing, tile)
-    return split
+    return fastest_split(chunks, pace.worth * scan_us(whole, N * HV, chunks), times)

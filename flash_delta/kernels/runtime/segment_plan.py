@@ -1,0 +1,38 @@
+"""How sequences are split into segments: the search for the number of segments whose launches take least.
+
+A backend hands in what its launches take, by a model: programs come in waves of as many as run at once, and a wave takes
+a set-up and its chunks times a chunk's time. All times are in microseconds.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flash_delta.kernels.device.chunk import C
+from flash_delta.problem import Problem
+
+MOST, FEWEST = 64, 8  # segments of a sequence; chunks of a segment
+ENDLESS = 2**14  # chunks
+
+
+def waves_us(programs: int, together: int, setup: float, chunks: int, chunk: float) -> float:
+    """What ``programs`` take that walk so many ``chunks`` each; ``together`` of them run at once."""
+    return -(-programs // together) * (setup + chunks * chunk)
+
+
+def fastest_split(chunks: int, limit: float, times: Callable[[int, int], Iterable[tuple[float, Any]]]) -> Any:
+    """The split of a sequence of ``chunks`` that takes least; None if none takes less than ``limit``.
+
+    ``times(number, length)`` gives what so many segments of ``length`` chunks take, with the split, for each choice of
+    tiles.
+    """
+    best, fastest = limit, None
+    for number in range(2, min(MOST, chunks // FEWEST) + 1):
+        for us, split in times(number, -(-chunks // number)):
+            if us < best:
+                best, fastest = us, split
+    return fastest
+
+
+def chunks_of(p: Problem) -> int:
+    """Chunks of a sequence, as if all had one length."""
+    return -(-p.T // (C * (p.N if p.packed else 1)))
