@@ -1,7 +1,7 @@
 """What the ops and their backends exchange: the problem, its tensors, its results.
 
-The first of the library's four nouns. ``ops`` makes a :class:`Problem` once per call, when it has checked the
-arguments; every backend takes ``(problem, inputs)``. Nothing here computes, and nothing is imported but torch.
+An op checks its arguments and makes a :class:`Problem`. Every backend takes ``(problem, inputs)``. Nothing here
+computes, and only torch is imported.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,20 +12,20 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin, get
 import torch
 from torch import Tensor
 
-# Marks on the fields of problems. Operators' schemas and compile keys are made from them.
+# Marks on fields of problems. Schemas of operators and compile keys are made from them.
 Kind = TypeVar("Kind")
-Schema = Annotated[Kind, "schema"]  # operators of torch.library take the field, because their tensors do not tell it
+Schema = Annotated[Kind, "schema"]  # operators of torch.library take it as an argument: no tensor shows it
 Compiled = Annotated[Kind, "compiled"]  # kernels are compiled for the field's value
 
-MOST_TAPS, WIDEST_ROW = 8, 8192  # of kernels: of a convolution, and of a norm, whose rows registers hold
+MOST_TAPS, WIDEST_ROW = 8, 8192  # most taps of a convolution's kernels; widest row of a norm's, which registers hold
 ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that chooses a backend where a call does not
-SHORT = 16  # tokens of a sequence up to which whole chunks are a waste; prefill runs those token by token
+SHORT = 16  # prefill runs sequences of up to so many tokens token by token: a chunk would be mostly empty
 
 
 class Problem(NamedTuple):
-    """One call of the gated delta rule, fully described but for the values of its tensors.
+    """One call of the gated delta rule: everything except the values of its tensors.
 
-    A named tuple, because one is made in every call and a frozen dataclass of this size takes longer to make.
+    It is a named tuple because a frozen dataclass of this size takes longer to make.
 
     Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
     multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``
@@ -43,33 +43,33 @@ class Problem(NamedTuple):
     dtype: torch.dtype  # of q, k, v and o
     device: Compiled[torch.device]
     gate: Schema[Compiled[Literal["none", "scalar", "channel"]]]  # no decay, one per value head, one per key channel
-    # Which state the delta rule reads; None: no delta rule (simple GLA).
+    # The state that the delta rule reads: after or before this token's decay. None: no delta rule (simple GLA).
     erase: Schema[Compiled[Literal["decayed", "undecayed"] | None]]
     scale: Schema[float]
     chunk_size: Schema[int] = 64
     recurrent: Schema[bool] = False  # the forward runs token by token
-    erase_keys: bool = False  # Inputs.p is there: what a token erases is not what it writes
-    # Of the N sequences; None: known on the device only. While torch.compile traces, the tensor cu_seqlens_cpu.
+    erase_keys: bool = False  # tokens erase with Inputs.p and write with k
+    # Lengths of the N sequences; None: only the device knows. While torch.compile traces, the tensor cu_seqlens_cpu.
     lengths: tuple[int, ...] | None = None
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
     l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
-    raw_gate: Schema[Compiled[bool]] = False  # g is raw; A_log, dt_bias and lower_bound make the log decay of it
-    lower_bound: Schema[float | None] = None  # None: softplus gate
+    raw_gate: Schema[Compiled[bool]] = False  # the log decay is made of a raw g with A_log, dt_bias and lower_bound
+    lower_bound: Schema[float | None] = None  # of a bounded raw gate; None: the softplus gate
     raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
-    beta_range: Schema[float] = 1.0  # the sigmoid's top; 2 with negative eigenvalues
+    beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
     state_v_first: Schema[Compiled[bool]] = False  # states are [N, HV, V, K]
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
-    disable_recompute: Schema[bool] = False  # save more for the backward pass, recompute less
+    disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
     needs_grad: Schema[bool] = False
-    taps: Compiled[int] = 0  # decoding: of the short convolution in front of the rule; 0: there is none
-    window: Compiled[int] = 0  # inputs of a channel that the convolution's pool holds
-    eps: float | None = None  # of the gated norm behind it; None: there is none
+    taps: Compiled[int] = 0  # decoding: of the short convolution before the rule; 0: no convolution
+    window: Compiled[int] = 0  # how many inputs of a channel the convolution's pool holds
+    eps: float | None = None  # of the gated norm after the rule; None: no norm
     activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # of that norm's gate
-    pool: torch.dtype | None = None  # serving: states lie in the slots of a pool, in this dtype
-    checkpoint_every: int = 0  # prefill: tokens from one state that is written down to the next; 0: none is
-    plain_pool: bool = True  # it has slots, without gaps inside, that begin at multiples of 16 bytes
-    max_prompts: int | None = None  # prefill: no more sequences have over SHORT tokens; None: any number may
-    batch_invariant: Compiled[bool] = False  # prefill: no bit of a sequence's results depends on the others
+    pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
+    checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
+    plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
+    max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
+    batch_invariant: Compiled[bool] = False  # prefill: no sequence changes a bit of another one's results
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -102,19 +102,19 @@ class Inputs(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where a serving call finds and leaves its states. What the indices are is known on the device only."""
+    """Where a serving call finds and leaves its states. Only the device knows the values of the indices."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
-    read_indices: Tensor  # [B]; with num_accepted_tokens [B, W], of W states that a row could go on from; prefill: [N]
-    write_indices: Tensor | None = None  # [B], prefill [N]: of the state after the last token; [B, T]: after every one
+    read_indices: Tensor  # [B], prefill [N]; with num_accepted_tokens [B, W]: W states, one of which is read
+    write_indices: Tensor | None = None  # [B], prefill [N]: for the last token's state; [B, T]: for every token's
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
-    parent_idx: Tensor | None = None  # [B, T]: the token whose state a token goes on from; -1: the row's
-    has_initial_state: Tensor | None = None  # [N], bool: a sequence without one starts from zeros; None: all have one
-    checkpoint_indices: Tensor | None = None  # [N, M]: of the states after every Problem.checkpoint_every tokens
+    parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row
+    has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True
+    checkpoint_indices: Tensor | None = None  # [N, M]: for the states after each Problem.checkpoint_every tokens
 
 
 class Around(NamedTuple):
-    """What a decoding call does around the rule: a short convolution in front of it, a gated norm behind it."""
+    """What a decoding call does around the rule: a short convolution before it, a gated norm after it."""
 
     conv_pool: Tensor | None = None  # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
     conv_weight: Tensor | None = None  # [D, W]
@@ -124,7 +124,7 @@ class Around(NamedTuple):
 
 
 class ConvolutionProblem(NamedTuple):
-    """A call of the short convolution, described but for the values of its tensors."""
+    """A call of the short convolution: everything except the values of its tensors."""
 
     op: Schema[str]
     B: int
@@ -140,7 +140,7 @@ class ConvolutionProblem(NamedTuple):
 
 
 class Convolved(NamedTuple):
-    """The tensors of such a call. In the backward pass the same tuple holds their gradients."""
+    """The tensors of a convolution. In the backward pass the same tuple holds their gradients."""
 
     x: Tensor  # [B, T, D]
     weight: Tensor  # [D, W]
@@ -161,7 +161,7 @@ class NormProblem(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """The tensors of such a call; or their gradients."""
+    """The tensors of a norm. In the backward pass the same tuple holds their gradients."""
 
     x: Tensor  # [..., D]
     weight: Tensor  # [D]
@@ -170,13 +170,13 @@ class Normalized(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KnownCall:
-    """A call that was looked at, for all calls that differ from it in their tensors' values only."""
+    """What is known of a call. It holds for all calls that differ from it only in the values of their tensors."""
 
     problem: Problem | ConvolutionProblem | NormProblem
     backend: ModuleType  # that runs it
     needs_grad: bool
-    launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend found, and keeps there
-    again: Callable[..., Tensor | None] | None = None  # runs a serving call as before: (known, x, slots, around) -> o
+    launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
+    again: Callable[..., Tensor | None] | None = None  # repeats a serving call: (known, x, slots, around) -> o
 
 
 def marked(fields: type, mark: Any) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
 
 
 def signature(tensors: Sequence[Tensor | None]) -> list[tuple | None]:
-    """All that can change how a call without gradients runs, but for the values. Of what has no gaps, strides follow
-    from the shape."""
+    """All that can change how a call without gradients runs, except the values. Without gaps the shape gives the
+    strides."""
     return [
         t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
         for t in tensors
@@ -200,7 +200,7 @@ def signature(tensors: Sequence[Tensor | None]) -> list[tuple | None]:
 
 
 def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd has to know of a call."""
+    """Whether autograd has to record a call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

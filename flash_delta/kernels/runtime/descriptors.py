@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.cuda_driver import Step, describe, make_step
 from flash_delta.kernels.runtime.launch import compiled_as
+from flash_delta.kernels.runtime.profiling import tell
 
 
 class Descriptor(NamedTuple):
@@ -44,6 +45,7 @@ def launch_described(
         if c.compiling is not None:
             c.compiling[name] = kernel.warmup(*arguments, grid=plan.grid, **plan.constants, **options)
         else:
+            kernel.launch_metadata = tell
             kernel[plan.grid](*arguments, **plan.constants, **options)
 
 

@@ -25,6 +25,7 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
+from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 
@@ -140,6 +141,7 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], 
         elif 0 not in plan.grid:
             if plan.tile.tma:
                 triton.set_allocator(_scratch)
+            kernel.launch_metadata = tell
             kernel[plan.grid](*pointers, *plan.scalars, **options)
 
 

@@ -1,7 +1,7 @@
 """How sequences are split into segments: the search for the number of segments whose launches take least.
 
-A backend hands in what its launches take, by a model: programs come in waves of as many as run at once, and a wave takes
-a set-up and its chunks times a chunk's time. All times are in microseconds.
+A backend hands in what its launches take, by a model: programs run in waves of as many as fit the chip, and a
+wave takes a set-up time and a time for each of its chunks. All times are in microseconds.
 """
 
 from collections.abc import Callable, Iterable
