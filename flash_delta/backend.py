@@ -61,7 +61,7 @@ class Backend(Protocol):
             ``o [B, T, HV, V]`` in ``problem.dtype``; ``final_state`` of ``problem.state_shape`` in
             ``problem.accumulate``, always, and in memory of its own; with ``problem.needs_grad`` in ``saved`` what
             ``backward`` wants to have, or nothing; with ``problem.keep_states`` the chunks' ``states``. Rows of a
-            packed ``o`` behind the last sequence are zeros.
+            packed ``o`` after the last sequence are zeros.
         """
 
     def backward(
@@ -86,7 +86,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """One token or a draft of every row, on a pool of states, which is written in place. ``o [B, T, HV, V]``,
         contiguous, in ``problem.dtype``. An index outside of the pool reads zeros and writes nothing. With
-        ``problem.taps`` a short convolution comes in front, with ``problem.eps`` a gated norm behind."""
+        ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it."""
 
     def prefill(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> Tensor:
         """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``, contiguous,
@@ -174,7 +174,7 @@ def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Call
 
 
 def unregister(name: str) -> None:
-    """Takes it away again. Calls that were made on it may be remembered: a process should not go on with them."""
+    """Takes it away again. Calls that were made on it may be remembered: a process should not continue with them."""
     find(name)
     del _entries[name]
 

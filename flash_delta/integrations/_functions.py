@@ -149,7 +149,7 @@ def causal_conv1d_fn(
             # With a cache models pad a row that is shorter than W to W tokens, and its bounds would be those of others.
             raise ValueError(f"causal_conv1d: hidden_states: expected more than {W} packed tokens, got {W}")
     if seq_idx is not None and seq_idx.shape[-1] != T:
-        # With a cache models put inputs of earlier calls, or zeros, in front of a row.
+        # With a cache models put inputs of earlier calls, or zeros, before a row.
         raise ValueError(f"causal_conv1d: seq_idx: expected [B, T] of {T} tokens, got {list(seq_idx.shape)}")
     x = hidden_states.transpose(1, 2)
     y, _ = causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seq_lens_q, seq_idx=seq_idx)
@@ -186,7 +186,7 @@ def _separated(
     if bounds is None and seq_idx is None:
         return g
     if initial_state is not None:
-        # A model's cache has one convolution window per row, so that a packed row cannot go on.
+        # A model's cache has one convolution window per row, so that a packed row cannot continue.
         raise ValueError(f"{op}: initial_state: expected None with packed sequences, got a tensor")
     return g if bounds is not None else forget_at_starts(g, seq_idx)
 

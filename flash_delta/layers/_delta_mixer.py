@@ -120,10 +120,10 @@ class DeltaMixer(GateMarks):
                 padding, on either side. A token's output does not depend on padding; padding's own output is 0.
             state: where to start from and where to leave the end; None starts from zeros and keeps nothing.
             cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
-                attention_mask. Tokens behind the last boundary give 0.
+                attention_mask. Tokens after the last boundary give 0.
             cp_context: the split of one packed row over many ranks, of which hidden_states are this rank's tokens and
                 the state's rows this rank's sequences; excludes attention_mask and cu_seqlens, and needs mode "chunk".
-            position_ids: [B, T] or [1, T]: a 0 behind another token starts a document, and nothing crosses from the one
+            position_ids: [B, T] or [1, T]: a 0 after another token starts a document, and nothing crosses from the one
                 before. Not read beside cu_seqlens or cp_context, which say where documents start at less cost. With a
                 state a row is one document: there a restart is refused on a CPU, and not seen on a GPU.
 
@@ -159,7 +159,7 @@ class DeltaMixer(GateMarks):
             state.conv, state.recurrent = conv, recurrent
         return packing.unpack(self.output(o, x))
 
-    # What comes before the op and behind it, for engines that keep the states themselves (flash_delta.ops.serving).
+    # What comes before the op and after it, for engines that keep the states themselves (flash_delta.ops.serving).
 
     def tokens(
         self,
@@ -230,7 +230,7 @@ class DeltaMixer(GateMarks):
         cu_seqlens: Tensor | None,
         seq_idx: Tensor | None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-        """q, k, v before -> behind their convolutions, and the convolutions' states if they are kept."""
+        """q, k, v before -> after their convolutions, and the convolutions' states if they are kept."""
         if not self.use_short_conv:
             return tuple(F.silu(y) for y in projected), None
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d

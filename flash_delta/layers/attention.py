@@ -77,7 +77,7 @@ class Attention(nn.Module):
         because cached keys of different lengths have no common row.
 
         position_ids [B, T] or [1, T] also say by which positions q and k are rotated. None means that each sequence
-        counts its tokens from 0, padding excluded, and goes on counting behind a state.
+        counts its tokens from 0, padding excluded, and continues counting after a state.
 
         Raises:
             ValueError: as `GatedDeltaNet.forward`, if state and cu_seqlens (or cp_context) are both given, or if
@@ -142,7 +142,7 @@ class _Layout(NamedTuple):
 
 
 def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> _Layout:
-    """T new tokens behind `past` old ones; key_mask [B, past + T]."""
+    """T new tokens after `past` old ones; key_mask [B, past + T]."""
     T, device = hidden_states.shape[1], hidden_states.device
     slots = torch.arange(past + T, device=device)
     if key_mask is None and past == 0:
@@ -157,7 +157,7 @@ def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> 
 
 
 def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
-    """One row of sequences; what lies behind the last boundary counts as one more sequence, of padding."""
+    """One row of sequences; what lies after the last boundary counts as one more sequence, of padding."""
     tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     return _row_layout(tokens, tokens, cu_seqlens.long())
 

@@ -44,7 +44,7 @@ def forget_at_starts(g: Tensor, seq_idx: Tensor) -> Tensor:
 
 
 def starts(seq_idx: Tensor) -> Tensor:
-    """[B, T] bool: the tokens that start a document behind another one."""
+    """[B, T] bool: the tokens that start a document after another one."""
     return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
 
 

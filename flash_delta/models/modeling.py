@@ -74,7 +74,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
 
         Args:
             input_ids: [B, T], or inputs_embeds [B, T, hidden_size] in its place.
-            attention_mask: [B, T], or [B, past + T] behind a cache; zeros are padding, on either side.
+            attention_mask: [B, T], or [B, past + T] with a cache; zeros are padding, on either side.
             position_ids: [B, T] or [1, T], as in `GatedDeltaNet.forward`: documents in a row start at 0 each. By these
                 positions softmax attention rotates queries and keys; None counts tokens from 0, padding excluded.
             past_key_values: the cache to continue from, extended in place; None starts anew.
@@ -177,7 +177,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
-                first token of every packed sequence or document and the tokens behind the last sequence. Not with
+                first token of every packed sequence or document and the tokens after the last sequence. Not with
                 cp_context: a target may be another rank's token.
             logits_to_keep: compute the logits of the last so many tokens only, 0 means all; or those of the tokens with
                 these indices [M]. Not with labels.

@@ -44,7 +44,7 @@ def causal_conv1d(
         output_final_state: whether to return the state after the last token.
         cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
             (B = 1): from 0, not decreasing, at most T; on a GPU that is not checked. Sequences may be empty. Rows
-            behind cu_seqlens[-1] are ignored, NaN included.
+            after cu_seqlens[-1] are ignored, NaN included.
         backend: "triton", "torch", or as an op's ("hopper", which has no convolution of its own: Triton's); it is
             obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
         seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, each next one by one
@@ -52,7 +52,7 @@ def causal_conv1d(
             convolutions, and cu_seqlens one. Without states.
 
     Returns:
-        y [B, T, D] in x's dtype, exactly 0 behind cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
+        y [B, T, D] in x's dtype, exactly 0 after cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
         An empty sequence returns its initial state. Both are differentiable in x, weight, bias and initial_state.
 
     Raises:
@@ -69,7 +69,7 @@ def causal_conv1d(
 
 def _convolve_documents(c: Convolved, activation: str | None, backend: str | None, seq_idx: Tensor) -> Tensor:
     """A window of W tokens meets at most W documents, so that two of the same number modulo W never meet: the same
-    kernels convolve these, with zeros in place of all others. Zeros are also what stands in front of a row, so that the
+    kernels convolve these, with zeros in place of all others. Zeros are also what stands before a row, so that the
     bits are those of a document alone."""
     y, W = None, c.weight.shape[1]
     place = (seq_idx % W).unsqueeze(-1)  # [B or 1, T, 1]

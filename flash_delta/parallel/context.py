@@ -37,7 +37,7 @@ class ContextParallel(Part):
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).
         cu_seqlens: the bounds ``[N + 1]`` of all sequences in the whole row, on the host: from 0, not decreasing.
         tokens_per_rank: how many tokens each rank of the group holds, in all at least ``cu_seqlens[-1]``; what lies
-            behind is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
+            after is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
 
     Attributes:
         rank, size: this rank's place in the group, and the number of ranks.
@@ -45,7 +45,7 @@ class ContextParallel(Part):
         sequences: which of the N sequences are its rows, as a range. An empty one is a row of one rank.
         bounds: those sequences' bounds, counted from this rank's first token.
         continued: whether the first row began on an earlier rank.
-        continues: whether the last row goes on on a later rank.
+        continues: whether the last row continues on a later rank.
         left, right: the ranks that hold the first row's beginning, and the last row's rest, as ranges.
 
     Raises:
@@ -61,5 +61,5 @@ class ContextParallel(Part):
         return delta_rule(self, run, x)
 
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
-        """What the layers do in front of their convolutions; see `flash_delta.parallel.halo`."""
+        """What the layers do before their convolutions; see `flash_delta.parallel.halo`."""
         return Halo(self, xs, states, size)

@@ -22,7 +22,7 @@ what they are on one device, up to rounding.
 
 A rank's first sequence is its head, if it began on an earlier rank. The others need nothing from there: they are run by
 themselves, during the exchange unless the end of the last one is part of it. A head is run three times forward if it
-goes on to the right (B, r and Phi, o), twice if it ends here (r and Phi, only for gradients and during the exchange,
+continues to the right (B, r and Phi, o), twice if it ends here (r and Phi, only for gradients and during the exchange,
 and o); everything else once, and everything once backward.
 """
 
@@ -134,13 +134,12 @@ def _cut(context: Part, x: Inputs) -> tuple[Inputs | None, tuple[Inputs, Sequenc
 def _summarize(
     context: Part, run: LocalRun, head: Inputs | None, x: Inputs, last: Tensor | None
 ) -> tuple[Tensor, Response | None]:
-    """The map [HV, K, K + V] of a state through this rank; ``last`` is that of a sequence that begins here and goes on.
-
-    Where no sequence goes on, nobody reads it.
+    """The map [HV, K, K + V] of a state through this rank; ``last`` is the state of a sequence that begins here and
+    continues. Where no sequence continues, nobody reads the map.
     """
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
     if last is not None:
-        return F.pad(last, (K, 0)), None  # what comes in does not go on
+        return F.pad(last, (K, 0)), None  # what comes in does not continue
     if not context.continues:
         dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         return x.q.new_zeros(HV, K, K + V, dtype=dtype), None
@@ -161,7 +160,7 @@ def _respond(run: LocalRun, head: Inputs) -> Response:
 
 
 def _compose(maps: Tensor) -> Tensor:
-    """The state behind consecutive maps [P, HV, K, K + V], in the first of which its sequence begins."""
+    """The state after consecutive maps [P, HV, K, K + V], in the first of which its sequence begins."""
     K = maps.shape[-2]
     S, *others = maps.double().unbind()
     S = S[..., K:]
@@ -171,7 +170,7 @@ def _compose(maps: Tensor) -> Tensor:
 
 
 def _compose_back(Phi: Tensor, D: Tensor) -> Tensor:
-    """The state's gradient in front of consecutive D [P, HV, K, V], in the last of which its sequence ends."""
+    """The state's gradient before consecutive D [P, HV, K, V], in the last of which its sequence ends."""
     *others, dS = D.double().unbind()
     for one, transition in zip(reversed(others), Phi.double().flip(0), strict=True):
         dS = one + transition.mT @ dS

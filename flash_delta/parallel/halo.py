@@ -1,9 +1,9 @@
 """What a short convolution reads across the border between ranks.
 
-A convolution with W taps needs, in front of a rank's first token, the last inputs of its sequence on the ranks to the
+A convolution with W taps needs, before a rank's first token, the last inputs of its sequence on the ranks to the
 left: the state that `causal_conv1d` would have there, ``[W, D]``. Every rank sends the last W inputs of its own last
-sequence (in front of them what that sequence started from, or zeros where it came from the left itself); a rank takes
-as many from its left neighbour as that one has, and goes on to the left until it has W, or has reached the sequence's
+sequence (before them what that sequence started from, or zeros where it came from the left itself); a rank takes
+as many from its left neighbour as that one has, and continues to the left until it has W, or has reached the sequence's
 start. Backward, every rank sends the gradient of what it took, and adds to its own last inputs what others took there.
 """
 
@@ -47,19 +47,19 @@ class Halo:
 
 
 def _tail(context: Part, W: int, x: Tensor, state: Tensor) -> Tensor:
-    """Of x [T, D], states [N, D, W] the last W inputs of the sequence that goes on; if none does, nobody reads them."""
+    """The last W inputs of the sequence that continues, from x [T, D] and states [N, D, W]; without one nobody reads them."""
     own = _own(context, W)
     before = state[-1].mT.to(x.dtype) if _begins_here(context) else x.new_zeros(W, x.shape[-1])
     return torch.cat([before, x[len(x) - own :]])[-W:]
 
 
 def _begins_here(context: Part) -> bool:
-    """Whether there is a sequence that goes on to the right and does not come from the left."""
+    """Whether there is a sequence that continues to the right and does not come from the left."""
     return context.continues and len(context.sequences) > context.continued
 
 
 def _own(context: Part, W: int) -> int:
-    """How many inputs of this rank are among the last W of the sequence that goes on."""
+    """How many inputs of this rank are among the last W of the sequence that continues."""
     return min(W, context.tokens - context.bounds[-2]) if context.continues else 0
 
 

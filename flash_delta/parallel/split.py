@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Split(NamedTuple):
-    """The bounds [N + 1] of the sequences, and the first token [P + 1] of every rank, behind them the number of all."""
+    """The bounds [N + 1] of the sequences, and the first token [P + 1] of every rank, after them the number of all."""
 
     cu_seqlens: tuple[int, ...]
     starts: tuple[int, ...]
@@ -29,7 +29,7 @@ class Split(NamedTuple):
         return tuple(min(max(bound, start), end) - start for bound in self.cu_seqlens[rows.start : rows.stop + 1])
 
     def crossed(self, rank: int) -> bool:
-        """Whether a sequence goes on from the ranks before ``rank`` into it; of P, the number of ranks, it is False."""
+        """Whether a sequence continues from the ranks before ``rank`` into it; False for P, the number of ranks."""
         begun = self._begun(rank)
         return begun > 0 and self.cu_seqlens[begun] > self.starts[rank]
 
@@ -40,7 +40,7 @@ class Split(NamedTuple):
         return range(self._holder(self.cu_seqlens[self._begun(rank) - 1]), rank)
 
     def right(self, rank: int) -> range:
-        """The ranks behind ``rank`` that hold the rest of its last sequence, the one where it ends last."""
+        """The ranks after ``rank`` that hold the rest of its last sequence, the one where it ends last."""
         if not self.crossed(rank + 1):
             return range(rank + 1, rank + 1)
         return range(rank + 1, self._holder(self.cu_seqlens[self._begun(rank + 1)] - 1) + 1)

@@ -2,7 +2,7 @@
 
 The three ``naive_*`` functions are the definitions, differentiable by autograd and written to be read. ``log_decay``
 and its neighbours are the same mathematics with an explicit backward (`docs/mathematics.md` section 5, [G1]-[G4]);
-they work on tiles of any leading shape with the heads in front of the tokens.
+they work on tiles of any leading shape whose head axis comes before the token axis.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What a decoding step does around the rule: a short convolution in front of it, a gated norm behind it."""
+"""What a decoding step does around the rule: a short convolution before it, a gated norm after it."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from flash_delta.problem import Around, Inputs, Problem
 
 
 def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around) -> tuple[Inputs, Tensor]:
-    """Token t alone, its q, k and v behind the convolution; and the window ``[B, D, L]`` with it."""
+    """Token t alone, its q, k and v after the convolution; and the window ``[B, D, L]`` with it."""
     token = torch.cat([y[:, t].flatten(1) for y in (x.q, x.k, x.v)], 1)  # [B, D]
     inputs = torch.cat([window, token.unsqueeze(2)], 2)  # [B, D, L + 1]
     weight = around.conv_weight.to(problem.accumulate)

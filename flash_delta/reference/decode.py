@@ -21,7 +21,7 @@ class Row(NamedTuple):
     """What the indices say of a row that is no padding."""
 
     read: int  # the slot of its state
-    parents: dict[int, int]  # of the tokens that are no padding: whose state each goes on from; -1: the row's
+    parents: dict[int, int]  # for each token that is not padding: the token that it continues; -1: the row
     writes: dict[int, int]  # the slots that tokens write
 
 
@@ -50,7 +50,7 @@ def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCa
 
 
 def plan_rows(s: Slots, T: int) -> dict[int, Row]:
-    """The rows that are no padding."""
+    """The rows that are not padding."""
     slots, rows = s.state_pool.shape[0], {}
     parents, write = (None if of is None else of.tolist() for of in (s.parent_idx, s.write_indices))
     per_token = write is not None and s.write_indices.dim() == 2
@@ -89,7 +89,7 @@ def by_row(problem: Problem, token: Token) -> list[Token]:
 
 
 class States:
-    """Of every row, what a token goes on from, ``[HV, K, V]``."""
+    """Of every row, what a token continues from, ``[HV, K, V]``."""
 
     def __init__(self, problem: Problem, s: Slots, rows: dict[int, Row]):
         self.pool, self.tree = s.state_pool, s.parent_idx is not None
@@ -112,7 +112,7 @@ class States:
         return self.after[b][row.parents[t]], self.slots(new)
 
     def keep(self, b: int, row: Row, t: int, S: Tensor) -> None:
-        """The state after token t, rounded, for those that go on from it, and in the token's slot."""
+        """The state after token t, rounded, for those that continue from it, and in the token's slot."""
         S = S.to(self.pool.dtype)
         self.after[b] = (self.after[b] if self.tree else {}) | {t: S}
         if t in row.writes and not self.in_place:
@@ -128,7 +128,7 @@ class Windows:
         self.after = {-1: around.conv_pool[read]}  # by the token that left it; -1: the rows'
 
     def convolved(self, x: Inputs, t: int, live: dict[int, Row]) -> tuple[Inputs, int]:
-        """Token t alone, behind the convolution, and its place among the tokens; its windows are written."""
+        """Token t alone, after the convolution, and its place among the tokens; its windows are written."""
         parents = [live[b].parents[t] if b in live else -1 for b in range(self.problem.B)]
         before = torch.stack([self.after[parent][b] for b, parent in enumerate(parents)])
         token, window = convolve(self.problem, x, t, before, self.around)

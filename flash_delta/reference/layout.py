@@ -57,7 +57,7 @@ class Layout:
         send = partial(torch.Tensor.to, device=device, non_blocking=True)
         self.order = None if ordered else send(order)  # sequences, longest first; None: as they come
         rows = torch.where(valid, start[sequence][:, None] + token, 0)
-        self.rows = send(rows)  # [M, C], in [B * T]; 0 behind a sequence's end
+        self.rows = send(rows)  # [M, C], in [B * T]; 0 after a sequence's end
         self.valid = None if bool(valid.all()) else send(valid)  # [M, C]
         self.slots = send(valid.flatten().nonzero().squeeze(1))  # of the tokens, in [M * C]
         self.token_rows = send(rows[valid])  # the same tokens', in [B * T]
@@ -82,7 +82,7 @@ class Layout:
         return like.new_empty(like.shape) if full else like.new_zeros(like.shape)
 
     def mask_(self, tile: Tensor, segment: Segment) -> Tensor:
-        """Set the slots of ``[M, ..., C, D]`` that lie behind a sequence's end to zero."""
+        """Set the slots of ``[M, ..., C, D]`` that lie after a sequence's end to zero."""
         if self.valid is None:
             return tile
         valid = self.valid[segment.start : segment.start + segment.size]

@@ -72,16 +72,16 @@ def _convolve_packed(
     """x [T, D], history [N, W, D] -> y [1, T, D], last inputs [N, W, D].
 
     One long row holds history 0, sequence 0, history 1, sequence 1, ..., so that no window of a token sees another
-    sequence. The rows behind the last sequence are one more sequence, masked to 0, behind zeros of its own.
+    sequence. The rows after the last sequence are one more sequence, masked to 0, after zeros of its own.
     """
     (T, D), (N, W, _) = x.shape, history.shape
     token = torch.arange(T, device=x.device)
     tap = torch.arange(W, device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T], N behind the last sequence
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)  # [T], N after the last sequence
     valid = (sequence < N)[:, None]
     history = F.pad(history, (0, 0, 0, 0, 0, 1))  # [N + 1, W, D]
 
-    end = cu_seqlens + W * torch.arange(1, N + 2, device=x.device)  # [N + 1], behind each history
+    end = cu_seqlens + W * torch.arange(1, N + 2, device=x.device)  # [N + 1], after each history
     token_row = token + W * (sequence + 1)  # [T]
     history_row = end[:, None] - W + tap  # [N + 1, W]
     row = x.new_empty(T + (N + 1) * W, D).index_copy(

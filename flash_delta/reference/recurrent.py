@@ -49,7 +49,7 @@ def recurrent(
         scale: factor on the output; None: ``K ** -0.5``.
         erase: the state that the delta rule reads: ``"decayed"`` S~_t, ``"undecayed"`` S_{t-1}, None: no delta rule.
         initial_state: ``[N, HV, K, V]``; None: zeros.
-        cu_seqlens: with B = 1, the N + 1 bounds of the packed sequences; the rows behind the last are zeros in ``o``.
+        cu_seqlens: with B = 1, the N + 1 bounds of the packed sequences; the rows after the last are zeros in ``o``.
 
     Returns:
         ``(o [B, T, HV, V], final_state [N, HV, K, V])``. An empty sequence returns its initial state.
@@ -76,7 +76,7 @@ def recurrent(
             S = decayed + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], u)
             o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
         final_states.append(S)
-    o += [v.new_zeros(B, HV, V)] * (T - len(o))  # behind the last sequence
+    o += [v.new_zeros(B, HV, V)] * (T - len(o))  # after the last sequence
     return (
         torch.stack(o, dim=1) if o else v.new_zeros(B, T, HV, V),
         torch.cat(final_states) if final_states else state,

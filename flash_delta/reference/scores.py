@@ -7,7 +7,7 @@ This is the one stage in which the scalar gate and the gate per channel differ.
 
 Shapes: q, k, p ``[M, H, 1, C, K]``, G, H ``[M, H, r, C, 1 or K]`` with r = HV / H value heads per key head, P, L
 ``[M, H, r, C, C]``. G is float64: a difference of two cumulative gates must resolve the gate of one
-mild token behind many strong ones, and in float32 (G = -6400 after 64 tokens of -100 nats) it resolves 5e-4 only.
+mild token after many strong ones, and in float32 (G = -6400 after 64 tokens of -100 nats) it resolves 5e-4 only.
 
 A pair (i, j) carries the gates of the tokens j + 1 .. i, and the gradient of a gate is summed over just the pairs
 that carry it. The shorter form, q.dq - k.dk summed from the chunk's end, cancels what the other pairs add twice; in
@@ -88,7 +88,7 @@ def _gates_of_pairs(pairs: Tensor) -> Tensor:
 
 # A gate per channel does not factor out of the product. Halve the chunk again and again: in the square of a right
 # half's rows and its left half's columns, both factors of e^{G_i - r} e^{r - G_j} with r = G at the left half's last
-# token are at most 1 for any gate, no clamp is needed, and no r lies behind a row that it touches [K1-K3].
+# token are at most 1 for any gate, no clamp is needed, and no r lies after a row that it touches [K1-K3].
 
 
 def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def _channel_scores_backward(
             back += square.mT @ (right_x * row)
         back *= column
         left_dk += back
-        # rows carry the gates from the half's start to their own, columns those behind their own
+        # rows carry the gates from the half's start to their own, columns those after their own
         _halves(dg, s)[1].add_(carried.flip(-2).cumsum(-2).flip(-2))
         left_dg[..., 1:, :].add_((back * left_k).cumsum(-2)[..., :-1, :])
     diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]

@@ -234,7 +234,7 @@ def gate_gradient(
 ) -> Tensor:
     """``dg``: what the scores (``pairs``) and every decayed quantity say about the gates they carry.
 
-    A row of Qg carries the gates up to its own, a row of Kd those behind it, gamma all of them. Each sum runs over
+    A row of Qg carries the gates up to its own, a row of Kd those after it, gamma all of them. Each sum runs over
     just the rows that carry gate t, so that no large terms cancel. ``S0_dS1`` is ``[M, H, r, 1, K]``.
     """
 

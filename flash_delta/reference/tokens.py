@@ -87,7 +87,7 @@ class GradientWriter:
     def _raw_gate(self, segment: Segment, dg: Tensor) -> Tensor:
         """Gradient of the raw activation; those of A_log and dt_bias are summed in the accumulation dtype."""
         reader = self.reader
-        dg = reader.layout.mask_(dg, segment)  # the slots behind a sequence's end decay nothing
+        dg = reader.layout.mask_(dg, segment)  # the slots after a sequence's end decay nothing
         a = reader.values(reader.x.g, segment)
         da, dA = log_decay_backward(dg, a, reader.rate, reader.bias, reader.problem.lower_bound)
         if self.ddt_bias is not None:

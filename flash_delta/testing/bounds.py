@@ -52,7 +52,7 @@ def _check(what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
     addresses = addresses[wanted.astype(bool)].astype(np.uint64)
     size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
     starts, ends = _given
-    before = np.searchsorted(starts, addresses, side="right")  # how many begin at an address or in front of it
+    before = np.searchsorted(starts, addresses, side="right")  # how many begin at an address or before it
     outside = (before == 0) | (addresses + size > np.append(ends, 0)[before - 1])
     if outside.any():
         raise IndexError(f"a kernel {what} beyond its tensors: {outside.sum()} of {addresses.size} addresses")

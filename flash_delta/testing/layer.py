@@ -46,7 +46,7 @@ def make_layer(w: Workload, device: torch.device | str, seed: int = 0) -> dict[s
 
 
 def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
-    """y ``[N, T, hidden]`` by the torch backend; where rows have seen tokens, behind these."""
+    """y ``[N, T, hidden]`` by the torch backend; where rows have seen tokens, after these."""
     hidden, group = torch.cat([x[name] for name in reversed(INPUTS) if name in x], 1), w.HV // w.H
     (B, T, _), D, dtype, device = hidden.shape, 2 * w.H * w.K + w.HV * w.V, hidden.dtype, hidden.device
     qkvz = linear(hidden, x["in_proj_qkvz.weight"]).unflatten(-1, (w.H, -1))

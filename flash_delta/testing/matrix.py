@@ -64,7 +64,7 @@ class Judge:
 
     def case(self, name: str, case: Case, dtype: str) -> list[Cell]:
         """Every output and gradient of ``MEMBERS[name]`` against the recurrence in float64; outputs also of calls
-        without gradients, which other kernels may compute: one before and one behind, which must not differ."""
+        without gradients, which other kernels may compute: one before and one after, which must not differ."""
         member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
         inputs = make_inputs(case, member, torch_dtype, self.device)
         want, inferred = truth(member, inputs), infer(member, inputs, self.backend)

@@ -30,7 +30,7 @@ class Workload:
     N: int  # sequences
     T: int  # tokens of each; with kind "decode" 1, or up to 16 of a draft
     dtype: str = "bfloat16"  # of q, k, v; gates and beta are float32 unless ``raw``
-    packed: bool = True  # the sequences lie in one row behind cu_seqlens; else they are batch rows
+    packed: bool = True  # the sequences lie in one row, with cu_seqlens; else they are batch rows
     states: bool = True  # an initial state comes in, a final one goes out
     l2norm: bool = False  # q and k are normalised inside the op; else they come normalised
     raw: bool = False  # the gate's and beta's activations run inside the op; else it gets log decays and strengths

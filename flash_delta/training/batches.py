@@ -14,7 +14,7 @@ class Batch(NamedTuple):
     """B windows of T bytes, or, end to end, one packed row."""
 
     tokens: Tensor  # [B, T]
-    targets: Tensor  # [B, T]: the byte behind each; IGNORED where its sequence ends
+    targets: Tensor  # [B, T]: the next byte; IGNORED where its sequence ends
     begins: Tensor  # [B, T] bool: where a sequence begins, as every window does
 
     @classmethod
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
         return Batch(*(x[which] for x in self))
 
     def padded(self, multiple: int) -> "Batch":
-        """With rows behind that have no targets."""
+        """With more rows, which have no targets."""
         missing = -len(self.tokens) % multiple
         return Batch(*(F.pad(x, (0, 0, 0, missing), value=v) for x, v in zip(self, (0, IGNORED, True), strict=True)))
 

@@ -40,7 +40,7 @@ class TrainConfig:
     def learning_rate_at(self, step: int) -> float:
         """Of the step after `step` steps: linear warmup to the peak, then a cosine down to a tenth of it.
 
-        Of `steps`, the rate that a step gets depends on how many there are in all: a run that goes on to more of them
+        Of `steps`, the rate that a step gets depends on how many there are in all: a run that continues for more of them
         takes up the longer cosine where it stands, so its rate rises there, and without another warmup.
         """
         if step < self.warmup_steps:
@@ -51,7 +51,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Layout:
-    """A step's numbers do not depend on it, but for rounding."""
+    """A step's numbers do not depend on it, except for rounding."""
 
     context_parallel: int = 1  # ranks that share every window's tokens; the others share windows
     shard: int | None = None  # ranks that share one copy of the parameters and moments (FSDP2); None: all, 1: none

@@ -1,4 +1,4 @@
-"""What a run's newest checkpoint says of it: enough to report on it without its text, and to go on with it."""
+"""What a run's newest checkpoint says of it: enough to report on it without its text, and to continue with it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: a run ends behind the step that it is in, with a checkpoint."""
+"""Ctrl-C and SIGTERM as a request: a run ends after the step that it is in, with a checkpoint."""
 
 import signal
 from collections.abc import Callable, Iterator

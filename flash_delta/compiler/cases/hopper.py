@@ -92,7 +92,7 @@ def call_pool(case: str, t: LoopTile) -> None:
 
 
 def call_prompt(case: str, *, back: bool) -> None:
-    """Of a prompt that is alone, in segments; or what is behind them."""
+    """The launches of a prompt that is alone, in segments; or those that come after them."""
     p, x, slots = POOLS[case]()
     c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p)
     run_hand_over(c, prompt, slots, back=back)

@@ -59,7 +59,7 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
 
 
 class Prefilling(NamedTuple):
-    """A model's states in a pool, and what goes on from them in chunks: two sequences, or token by token."""
+    """A model's states in a pool. Two sequences continue from them, in chunks or token by token."""
 
     model: RuleCase = RuleCase()
     dtype: torch.dtype = torch.float32

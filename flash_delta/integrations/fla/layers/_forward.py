@@ -11,7 +11,7 @@ from flash_delta.ops._check.options import refuse
 
 
 class FlaForward:
-    """In front of a layer of :mod:`flash_delta.layers`, it gives it the forward of fla's."""
+    """Stands before a layer of :mod:`flash_delta.layers` and gives it the forward of fla's layers."""
 
     def options(self) -> dict[str, Any]:
         """The op's arguments; fla's layers keep their states as [N, HV, V, K]."""
