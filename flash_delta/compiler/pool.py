@@ -69,7 +69,8 @@ def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
 
 
 def compile_all(jobs: list[Job]) -> Iterator[list[Result]]:
-    """One list per job. A crash loses all jobs that still wait; a single process then runs them in order and shows whose it was."""
+    """One list per job. A crash loses all jobs that still wait. One process then runs them in order and shows which one
+    crashed."""
     waiting, workers = jobs, os.cpu_count() or 1
     while waiting:
         lost = []

@@ -47,7 +47,7 @@ class Halo:
 
 
 def _tail(context: Part, W: int, x: Tensor, state: Tensor) -> Tensor:
-    """The last W inputs of the sequence that continues, from x [T, D] and states [N, D, W]; without one nobody reads them."""
+    """The last W inputs of the sequence that continues, from x [T, D] and states [N, D, W]; without one, unread."""
     own = _own(context, W)
     before = state[-1].mT.to(x.dtype) if _begins_here(context) else x.new_zeros(W, x.shape[-1])
     return torch.cat([before, x[len(x) - own :]])[-W:]

@@ -38,10 +38,10 @@ class TrainConfig:
             raise ValueError(f"dtype: expected one of {list(DTYPES)}, got {self.dtype!r}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Of the step after `step` steps: linear warmup to the peak, then a cosine down to a tenth of it.
+        """The rate of the step after `step` steps: a linear warmup to the peak, then a cosine down to a tenth of it.
 
-        Of `steps`, the rate that a step gets depends on how many there are in all: a run that continues for more of them
-        takes up the longer cosine where it stands, so its rate rises there, and without another warmup.
+        It depends on the number of all steps. A run that is continued for more steps moves to the longer cosine, so its
+        rate rises there. There is no second warmup.
         """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
