@@ -1,4 +1,5 @@
-# make demo   trains a small hybrid model on the CPU, lets it write and reports on it: under five minutes on two cores
+# make demo   on the CPU, under five minutes on two cores: trains a small hybrid model, lets it write and reports on it; shows what
+#             negative eigenvalues are for; times layers beside transformers' own code
 # make test   style and tests
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
@@ -23,6 +24,8 @@ demo: .venv/installed
 	$(BIN)/flash-delta train --out $(RUN) --mixers gdn,kda,gdn,attention --steps 600 --batch-size 4
 	$(BIN)/flash-delta generate $(RUN) --prompt 'def '
 	$(BIN)/flash-delta report $(RUN)
+	$(BIN)/python examples/state_tracking.py --out $(RUN)/state_tracking.svg
+	$(BIN)/python examples/transformers_layers.py --tokens 1024 --prompts 1 --rows 8 --repeats 3 --width 512 --heads 4
 
 test: TESTS := -m "not long"
 test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
