@@ -8,6 +8,7 @@ import typer
 from flash_delta.cli.bench import RESULTS
 from flash_delta.cli.environment import quiet_transformers, require_device
 from flash_delta.cli.files import PATH, RUN, reading, require_writable
+from flash_delta.cli.train import train_command
 
 
 def report(
@@ -36,7 +37,8 @@ def report(
     quiet_transformers()
     where, found, page = require_device(device), Run.read(run), out or run / "report.html"
     require_writable("out", page)
-    write_report(found, load_model(require_checkpoint(run)).to(where), page)
+    model = load_model(require_checkpoint(run)).to(where)
+    write_report(found, model, page, train_command(found, model.config, run))
     bits = "no" if found.held_out is None else f"{found.held_out:.3f}"
     entropy = f"{found.corpus.entropy:.3f}"
     typer.echo(f"wrote {page}: {bits} bits per byte on held-out text, whose order-0 entropy is {entropy}")
