@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter
 from torch import Tensor
 
 from flash_delta.training.probe import Decay
@@ -35,7 +35,7 @@ def time_figure(records: Sequence[dict], tokens: int) -> Figure:
     _curve(axes, records, step_ms(records, tokens), "step")
     axes.set(xlabel="step", ylabel="ms", yscale="log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(LogFormatter())  # numbers, where few are needed
     axes.legend(frameon=False, fontsize="small")
     return figure
 
@@ -110,7 +110,7 @@ def states_figure(states: dict[int, Tensor]) -> Figure:
 def _curve(axes: Axes, records: Sequence[dict], values: Sequence[float], name: str) -> None:
     """Pale each step's value, and above it the mean of the steps up to it."""
     steps, (span, means) = [r["step"] for r in records], smoothed(values)
-    axes.plot(steps, values, lw=0.7, alpha=0.35, color="C0", label=name)
+    axes.plot(steps, values, lw=0.8, alpha=0.45, color="C0", label=name)
     axes.plot(steps[span - 1 :], means, lw=1.8, color="C0", label=f"{name}, mean of {span} steps")
 
 
