@@ -1,5 +1,6 @@
 """The benchmark keeps itself honest: floors, isolation, no time for wrong results, comparisons, the generated page."""
 
+import html
 import os
 import re
 import time
@@ -21,7 +22,7 @@ from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import GROUPS, WORKLOADS
 from flash_delta.cli.app import app
 from flash_delta.integrations.transformers import disable
-from flash_delta.page import Picture
+from flash_delta.page import MARKDOWN, Picture
 from flash_delta.testing import (
     Isolated,
     Lost,
@@ -302,13 +303,25 @@ def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
     assert "**1.000**" in markdown.read_text()
     assert "<b>" not in markdown.read_text()
     assert [drawing.name for drawing in drawings] == ["speed-light.svg", "speed-dark.svg"]
-    html = page.read_text()
-    assert "http" not in html.replace("http://www.w3.org", "")
-    assert html.count("<img") == 5  # the chart, and four of the group
-    assert html.index("<img") < html.index("<h2"), "the chart comes first"
-    assert "<strong>1.000</strong>" in html
-    assert "<code>flash_delta/bench/floor.py</code>" in html
-    assert not re.search(r"\*\*|`", html), "Markdown that nobody rendered"
+    text = page.read_text()
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert text.count("<img") == 5  # the chart, and four of the group
+    assert text.index("<img") < text.index("<h2"), "the chart comes first"
+    assert "<strong>1.000</strong>" in text
+    assert "<code>flash_delta/bench/floor.py</code>" in text
+    assert not re.search(r"\*\*|`", text), "Markdown that nobody rendered"
+
+
+def test_another_librarys_error_is_no_markdown(group, tmp_path):
+    reason = "ValueError: `__call__(q: Tensor<n0>, **more"
+    for result in group.results:
+        if result.contestant == "flashinfer":
+            result.reason = reason
+    group.write(tmp_path / "results" / "some-gpu" / "gdn-prefill.json")
+    markdown, page, *_ = write_benchmarks(tmp_path / "results", tmp_path / "docs")
+    assert html.escape(reason) in page.read_text()
+    (line,) = [line for line in markdown.read_text().splitlines() if "ValueError" in line]
+    assert html.escape(reason) in MARKDOWN.render(line)
 
 
 def without_pictures(page):

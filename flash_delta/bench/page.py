@@ -1,5 +1,6 @@
 """``docs/benchmarks.md`` and the page beside it, from the JSON that ``flash-delta bench`` wrote."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -121,7 +122,7 @@ def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:
         lines += ["```", _command(folder, group), "```", ""]
         for table in tables.of(group):
             lines += [_row(table.head), "|---" * len(table.head) + "|", *map(_row, table.rows), ""]
-        remarks = [f"* {remark}" for remark in tables.remarks(group)]
+        remarks = [f"* {_literal(remark)}" for remark in tables.remarks(group)]
         lines += [*remarks, ""] if remarks else []
     return "\n".join(lines).rstrip() + "\n"
 
@@ -132,6 +133,11 @@ def _command(folder: str, group: Group) -> str:
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _literal(text: str) -> str:
+    """What another library's error says is no Markdown."""
+    return re.sub(r"[`*<]|_(?=_)|(?<=_)_", r"\\\g<0>", text)
 
 
 def _machine(group: Group) -> str:

@@ -23,7 +23,11 @@ def report(
     device: Annotated[str, typer.Option(help="Where a run's model runs: cpu, cuda, ...")] = "cpu",
     results: Annotated[Path, typer.Option(help="What `flash-delta bench` wrote.", **PATH)] = RESULTS,
 ) -> None:
-    """Write self-contained pages: a run's numbers, loss, memory and a sample; or benchmarks.md and benchmarks.html."""
+    """Write a self-contained page about a run, or the pages and drawings about the benchmarks.
+
+    A run's report.html has its numbers, its command, loss, time per step, memory and a sample. Of the benchmarks come
+    benchmarks.md, benchmarks.html, and the chart of speed as speed-light.svg and speed-dark.svg.
+    """
     if run is None:
         from flash_delta.bench.page import write_benchmarks
 
