@@ -1,9 +1,12 @@
 """The benchmark keeps itself honest: floors, isolation, no time for wrong results, comparisons, the generated page."""
 
+import html
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,12 +16,13 @@ from flash_delta.bench import Group, Result, changes, runner, select, taking_par
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
-from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, times
+from flash_delta.bench.speed import SpeedUp, chart, speed_ups
+from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, remarks, times
 from flash_delta.bench.timing import Spread
-from flash_delta.bench.workloads import WORKLOADS
+from flash_delta.bench.workloads import GROUPS, WORKLOADS
 from flash_delta.cli.app import app
 from flash_delta.integrations.transformers import disable
-from flash_delta.page import Picture
+from flash_delta.page import MARKDOWN, Picture
 from flash_delta.testing import (
     Isolated,
     Lost,
@@ -253,6 +257,8 @@ def test_a_wrong_result_and_a_crash_get_a_reason_and_no_time(group):
     assert first["flash_qla"].ms is None
     assert first["flashinfer"].ms is None
     assert len(group.results) == 8
+    assert len({r.run for r in group.results}) == 1
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", first["fla"].run)
 
 
 def test_results_survive_their_file(group, tmp_path):
@@ -290,23 +296,87 @@ def test_changes_above_five_percent_are_marked(group, tmp_path):
 def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
     group.write(tmp_path / "results" / "some-gpu" / "gdn-prefill.json")
     (tmp_path / "docs").mkdir()
-    markdown, page = write_benchmarks(tmp_path / "results", tmp_path / "docs")
+    markdown, page, *drawings = write_benchmarks(tmp_path / "results", tmp_path / "docs")
     for text in (markdown.read_text(), page.read_text()):
         for words in ("forward 16/32 1x32768", "flash_qla", "illegal address", "Some GPU", "2.00x", "Of two runs."):
             assert words in text
     assert "**1.000**" in markdown.read_text()
-    assert "http" not in page.read_text().replace("http://www.w3.org", "")
-    assert page.read_text().count("<img") == 4
+    assert "<b>" not in markdown.read_text()
+    assert [drawing.name for drawing in drawings] == ["speed-light.svg", "speed-dark.svg"]
+    text = page.read_text()
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert text.count("<img") == 5  # the chart, and four of the group
+    assert text.index("<img") < text.index("<h2"), "the chart comes first"
+    assert "<strong>1.000</strong>" in text
+    assert "<code>flash_delta/bench/floor.py</code>" in text
+    assert not re.search(r"\*\*|`", text), "Markdown that nobody rendered"
 
 
-def test_the_committed_page_is_that_of_the_committed_results(tmp_path, monkeypatch):
-    """Every picture is drawn, and none is written: that takes most of the time, and the test above has it."""
+def test_another_librarys_error_is_no_markdown(group, tmp_path):
+    reason = "ValueError: `__call__(q: Tensor<n0>, **more"
+    for result in group.results:
+        if result.contestant == "flashinfer":
+            result.reason = reason
+    group.write(tmp_path / "results" / "some-gpu" / "gdn-prefill.json")
+    markdown, page, *_ = write_benchmarks(tmp_path / "results", tmp_path / "docs")
+    assert html.escape(reason) in page.read_text()
+    (line,) = [line for line in markdown.read_text().splitlines() if "ValueError" in line]
+    assert html.escape(reason) in MARKDOWN.render(line)
+
+
+def without_pictures(page):
+    return re.sub(r'(src|srcset)="data:[^"]*"|srcset=""|src="Figure[^"]*"', "", page)
+
+
+def test_the_committed_pages_and_drawings_are_those_of_the_committed_results(tmp_path, monkeypatch):
+    """Every picture is drawn, and only the charts are written: that takes most of the time, and the test above has
+    it."""
     monkeypatch.setattr(
         "flash_delta.bench.page.picture", lambda title, reading, draw: Picture(title, reading, str(draw()), "")
     )
     root = Path(__file__).parent.parent
-    markdown, _ = write_benchmarks(root / "benchmarks" / "results", tmp_path)
-    assert markdown.read_text() == (root / "docs" / "benchmarks.md").read_text(), "run flash-delta report"
+    written = write_benchmarks(root / "benchmarks" / "results", tmp_path)
+    assert {path.name for path in written} == {"benchmarks.md", "benchmarks.html", "speed-light.svg", "speed-dark.svg"}
+    for path in written:
+        committed = (root / "docs" / path.name).read_text()
+        assert without_pictures(path.read_text()) == without_pictures(committed), "run flash-delta report"
+
+
+def test_the_chart_shows_every_shape_and_who_is_ahead(group):
+    """fla takes twice our time, then half of it in another run, then ten times."""
+    first, second = list(rows("gdn-prefill").values())[2:4]
+    for workload, ms, run in ((first, 0.5, "2026-01-02T03:04:05Z"), (second, 10.0, "2026-01-03T03:04:05Z")):
+        spread = Spread(ms, ms, ms)
+        group.results.append(Result(workload, "flash_delta", graph_ms=Spread(1.0, 1.0, 1.0), run=run))
+        group.results.append(Result(workload, "fla", graph_ms=spread, run="2026-01-03T03:04:05Z"))
+    for result in group.results[:8]:
+        result.run = "2026-01-02T03:04:05Z"
+    found = {"fla": [SpeedUp(2.0, False), SpeedUp(2.0, False), SpeedUp(0.5, True), SpeedUp(10.0, False)]}
+    assert speed_ups(group) == {"forward": found}
+    for scheme in ("light", "dark"):
+        drawing = chart([group], scheme)
+        ElementTree.fromstring(drawing)
+        assert "Some GPU, measured 2026-01-02 to 2026-01-03." in drawing
+        assert len(re.findall(r'<circle class="ahead"', drawing)) == 2
+        assert len(re.findall(r'<circle class="behind apart"', drawing)) == 1
+        assert len(re.findall(r'<path class="ahead"', drawing)) == 1
+        assert re.search(r'class="end ahead".*>2\.11x<', drawing)
+        assert not re.search(r"<script|href|url\(", drawing)
+
+
+def test_the_committed_chart_has_every_peer_of_every_group_and_hides_none_that_is_ahead():
+    root = Path(__file__).parent.parent
+    drawing = (root / "docs" / "speed-light.svg").read_text()
+    groups = [
+        Group.read(path) for path in (root / "benchmarks/results/nvidia-h200").glob("*.json") if path.stem in GROUPS
+    ]
+    lines = [found for group in groups for peers in speed_ups(group).values() for found in peers.values()]
+    shapes = [speed_up for found in lines for speed_up in found]
+    assert len(re.findall(r'<text class="end" ', drawing)) == len(lines)
+    assert len(re.findall(r"<(?:circle|path) ", drawing)) == len(shapes)
+    behind = sum(speed_up.ratio < 1 for speed_up in shapes)
+    assert behind
+    assert len(re.findall(r'<(?:circle|path) class="behind', drawing)) == behind
 
 
 def test_no_results_is_an_error(tmp_path):
@@ -354,6 +424,27 @@ def test_tables(group):
     assert table.rows[-1][-1] == "2.00x"
     assert "flashinfer, all rows: its process died: illegal address" in list(refusals(group))
     assert [number(x) for x in (None, 0.01234, 0.1234, 12.34, 12345.6)] == ["", "0.0123", "0.123", "12.3", "12,346"]
+
+
+def test_times_of_another_run_and_inputs_made_ready_are_marked():
+    workload = rows("kda-forward")["32/32 1x8192"]
+    results = [
+        Result(workload, "flash_delta", graph_ms=Spread(1.0, 1.0, 1.0), run="today"),
+        Result(workload, "fla", eager_ms=Spread(3.0, 3.0, 3.0), run="today"),
+        Result(workload, "cudnn", graph_ms=Spread(2.0, 2.0, 2.0), run="yesterday"),
+    ]
+    group = Group("kda-forward", {}, dict.fromkeys(("flash_delta", "fla", "cudnn"), "1.0"), H200, results)
+    assert times(group).rows == [
+        ["forward 32/32 1x8192", "**1.000**", "3.000 †", "2.000 ‡ §", "2.00x ‡"],
+        ["forward, geometric mean", "", "", "", "2.00x ‡"],
+    ]
+    graph, run, ready = remarks(group)
+    assert graph.startswith("† eager calls")
+    assert run.startswith("‡ measured in another run than flash_delta")
+    assert ready.startswith("§ cudnn: its gates and write strengths come in float32")
+    results[2].run = "today"
+    results[2].workload = rows("kda-training")["32/32 1x8192"]  # whose gates are float32 for everybody
+    assert not any("‡" in remark or "§" in remark for remark in remarks(group))
 
 
 def test_decoding_is_measured_by_the_copy_rate(group):

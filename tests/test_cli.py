@@ -1,14 +1,20 @@
 """The command line: what each command prints and writes, and what its errors look like."""
 
+import html
 import os
+import re
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 import flash_delta
 from flash_delta.cli.app import app
+from flash_delta.cli.train import train_command
+from flash_delta.training import Run, load_model, require_checkpoint
 
 TINY = "--mixers gdn,kda --layers 2 --hidden-size 32 --heads 2 --head-dim 16 --steps 4 --batch-size 2 --seq-len 32"
 
@@ -88,6 +94,31 @@ def test_report_writes_its_page(run):
     assert result.exit_code == 0, result.output
     assert "bits per byte on held-out text, whose order-0 entropy is" in result.output
     assert "<!doctype html>" in (run / "report.html").read_text()
+
+
+def test_the_report_has_the_command_that_trains_such_a_run(run, text, tmp_path):
+    flash("report", run)
+    (line,) = re.findall(r"<pre>(flash-delta train .*)</pre>", (run / "report.html").read_text())
+    command = shlex.split(html.unescape(line))
+    assert command[2] == str(text)
+    assert command[command.index("--out") + 1] == str(run)
+    assert "--device" not in command
+    assert "--seed" not in command, "the default"
+    command[command.index("--out") + 1] = str(tmp_path)
+    result = flash(*command[1:])
+    assert result.exit_code == 0, result.output
+    one, other = Run.read(run), Run.read(tmp_path)
+    assert other.config == one.config
+    assert [record.bits_per_byte for record in other.records] == [record.bits_per_byte for record in one.records]
+
+
+def test_what_no_command_trains_has_none(run):
+    found = Run.read(run)
+    config = load_model(require_checkpoint(run)).config
+    assert train_command(found, config, run).startswith("flash-delta train")
+    assert train_command(replace(found, config=replace(found.config, warmup_steps=7)), config, run) is None
+    config.expand_v = 2.0
+    assert train_command(found, config, run) is None
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from flash_delta.training import saving
 from flash_delta.training.checkpoint import latest_checkpoint
 from flash_delta.training.config import TrainConfig
 from flash_delta.training.corpus import Corpus, evaluation_windows, order0_entropy, training_batch
+from flash_delta.training.figures import smoothed
 from flash_delta.training.generate import generate_bytes, generate_text
 from flash_delta.training.probe import probe
 from flash_delta.training.report import write_report
@@ -243,7 +244,16 @@ def test_report_is_one_page_with_its_pictures(trained, tmp_path, monkeypatch):
     page = (tmp_path / "report.html").read_text()
     assert not re.findall(r"https?://|<script|<link", page)
     pictures = re.findall(r'(?:src|srcset)="data:image/svg\+xml;base64,([^"]+)"', page)
-    assert len(pictures) == 8  # loss, two kinds of decay, states; each light and dark
+    assert len(pictures) == 10  # loss, time, two kinds of decay, states; each light and dark
     assert all(b"</svg>" in base64.b64decode(picture) for picture in pictures)
     assert f"{trained.model.num_parameters():,}" in page
     assert all(words in page for words in ("bits per byte", "gdn, kda, attention", "half-life", "&lt;script&gt;x"))
+    assert all(words in page for words in ("median time per step", "colours clip", "Python trained it"))
+
+
+def test_a_curve_is_smoothed_over_a_part_of_its_steps():
+    assert smoothed([3.0, 5.0])[1].tolist() == [3.0, 5.0]
+    span, means = smoothed([0.0, 1.0] * 45)
+    assert span == 3
+    assert means[:2] == pytest.approx([1 / 3, 2 / 3])
+    assert len(means) == 90 - 3 + 1

@@ -1,6 +1,7 @@
 """The pictures of a benchmark's page, as matplotlib figures: pure functions of results."""
 
 from collections.abc import Callable
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,8 +10,9 @@ from matplotlib.ticker import FuncFormatter
 from flash_delta.bench.results import Group, Result
 from flash_delta.bench.tables import OURS, contestants
 
-WIDTH = 8.0  # inches
-PANELS = 3  # side by side
+WIDTH = 5.2  # inches: on a phone letters still have eight pixels
+PANELS = 2  # side by side
+LETTERS = 24  # of a row's name in a line
 
 
 def times_figure(group: Group) -> Figure:
@@ -72,7 +74,7 @@ def scaling_figure(group: Group) -> Figure | None:
 
 def _dots(group: Group, value: Callable[[Result], float | None], xlabel: str) -> tuple[Figure, Axes]:
     rows = group.rows()
-    figure = Figure(figsize=(WIDTH, 1.2 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.33 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for name in contestants(group):
         points = [(value(r), y) for y, rs in enumerate(rows.values()) for r in rs if r.contestant == name]
@@ -81,7 +83,7 @@ def _dots(group: Group, value: Callable[[Result], float | None], xlabel: str) ->
             style = _style(group, name)
             axes.plot(*zip(*shown, strict=True), "o", ms=8 if name == OURS else 6, **style)
     axes.set(xscale="log", xlabel=xlabel)
-    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_yticks(range(len(rows)), [fill(row, LETTERS) for row in rows], fontsize="small")
     axes.invert_yaxis()
     _plain(axes)
     return figure, axes
@@ -103,4 +105,4 @@ def _plain(axes: Axes) -> None:
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=6, frameon=False, fontsize="small")
+    figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False, fontsize="small")

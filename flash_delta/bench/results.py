@@ -34,6 +34,7 @@ class Result:
     costs: Costs | None = None
     lengths: Lengths | None = None
     floor_ms: float | None = None
+    run: str = ""  # when its run started, in UTC; contestants of one row with the same one took turns
 
     @property
     def row(self) -> str:

@@ -1,6 +1,7 @@
 """The contestants take turns on every row of a group."""
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from functools import partial
 
 import torch
@@ -33,6 +34,7 @@ def run_group(
 ) -> Iterator[Result]:
     """Every contestant on every row, as they finish. A failure is a result with a reason."""
     workers = {name: Worker(name, device, timeout_s) for name in names}
+    run = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     try:
         for number, workload in enumerate(workloads):
             floor_ms = ceilings and floor(workload).ms(ceilings)
@@ -45,7 +47,7 @@ def run_group(
                     with_lengths = number == 0 and device.type == "cuda" and of_an_op
                     _finish(workers[name], result, with_lengths)
                 _drop(workers[name])
-                result.floor_ms = floor_ms
+                result.floor_ms, result.run = floor_ms, run
                 yield result
     finally:
         for worker in workers.values():

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
-from flash_delta.bench.contestants import OURS, PLAIN
+from flash_delta.bench.contestants import OURS, PLAIN, ready_made
 from flash_delta.bench.floor import floor
 from flash_delta.bench.results import Group, Result
+
+NO_GRAPH, APART, READY = "†", "‡", "§"
 
 
 class Table(NamedTuple):
@@ -26,27 +28,74 @@ def contestants(group: Group) -> list[str]:
 
 
 def times(group: Group) -> Table:
-    """Median milliseconds per row, the best one bold; a dagger marks what no CUDA graph could hold."""
+    """Median milliseconds per row, the best one bold, with the marks that ``remarks`` explains."""
     names, rows = contestants(group), []
-    ratios: dict[str, list[float]] = {}  # by kind of row
+    ratios: dict[str, list[tuple[float, bool]]] = {}  # by kind of row, and whether of two runs
     for row, results in group.rows().items():
         found = {r.contestant: r for r in results if r.ms}
-        best = min((r.ms.median for r in found.values()), default=None)
-        peers = [r.ms.median for name, r in found.items() if name != OURS]
-        ours = found[OURS].ms.median if OURS in found else None
-        if ours and peers and PLAIN not in names:  # of options that cost and of calls that spare others, no mean
-            ratios.setdefault(results[0].workload.kind, []).append(min(peers) / ours)
+        ours = found.get(OURS)
+        best = min(found.values(), key=_median, default=None)
+        peer = min((r for r in found.values() if r is not ours), key=_median, default=None)
+        floor_ms, ratio = results[0].floor_ms, ""
+        if ours and peer:
+            pair = peer.ms.median / ours.ms.median, apart(peer, ours)
+            ratio = _ratio(*pair)
+            if PLAIN not in names:  # of options that cost and of calls that spare others, no mean
+                ratios.setdefault(ours.workload.kind, []).append(pair)
         rows.append([
             row,
-            *(_time(found.get(name), best, group) for name in names),
-            number(results[0].floor_ms),
-            f"{best / results[0].floor_ms:.1f}" if best and results[0].floor_ms else "",
-            f"{min(peers) / ours:.2f}x" if ours and peers else "",
+            *(_time(found[name], best, ours, group) if name in found else "-" for name in names),
+            number(floor_ms),
+            f"{best.ms.median / floor_ms:.1f}" if best and floor_ms else "",
+            ratio,
         ])  # fmt: skip
-    for kind, values in ratios.items():
-        rows.append([f"{kind}, geometric mean", *[""] * (len(names) + 2), f"{geometric_mean(values):.2f}x"])
+    for kind, pairs in ratios.items():
+        mean = _ratio(geometric_mean(ratio for ratio, _ in pairs), any(of_two for _, of_two in pairs))
+        rows.append([f"{kind}, geometric mean", *[""] * (len(names) + 2), mean])
     head = ["row, ms", *names, "floor", "best / floor", "ours against the best peer"]
     return _without_empty_columns(Table(head, rows))
+
+
+def apart(result: Result, ours: Result | None) -> bool:
+    """It comes from another run than ours, so that the two did not take turns."""
+    return ours is not None and result.run != ours.run
+
+
+def _median(result: Result) -> float:
+    return result.ms.median
+
+
+def _ratio(ratio: float, of_two_runs: bool) -> str:
+    return f"{ratio:.2f}x" + f" {APART}" * of_two_runs
+
+
+def _time(result: Result, best: Result, ours: Result | None, group: Group) -> str:
+    text = number(result.ms.median)
+    text = f"**{text}**" if result.ms.median == best.ms.median else text
+    return " ".join([text, *_marks(result, ours, group)])
+
+
+def _marks(result: Result, ours: Result | None, group: Group) -> Iterator[str]:
+    if not result.graph_ms and group.group != "cpu":
+        yield NO_GRAPH
+    if apart(result, ours):
+        yield APART
+    if ready_made(result.contestant, result.workload):
+        yield READY
+
+
+def remarks(group: Group) -> Iterator[str]:
+    """What the marks in the table of times mean, as far as they are there, and who has no time where."""
+    timed = [r for r in group.results if r.ms]
+    ours = {r.row: r for r in timed if r.contestant == OURS}
+    marks = {mark for r in timed for mark in _marks(r, ours.get(r.row), group)}
+    if NO_GRAPH in marks:
+        yield f"{NO_GRAPH} eager calls: there is no CUDA graph of this call"
+    if APART in marks:
+        yield f"{APART} measured in another run than {OURS}, on the same kind of machine: the two did not take turns"
+    given = {r.contestant: what for r in timed if (what := ready_made(r.contestant, r.workload))}
+    yield from (f"{READY} {name}: {what}" for name, what in given.items())
+    yield from refusals(group)
 
 
 def eager(group: Group) -> Table:
@@ -57,14 +106,6 @@ def eager(group: Group) -> Table:
         if found.keys() == {OURS, PLAIN}:
             rows.append([row, number(found[OURS]), number(found[PLAIN]), f"{found[PLAIN] / found[OURS]:.2f}x"])
     return Table(["eager calls, ms", OURS, PLAIN, "ours against plain"], rows)
-
-
-def _time(result: Result | None, best: float | None, group: Group) -> str:
-    if result is None:
-        return "-"
-    text = number(result.ms.median)
-    text = f"**{text}**" if result.ms.median == best else text
-    return text if result.graph_ms or group.group == "cpu" else f"{text} †"
 
 
 def bandwidth(group: Group) -> Table:

@@ -111,8 +111,8 @@ def _show(console: Console, group: "Group") -> None:
         for row in words.rows:
             table.add_row(*(Text(cell.strip("*"), style="bold" if cell.startswith("**") else "") for cell in row))
         console.print(table)
-    for refusal in tables.refusals(group):
-        console.print(refusal, soft_wrap=True, markup=False, highlight=False)
+    for remark in tables.remarks(group):
+        console.print(remark, soft_wrap=True, markup=False, highlight=False)
 
 
 def _compare(console: Console, old: "Group", new: "Group") -> bool:

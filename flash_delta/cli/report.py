@@ -8,6 +8,7 @@ import typer
 from flash_delta.cli.bench import RESULTS
 from flash_delta.cli.environment import quiet_transformers, require_device
 from flash_delta.cli.files import PATH, RUN, reading, require_writable
+from flash_delta.cli.train import train_command
 
 
 def report(
@@ -22,7 +23,11 @@ def report(
     device: Annotated[str, typer.Option(help="Where a run's model runs: cpu, cuda, ...")] = "cpu",
     results: Annotated[Path, typer.Option(help="What `flash-delta bench` wrote.", **PATH)] = RESULTS,
 ) -> None:
-    """Write self-contained pages: a run's numbers, loss, memory and a sample; or benchmarks.md and benchmarks.html."""
+    """Write a self-contained page about a run, or the pages and drawings about the benchmarks.
+
+    A run's report.html has its numbers, its command, loss, time per step, memory and a sample. Of the benchmarks come
+    benchmarks.md, benchmarks.html, and the chart of speed as speed-light.svg and speed-dark.svg.
+    """
     if run is None:
         from flash_delta.bench.page import write_benchmarks
 
@@ -36,7 +41,8 @@ def report(
     quiet_transformers()
     where, found, page = require_device(device), Run.read(run), out or run / "report.html"
     require_writable("out", page)
-    write_report(found, load_model(require_checkpoint(run)).to(where), page)
+    model = load_model(require_checkpoint(run)).to(where)
+    write_report(found, model, page, train_command(found, model.config, run))
     bits = "no" if found.held_out is None else f"{found.held_out:.3f}"
     entropy = f"{found.corpus.entropy:.3f}"
     typer.echo(f"wrote {page}: {bits} bits per byte on held-out text, whose order-0 entropy is {entropy}")

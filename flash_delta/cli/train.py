@@ -1,7 +1,9 @@
 """`flash-delta train`: a byte-level language model on any text."""
 
 import signal
+from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,11 +16,13 @@ from flash_delta.cli.files import PATH, PATHS
 from flash_delta.cli.new_model import model_config, new_model, require_memory
 
 if TYPE_CHECKING:
-    from flash_delta.training import Record, Trainer
+    from flash_delta.models import FlashDeltaConfig
+    from flash_delta.training import Record, Run, TrainConfig, Trainer
 
 # What may be said beside --resume: how and where to compute, how far and how fast.
 FREE_TO_CHANGE = {"out", "resume", "keep", "device", "context_parallel", "shard", "accumulate"}
 FREE_TO_CHANGE |= {"activation_checkpointing", "steps", "lr"}
+OF_A_FILE = {"dtype", "architectures", "_name_or_path", "transformers_version"}  # in a model's config
 
 
 def train(
@@ -54,7 +58,7 @@ def train(
 
     Ctrl-C and SIGTERM end it after the step that it is in, with a checkpoint.
     """
-    from flash_delta.training import Corpus, Layout, TrainConfig, Trainer, process_group
+    from flash_delta.training import Corpus, Layout, Trainer, process_group
 
     quiet_transformers()
     layout = Layout(context_parallel, shard, accumulate, activation_checkpointing)
@@ -66,9 +70,7 @@ def train(
             changed = (steps if "steps" in given else None, lr if "lr" in given else None)
             trainer = Trainer.resume(out, own_device, layout, keep, *changed)
         else:
-            every = {"eval_every": checkpoint_every, "checkpoint_every": checkpoint_every}
-            computed = {"learning_rate": lr, "seed": seed, "dtype": dtype, "packed": packed}
-            config = TrainConfig(steps, batch_size, seq_len, **computed, **every)
+            config = _train_config(steps, batch_size, seq_len, lr, seed, checkpoint_every, dtype, packed)
             sizes = model_config(mixers, layers, hidden_size, heads, head_dim)
             require_memory(sizes, config, layout, own_device)
             corpus = Corpus.read(paths or ())
@@ -78,6 +80,41 @@ def train(
         stopped_by = trainer.stopped_by
     if stopped_by:
         raise typer.Exit(128 + stopped_by)
+
+
+def train_command(run: "Run", model: "FlashDeltaConfig", out: Path) -> str | None:
+    """What trains such a run, with the options that are not at their defaults; None if no command does."""
+    config, mixers = run.config, list(model.mixers)
+    repeats = next(n for n in range(1, len(mixers) + 1) if all(m == mixers[i % n] for i, m in enumerate(mixers)))
+    shape = {"mixers": ",".join(mixers[:repeats]), "layers": len(mixers), "hidden_size": model.hidden_size}
+    shape |= {"heads": model.num_heads, "head_dim": model.head_dim}
+    asked = {"steps": config.steps, "batch_size": config.batch_size, "seq_len": config.seq_len}
+    asked |= {"lr": config.learning_rate, "seed": config.seed, "checkpoint_every": config.checkpoint_every}
+    asked |= {"dtype": config.dtype, "packed": config.packed}
+    if _train_config(**asked) != config or not _same_model(model_config(**shape), model):
+        return None
+    options = [f"--out {quote(str(out))}"]
+    for name, value in (shape | asked).items():
+        if value != signature(train).parameters[name].default:
+            options.append(f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else ""))
+    return " ".join(["flash-delta train", *map(quote, run.paths), *options])
+
+
+def _train_config(
+    steps: int, batch_size: int, seq_len: int, lr: float, seed: int, checkpoint_every: int, dtype: str, packed: bool
+) -> "TrainConfig":
+    """An evaluation comes with each checkpoint."""
+    from flash_delta.training import TrainConfig
+
+    computed = {"learning_rate": lr, "seed": seed, "dtype": dtype, "packed": packed}
+    every = {"eval_every": checkpoint_every, "checkpoint_every": checkpoint_every}
+    return TrainConfig(steps, batch_size, seq_len, **computed, **every)
+
+
+def _same_model(one: "FlashDeltaConfig", other: "FlashDeltaConfig") -> bool:
+    """Apart from what a file says of the model that was written into it."""
+    one, other = ({n: v for n, v in config.to_dict().items() if n not in OF_A_FILE} for config in (one, other))
+    return one == other
 
 
 def _given(ctx: typer.Context) -> set[str]:

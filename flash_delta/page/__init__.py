@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: one look for all of them, nothing fetched from elsewhere."""
+"""Self-contained HTML pages and drawings: one look for all of them, nothing fetched from elsewhere."""
 
 import base64
 import io
@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 from matplotlib import style
 from matplotlib.figure import Figure
+
+MARKDOWN = MarkdownIt("commonmark", {"html": False})
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,23 @@ def picture(title: str, reading: str, draw: Callable[[], Figure]) -> Picture:
     return Picture(title, reading, _data_url(draw, "default"), _data_url(draw, "dark_background"))
 
 
+def svg_url(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
 def render(template: str, **values: Any) -> str:
-    """A template of this folder, which extends ``base.html.j2``."""
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    """A template of this folder. Its filters ``markdown`` and ``line`` read Markdown: paragraphs, or within a line."""
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    templates.filters["markdown"] = lambda text: Markup(MARKDOWN.render(text))
+    templates.filters["line"] = lambda text: Markup(MARKDOWN.renderInline(text))
     return templates.get_template(template).render(**values)
 
 
 def _data_url(draw: Callable[[], Figure], scheme: str) -> str:
-    image = io.BytesIO()
+    image = io.StringIO()
     # Letters as letters, a third of the bytes; no date and no random names, so that equal results give equal pages.
     with style.context([scheme, {"svg.fonttype": "none", "svg.hashsalt": "flash_delta", "font.family": "sans-serif"}]):
         draw().savefig(image, format="svg", transparent=True, dpi=200, metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode()
+    return svg_url(image.getvalue())

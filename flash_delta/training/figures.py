@@ -6,29 +6,53 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogFormatter
 from torch import Tensor
 
 from flash_delta.training.probe import Decay
 
-WIDTH = 8.0  # inches
+WIDTH = 5.2  # inches: on a phone letters still have eight pixels
+SMOOTHED = 30  # a curve is averaged over this part of its steps
+CLIPPED = 0.99  # the share of a state's entries that colours tell apart; the strongest ones share the last colour
 MOST_STATES = (4, 8)  # layers and heads that the picture of the states shows: more would be too small to see
 
 
 def loss_figure(records: Sequence[dict], entropy: float) -> Figure:
-    """Bits per byte over steps: every training batch, every held-out evaluation, and the order-0 entropy."""
-    figure, axes = _figure(3.6)
+    """Bits per byte over steps: training batches and their mean, held-out evaluations, and the order-0 entropy."""
+    figure, axes = _figure(3.2)
     held_out = [(r["step"], r["held_out_bits_per_byte"]) for r in records if r["held_out_bits_per_byte"] is not None]
-    axes.plot([r["step"] for r in records], [r["bits_per_byte"] for r in records], lw=0.8, alpha=0.6, label="training")
-    axes.plot(*np.array(held_out).reshape(-1, 2).T, "o-", ms=4, label="held out")
+    _curve(axes, records, [r["bits_per_byte"] for r in records], "training")
+    axes.plot(*np.array(held_out).reshape(-1, 2).T, "o-", ms=4, color="C1", label="held out")
     axes.axhline(entropy, ls="--", lw=1, color="gray", label="order-0 entropy of the held-out text")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small")
     return figure
+
+
+def time_figure(records: Sequence[dict], tokens: int) -> Figure:
+    """Milliseconds of each step of so many tokens, and their mean."""
+    figure, axes = _figure(2.4)
+    _curve(axes, records, step_ms(records, tokens), "step")
+    axes.set(xlabel="step", ylabel="ms", yscale="log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(LogFormatter())  # numbers, where few are needed
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def step_ms(records: Sequence[dict], tokens: int) -> list[float]:
+    return [1e3 * tokens / r["tokens_per_second"] for r in records]
+
+
+def smoothed(values: Sequence[float]) -> tuple[int, np.ndarray]:
+    """How many values each mean is of, and the means, the first one of the first so many values."""
+    span = max(1, len(values) // SMOOTHED)
+    return span, np.convolve(values, np.full(span, 1 / span), mode="valid")
 
 
 def scalar_decay_figure(decays: Sequence[Decay]) -> Figure:
     """Half-life of each head with one decay per token; the bar spans 10 % to 90 % of the tokens."""
-    figure, axes = _figure(3.4)
+    figure, axes = _figure(3.0)
     for x, decay in enumerate(decays):
         heads = len(decay.half_life)
         xs = x + (np.arange(heads) - (heads - 1) / 2) * 0.8 / heads
@@ -57,27 +81,37 @@ def channel_decay_figure(decays: Sequence[Decay]) -> Figure:
 def states_figure(states: dict[int, Tensor]) -> Figure:
     """The recurrent states S [K, V] of the first layers and heads, each layer on its own symmetric scale.
 
-    The scale ends at the 99th percentile: single strong entries would leave the rest without colour.
+    The scale ends where ``CLIPPED`` of the entries do: single strong ones would leave the rest without colour.
     """
     layers = sorted(states)[: MOST_STATES[0]]
     columns = min(MOST_STATES[1], max(len(states[layer]) for layer in layers))
-    figure = Figure(figsize=(WIDTH, 2.1 * len(layers)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.7 * len(layers)), layout="constrained")
     grid = figure.subplots(len(layers), columns, squeeze=False)
     for row, layer in zip(grid, layers, strict=True):
-        bound = states[layer].abs().quantile(0.99).item()
+        strengths = states[layer].abs()
+        bound = strengths.quantile(CLIPPED).item()
         for head, axes in enumerate(row):
             if head >= len(states[layer]):
                 axes.axis("off")
                 continue
             S = states[layer][head].numpy()  # [K, V]
             image = axes.imshow(S, cmap="RdBu_r", vmin=-bound, vmax=bound, interpolation="nearest")
-            axes.set_title(f"layer {layer}, head {head}", fontsize="small")
+            axes.set_title(f"head {head}", fontsize="small")
             axes.set(xticks=[], yticks=[])
-        row[0].set_ylabel("key channel")
-        figure.colorbar(image, ax=row, label="value of S", extend="both")
+        row[0].set_ylabel(f"layer {layer}\nkey channel", fontsize="small")
+        bar = figure.colorbar(image, ax=row, extend="both")
+        bar.set_label(f"value of S\nstrongest {strengths.max():.3g}", fontsize="small")
+        bar.ax.tick_params(labelsize="small")
     for axes in grid[-1]:
-        axes.set_xlabel("value channel")
+        axes.set_xlabel("value channel", fontsize="small")
     return figure
+
+
+def _curve(axes: Axes, records: Sequence[dict], values: Sequence[float], name: str) -> None:
+    """Pale each step's value, and above it the mean of the steps up to it."""
+    steps, (span, means) = [r["step"] for r in records], smoothed(values)
+    axes.plot(steps, values, lw=0.8, alpha=0.45, color="C0", label=name)
+    axes.plot(steps[span - 1 :], means, lw=1.8, color="C0", label=f"{name}, mean of {span} steps")
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:

@@ -10,7 +10,16 @@ import torch
 import flash_delta
 from flash_delta.models import FlashDeltaForCausalLM
 from flash_delta.page import Picture, picture, render
-from flash_delta.training.figures import channel_decay_figure, loss_figure, scalar_decay_figure, states_figure
+from flash_delta.training.figures import (
+    CLIPPED,
+    MOST_STATES,
+    channel_decay_figure,
+    loss_figure,
+    scalar_decay_figure,
+    states_figure,
+    step_ms,
+    time_figure,
+)
 from flash_delta.training.generate import generate_text
 from flash_delta.training.probe import probe
 from flash_delta.training.run import Run
@@ -18,10 +27,11 @@ from flash_delta.training.run import Run
 PROMPT_BYTES, SAMPLE_BYTES, TEMPERATURE = 160, 600, 0.7
 
 
-def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path) -> None:
+def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path, command: str | None = None) -> None:
     """Writes the page about a run and the model of its last checkpoint; nothing in it is fetched from elsewhere.
 
-    Its numbers are those that the run itself measured, so its text need not be there.
+    Its numbers are those that the run itself measured, so its text need not be there. ``command`` is what trains such
+    a run; None if no command does.
     """
     text = run.corpus.excerpt.encode("latin1")
     prompt = text[:PROMPT_BYTES].decode(errors="ignore") or "\n"
@@ -30,6 +40,7 @@ def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path) -> No
         title=f"flash_delta run: {Path(path).resolve().parent.name}",
         numbers=_numbers(run, model),
         facts=_facts(run, model),
+        command=command,
         pictures=list(_pictures(run, model, torch.tensor(list(text)))),
         prompt=prompt,
         sample="".join(generate_text(model, prompt, SAMPLE_BYTES, temperature=TEMPERATURE)),
@@ -40,13 +51,15 @@ def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path) -> No
 
 def _numbers(run: Run, model: FlashDeltaForCausalLM) -> list[tuple[str, str, str]]:
     """(what, value, unit), the first one being what the run is judged by."""
-    speed = median(record.tokens_per_second for record in run.records)
+    records, tokens = [asdict(record) for record in run.records], run.config.batch_size * run.config.seq_len
+    ms, speed = median(step_ms(records, tokens)), median(record.tokens_per_second for record in run.records)
     bits = "not measured yet" if run.held_out is None else f"{run.held_out:.3f}"
     return [
         ("on held-out text", bits, "bits per byte"),
         ("order-0 entropy of that text", f"{run.corpus.entropy:.3f}", "bits per byte"),
         ("parameters", f"{model.num_parameters():,}", ""),
         ("trained for", f"{run.seconds:,.0f}", "s"),
+        ("median time per step", f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}", "ms"),
         ("median training speed", f"{speed:,.0f}", "tokens/s"),
     ]
 
@@ -65,15 +78,22 @@ def _facts(run: Run, model: FlashDeltaForCausalLM) -> list[tuple[str, str]]:
 
 
 def _pictures(run: Run, model: FlashDeltaForCausalLM, text: torch.Tensor) -> Iterator[Picture]:
-    records = [asdict(record) for record in run.records]
+    records, tokens = [asdict(record) for record in run.records], run.config.batch_size * run.config.seq_len
     memory = probe(model, text)
     scalar = [decay for decay in memory.decays if decay.half_life.dim() == 1]
     channel = [decay for decay in memory.decays if decay.half_life.dim() == 2]
     yield picture(
         "Learning",
         "How many bits the model needs per byte of text: lower is better, 8 is knowing nothing. The dashed line is the "
-        "best that byte frequencies alone allow on the held-out text; what lies below it was learnt from context.",
+        "best that byte frequencies alone allow on the held-out text; what lies below it was learnt from context. "
+        "The pale curve has the batch of each step, the strong one the mean of the last steps.",
         lambda: loss_figure(records, run.corpus.entropy),
+    )
+    yield picture(
+        "Time per step",
+        f"Each step reads {tokens:,} bytes, forward and backward, and updates the parameters. A peak is a step during "
+        "which the machine did something else, or the first call of something. Evaluations are not counted.",
+        lambda: time_figure(records, tokens),
     )
     if scalar:
         yield picture(
@@ -87,7 +107,8 @@ def _pictures(run: Run, model: FlashDeltaForCausalLM, text: torch.Tensor) -> Ite
         yield picture(
             "How fast the channels of the Kimi Delta Attention heads forget",
             "Each row is a head, each cell one of its key channels, sorted. A row of many colours keeps memories of "
-            "many lengths side by side; a row of one colour would need only one decay per head.",
+            "many lengths side by side; a row of one colour would need only one decay per head. The colours reach from "
+            "the shortest half-life to the longest, so that none is clipped.",
             lambda: channel_decay_figure(channel),
         )
     if memory.states:
@@ -95,6 +116,8 @@ def _pictures(run: Run, model: FlashDeltaForCausalLM, text: torch.Tensor) -> Ite
             "What the states hold",
             f"The recurrent state S [K, V] of each head after {len(text):,} bytes of held-out text: this matrix is "
             "all that a head remembers of them. A query reads a weighted sum of its rows. Few strong rows or stripes "
-            "alike mean that little of the room is used.",
+            f"alike mean that little of the room is used. A layer's colours clip: they end where {CLIPPED:.0%} of its "
+            "entries do, and all that is stronger has the last colour. The strongest entry stands beside the scale. "
+            f"At most {MOST_STATES[0]} layers and {MOST_STATES[1]} heads are shown.",
             lambda: states_figure(memory.states),
         )

@@ -6,7 +6,8 @@ Each exports
 * ``CACHES``: the environment variables that say where it keeps what it compiles;
 * ``unsupported(workload, device) -> str | None``: why it cannot run a row;
 * ``prepare(workload, x) -> Call``: converts the tensors that :func:`~flash_delta.testing.make_tensors` made
-  into the library's own layouts, outside of what is timed.
+  into the library's own layouts, outside of what is timed;
+* where that saves it work that the others do within their time, ``ready_made(workload) -> str | None``: what it saves.
 
 Nothing is imported before ``prepare``, so that a missing package is an answer, not an error.
 """
@@ -16,6 +17,7 @@ from importlib import metadata
 from types import ModuleType
 
 from flash_delta import __version__  # the name flash_delta is that of a module in here
+from flash_delta.testing import Workload
 
 OURS, PLAIN = "flash_delta", "plain"
 NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "transformers")
@@ -25,6 +27,12 @@ def load(name: str) -> ModuleType:
     if name not in (*NAMES, PLAIN):
         raise ValueError(f"contestant: expected one of {', '.join(NAMES)}, got {name!r}")
     return importlib.import_module(f"flash_delta.bench.contestants.{name}")
+
+
+def ready_made(name: str, workload: Workload) -> str | None:
+    """What a contestant is given in another form than the others, converted before its time starts."""
+    module = load(name)
+    return module.ready_made(workload) if hasattr(module, "ready_made") else None
 
 
 def versions(names: str | None = None) -> dict[str, str]:

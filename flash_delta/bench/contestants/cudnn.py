@@ -39,6 +39,12 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
     return None
 
 
+def ready_made(workload: Workload) -> str | None:
+    if not workload.raw:
+        return None  # gates and write strengths are float32 for everybody
+    return f"its gates and write strengths come in float32, converted before the time; the others' in {workload.dtype}"
+
+
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if Path(TOOLKIT, "include", "cuda_bf16.h").is_file():  # else it prefers headers that lie among Python's packages
         os.environ.setdefault("CUDA_HOME", TOOLKIT)

@@ -36,6 +36,10 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
     return None
 
 
+def ready_made(workload: Workload) -> str | None:
+    return None if workload.recurrent else "its decays come as exp(g), taken before the time; the others get g"
+
+
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     return _decode(workload, x) if workload.recurrent else _prefill(workload, x)
 

@@ -1,0 +1,154 @@
+"""How many times as fast as each peer: the chart that README and the benchmarks' page begin with."""
+
+import math
+from collections.abc import Sequence
+from statistics import geometric_mean
+from textwrap import wrap
+from typing import NamedTuple
+
+from flash_delta.bench.contestants import OURS, PLAIN
+from flash_delta.bench.results import Group
+from flash_delta.bench.tables import apart
+from flash_delta.page import render
+
+TITLE = f"Speed of {OURS} against each peer"
+READING = (
+    "Each circle is one shape that both run. It is hollow if the two times come from different runs. "
+    "A bar is the geometric mean, which stands on the right. A triangle lies beyond the axis."
+)
+NAMES = {
+    "gdn-prefill": "GDN prefill",
+    "gdn-long": "GDN long",
+    "gdn-training": "GDN training",
+    "kda-forward": "KDA forward",
+    "kda-training": "KDA training",
+    "decode": "GDN decode",
+    "kda-decode": "KDA decode",
+    "layer": "Layer",
+    "cpu": "GDN",
+}  # of groups; those with several kinds of rows are followed by the kind
+
+# The drawing is 480 units wide: letters of 13 are read on a phone, where it is 360 pixels wide.
+LEFT, RIGHT = 212.0, 420.0  # of the axis
+TOP, LINE, GAP = 150.0, 20.0, 9.0  # the middle of the first line, the height of each, and the space between groups
+LETTERS = 68  # in a line of text
+TICKS = (0.5, 1.0, 2.0, 4.0, 8.0)
+SCHEMES = {
+    "light": {"text": "#1f2328", "quiet": "#59636e", "line": "#d1d9e0", "ahead": "#0a58ca", "behind": "#c2410c"},
+    "dark": {"text": "#f0f6fc", "quiet": "#9198a1", "line": "#3d444d", "ahead": "#6cb6ff", "behind": "#ff9a57"},
+}
+
+
+class SpeedUp(NamedTuple):
+    """Beside one peer, on one row."""
+
+    ratio: float  # its time over ours
+    apart: bool  # the two times come from different runs
+
+
+class Point(NamedTuple):
+    """A row's speed-up, or a mean of several, on the chart."""
+
+    ratio: float
+    apart: bool
+    x: float
+    beyond: bool  # the axis ends before it
+
+
+class Line(NamedTuple):
+    """One peer on the chart."""
+
+    peer: str
+    y: float
+    points: list[Point]
+    mean: Point
+    label: str
+
+
+Peers = dict[str, list[SpeedUp]]
+
+
+def speed_ups(group: Group) -> dict[str, Peers]:
+    """By kind of row and by peer. Nothing where the other contestant is this library, called otherwise."""
+    found: dict[str, Peers] = {}
+    for results in group.rows().values() if PLAIN not in group.versions else ():
+        timed = {r.contestant: r for r in results if r.ms}
+        ours = timed.pop(OURS, None)
+        for peer, theirs in timed.items() if ours else ():
+            speed_up = SpeedUp(theirs.ms.median / ours.ms.median, apart(theirs, ours))
+            found.setdefault(theirs.workload.kind, {}).setdefault(peer, []).append(speed_up)
+    return found
+
+
+def mean(found: list[SpeedUp]) -> SpeedUp:
+    return SpeedUp(geometric_mean(s.ratio for s in found), any(s.apart for s in found))
+
+
+def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
+    """By the names that the chart has for groups and kinds."""
+    named = {}
+    for group in groups:
+        kinds = speed_ups(group)
+        named |= {NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else ""): kinds[kind] for kind in kinds}
+    return named
+
+
+def in_words(groups: Sequence[Group]) -> str:
+    """The chart for those who do not see it."""
+    said = [
+        f"{name}: " + ", ".join(f"{peer} {_times(mean(found).ratio)}" for peer, found in peers.items())
+        for name, peers in named_speed_ups(groups).items()
+    ]
+    return "; ".join(said)
+
+
+def chart(groups: Sequence[Group], scheme: str) -> str:
+    """All groups of one machine as an SVG drawing, for a light or a dark page."""
+    y, blocks = TOP, []
+    for name, peers in named_speed_ups(groups).items():
+        lines = [_line(peer, found, y + LINE * i) for i, (peer, found) in enumerate(peers.items())]
+        blocks.append((name, lines))
+        y += LINE * len(peers) + GAP
+    versions = {name: version for group in groups for name, version in group.versions.items() if name != PLAIN}
+    about = f"{device(groups)}, measured {dates(groups)}. {READING}"
+    return render(
+        "speed.svg.j2",
+        title=TITLE,
+        words=in_words(groups),
+        about=wrap(about, LETTERS),
+        one=_point(SpeedUp(1.0, False)).x,
+        ticks=[(_point(SpeedUp(tick, False)).x, f"{tick:g}x") for tick in TICKS],
+        blocks=blocks,
+        top=TOP,
+        bottom=y - GAP,
+        notes=wrap(", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in versions.items()), LETTERS),
+        **SCHEMES[scheme],
+    )
+
+
+def device(groups: Sequence[Group]) -> str:
+    """Of all groups, which are of one machine."""
+    machine = groups[0].machine
+    return machine.get("gpu") or f"A CPU ({machine['cpu']}, {machine['threads']} threads)"
+
+
+def dates(groups: Sequence[Group]) -> str:
+    """The first and the last day on which one of these times was measured."""
+    days = sorted({r.run[:10] for group in groups for r in group.results if r.ms and r.run})
+    return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "on an unknown day"
+
+
+def _line(peer: str, found: list[SpeedUp], y: float) -> Line:
+    middle = mean(found)
+    return Line(peer, y, [_point(speed_up) for speed_up in found], _point(middle), _times(middle.ratio))
+
+
+def _point(speed_up: SpeedUp) -> Point:
+    """On the logarithmic axis; at its end what lies beyond."""
+    share = math.log(speed_up.ratio / TICKS[0]) / math.log(TICKS[-1] / TICKS[0])
+    x = LEFT + (RIGHT - LEFT) * min(max(share, 0.0), 1.0)
+    return Point(*speed_up, round(x, 1), not 0 <= share <= 1)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
