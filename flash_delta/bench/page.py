@@ -87,7 +87,8 @@ def read_groups(results: Path) -> list[tuple[str, Group]]:
 
 
 def write_benchmarks(results: Path, docs: Path) -> list[Path]:
-    """Writes ``benchmarks.md``, ``benchmarks.html`` and the drawings of the first machine's speed into ``docs``."""
+    """Writes ``benchmarks.md``, ``benchmarks.html`` and the drawings of the first machine's speed into ``docs``, and
+    the summary into the README beside that folder."""
     if not results.is_dir():
         raise FileNotFoundError(f"results: expected a folder that `flash-delta bench` wrote, got {results}")
     groups = read_groups(results)
@@ -110,7 +111,19 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     docs.mkdir(parents=True, exist_ok=True)
     for name, text in written.items():
         (docs / name).write_text(text, encoding="utf-8")
+    readme = docs.parent / "README.md"
+    if charts and readme.is_file():
+        readme.write_text(with_summary(readme.read_text(encoding="utf-8"), charts[0].groups), encoding="utf-8")
     return [docs / name for name in written]
+
+
+def with_summary(readme: str, groups: list[Group]) -> str:
+    """README with the table between its two marks made anew; without marks, as it is."""
+    table = [["", "against the best peer", "rows where a peer is ahead"], *speed.summary(groups)]
+    lines = [_row(table[0]), "|---" * 3 + "|", *map(_row, table[1:])]
+    return re.sub(
+        r"(?<=<!-- flash-delta report -->\n).*?(?=<!-- end -->)", "\n".join([*lines, ""]), readme, flags=re.DOTALL
+    )
 
 
 def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:

@@ -1,7 +1,8 @@
 """How many times as fast as each peer: the chart that README and the benchmarks' page begin with."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from statistics import geometric_mean
 from textwrap import wrap
 from typing import NamedTuple
@@ -68,15 +69,22 @@ class Line(NamedTuple):
 Peers = dict[str, list[SpeedUp]]
 
 
-def speed_ups(group: Group) -> dict[str, Peers]:
-    """By kind of row and by peer. Nothing where the other contestant is this library, called otherwise."""
-    found: dict[str, Peers] = {}
+def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
+    """Row by row its kind, and the peers. Nothing where the other contestant is this library, called otherwise."""
     for results in group.rows().values() if PLAIN not in group.versions else ():
         timed = {r.contestant: r for r in results if r.ms}
         ours = timed.pop(OURS, None)
-        for peer, theirs in timed.items() if ours else ():
-            speed_up = SpeedUp(theirs.ms.median / ours.ms.median, apart(theirs, ours))
-            found.setdefault(theirs.workload.kind, {}).setdefault(peer, []).append(speed_up)
+        if ours and timed:
+            peers = {name: SpeedUp(r.ms.median / ours.ms.median, apart(r, ours)) for name, r in timed.items()}
+            yield ours.workload.kind, peers
+
+
+def speed_ups(group: Group) -> dict[str, Peers]:
+    """By kind of row and by peer."""
+    found: dict[str, Peers] = {}
+    for kind, peers in compared(group):
+        for peer, speed_up in peers.items():
+            found.setdefault(kind, {}).setdefault(peer, []).append(speed_up)
     return found
 
 
@@ -86,11 +94,26 @@ def mean(found: list[SpeedUp]) -> SpeedUp:
 
 def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
     """By the names that the chart has for groups and kinds."""
-    named = {}
+    return {name: speed_ups(group)[kind] for group, kind, name in _named(groups)}
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
+    """Every kind of every group, with its name."""
     for group in groups:
         kinds = speed_ups(group)
-        named |= {NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else ""): kinds[kind] for kind in kinds}
-    return named
+        for kind in kinds:
+            yield group, kind, NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else "")
+
+
+def summary(groups: Sequence[Group]) -> Iterator[list[str]]:
+    """README's table: a line for every kind of every group, against the best peer of each row."""
+    for group, kind, name in _named(groups):
+        rows = [peers for this, peers in compared(group) if this == kind]
+        best = [min(speed_up.ratio for speed_up in peers.values()) for peers in rows]
+        ahead = Counter(peer for peers in rows for peer, speed_up in peers.items() if speed_up.ratio < 1)
+        slower = [f"{peer} in {count} of {len(rows)}" for peer, count in ahead.items()]
+        spread = f" ({_times(min(best))} to {_times(max(best))})" if len(best) > 1 else ""
+        yield [name, _times(geometric_mean(best)) + spread, ", ".join(slower) or "none"]
 
 
 def in_words(groups: Sequence[Group]) -> str:
