@@ -39,22 +39,10 @@ def run_chunks(
     output_final_state: bool,
     backend: str | Explain | None,
 ) -> tuple[Tensor, Tensor | None] | Explanation:
-    """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row."""
-    if context is not None:
-        return run_split(context, x, options, bounds, output_final_state=output_final_state, backend=backend)
-    return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
-
-
-def run_split(
-    context: Context,
-    x: Inputs,
-    options: dict[str, Any],
-    bounds: Tensor | Sequence[int] | None,
-    *,
-    output_final_state: bool,
-    backend: str | Explain | None,
-) -> tuple[Tensor, Tensor | None] | Explanation:
-    """``(o, final_state)`` of this rank's part of a row; the split composes runs of the op on this rank alone."""
+    """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row, for which
+    it composes runs of the op on this rank alone."""
+    if context is None:
+        return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     op = options["op"]
     if not isinstance(context, Context):
         refuse(op, "cp_context", "a flash_delta.parallel.ContextParallel", type(context).__name__)

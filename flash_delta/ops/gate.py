@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import as_float, refuse
-from flash_delta.ops._check.rule import DTYPES, check_shape
+from flash_delta.ops._check.rule import check_kind, check_shape
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 __all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]
@@ -87,7 +87,4 @@ def _check_tensors(op: str, g: Tensor, heads: int, biases: int, A_log: Tensor | 
         if not isinstance(t, Tensor) or t.numel() != count:
             got = f"shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
             refuse(op, name, f"a tensor of {count} elements", got)
-        if t.dtype not in DTYPES:
-            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
-        if t.device != g.device:
-            refuse(op, name, f"a tensor on {g.device} like g", f"one on {t.device}")
+        check_kind(op, name, t, g.device, like="g")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import as_bool, as_int, refuse
 from flash_delta.ops._check.rule import refuse_unless_none, state_layout
-from flash_delta.ops._context import Context, run_split
+from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import problem_of, run
 from flash_delta.problem import Inputs
 
@@ -117,15 +117,14 @@ def chunk_kda(
         refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")
         if return_intermediate_states:
             refuse(op, "return_intermediate_states", "False with cp_context", "True")
-        return run_split(
-            cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
-        )
-    if max_num_seqs is not None:
+    elif max_num_seqs is not None:
         N = problem_of(inputs, options, cu_seqlens_cpu).N
         expected = f"None or the number of sequences, {N}"
         if as_int(op, "max_num_seqs", max_num_seqs, expected, 0) != N:
             refuse(op, "max_num_seqs", expected, max_num_seqs)
-    return run(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)
+    return run_chunks(
+        cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
+    )
 
 
 def fused_recurrent_kda(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import as_bool, as_eps, refuse
-from flash_delta.ops._check.rule import DTYPES, check_shape, read_lengths
+from flash_delta.ops._check.rule import INDEX_DTYPES, check_cu_seqlens, check_kind, check_shape, read_lengths
 from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, Normalized, NormProblem
 
 
@@ -38,7 +38,7 @@ def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
 def check_convolution(op: str, c: Convolved, activation: str | None, output_final_state: bool) -> bool:
     """``output_final_state``, as a bool."""
     B, _, D = check_shape(op, "x", c.x, "B", "T", "D")
-    N = B if c.cu_seqlens is None else _count_sequences(op, c)
+    N = B if c.cu_seqlens is None else check_cu_seqlens(op, c.cu_seqlens, c.x, "x")
     _check_taps(op, c, D, activation)
     if c.initial_state is not None:
         check_shape(op, "initial_state", c.initial_state, N, *c.weight.shape)
@@ -66,8 +66,7 @@ def check_documents(op: str, x: Tensor, seq_idx: Tensor) -> None:
     if not isinstance(seq_idx, Tensor) or seq_idx.shape not in ((B, T), (1, T)):
         got = f"shape {list(seq_idx.shape)}" if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
         refuse(op, "seq_idx", f"a tensor {[B, T]} or {[1, T]}", got)
-    if seq_idx.dtype not in (torch.int32, torch.int64):
-        refuse(op, "seq_idx", "dtype torch.int32 or torch.int64", seq_idx.dtype)
+    check_kind(op, "seq_idx", seq_idx, seq_idx.device, INDEX_DTYPES)
 
 
 def check_norm(op: str, x: Normalized, eps: float) -> float:
@@ -94,21 +93,5 @@ def _check_taps(op: str, c: Convolved, D: int, activation: str | None) -> None:
 
 def _check_tensors(op: str, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
     for name, t in zip(names, tensors, strict=True):
-        if t is not None and t.dtype not in DTYPES:
-            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
-        if t is not None and t.device != tensors[0].device:
-            refuse(op, name, f"a tensor on {tensors[0].device} like {names[0]}", f"one on {t.device}")
-
-
-def _count_sequences(op: str, c: Convolved) -> int:
-    """The number of packed sequences N, read from cu_seqlens' shape."""
-    (count,) = check_shape(op, "cu_seqlens", c.cu_seqlens, "N + 1")
-    if c.cu_seqlens.dtype not in (torch.int32, torch.int64):
-        refuse(op, "cu_seqlens", "dtype torch.int32 or torch.int64", c.cu_seqlens.dtype)
-    if c.cu_seqlens.device != c.x.device:
-        refuse(op, "cu_seqlens", f"a tensor on {c.x.device} like x", f"one on {c.cu_seqlens.device}")
-    if count == 0:
-        refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
-    if len(c.x) != 1:
-        refuse(op, "x", "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {len(c.x)}")
-    return count - 1
+        if t is not None:
+            check_kind(op, name, t, tensors[0].device, like=names[0])

@@ -14,6 +14,7 @@ from flash_delta.problem import Inputs, Problem, needs_gradient
 # Of `Options`, those that are fields of a Problem as they are.
 SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "lower_bound", "checkpoint_every"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
@@ -43,14 +44,13 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         refuse(op, "use_beta_sigmoid_in_kernel", "a beta beside it", "None")
     if options.neg_eigval and not options.raw_beta:
         refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
-    _check_packing(op, x, B)
+    N = B if x.cu_seqlens is None else check_cu_seqlens(op, x.cu_seqlens, x.q, "q")
     if is_traced(x.q):  # values are not there yet, and B may be a symbol: the operator reads them
         if x.cu_seqlens is None:
             refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         lengths = None if cu_seqlens_cpu is None else torch.as_tensor(cu_seqlens_cpu)
     else:
         lengths = read_lengths(op, x, cu_seqlens_cpu)
-    N = B if x.cu_seqlens is None else x.cu_seqlens.numel() - 1
     if x.initial_state is not None:
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
@@ -87,6 +87,28 @@ def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> t
     return sizes
 
 
+def check_kind(
+    op: str, name: str, t: Tensor, device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES, like: str = "q"
+) -> None:
+    """Refuse a tensor of another dtype or on another device than that of the argument ``like``."""
+    if t.dtype not in dtypes:
+        one_of = ("a dtype among ", ", ") if dtypes is DTYPES else ("dtype ", " or ")
+        refuse(op, name, one_of[0] + one_of[1].join(map(str, dtypes)), t.dtype)
+    if t.device != device:
+        refuse(op, name, f"a tensor on {device} like {like}", f"one on {t.device}")
+
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> int:
+    """The number of sequences N that are packed into the row of ``x``, the argument ``name``."""
+    (count,) = check_shape(op, "cu_seqlens", cu_seqlens, "N + 1")
+    check_kind(op, "cu_seqlens", cu_seqlens, x.device, INDEX_DTYPES, name)
+    if count == 0:
+        refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
+    if len(x) != 1:
+        refuse(op, name, "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {len(x)}")
+    return count - 1
+
+
 def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     """``state_v_first``, which older callers name ``transpose_state_layout``."""
     if transpose_state_layout is None:
@@ -109,12 +131,10 @@ def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
             continue
         if not isinstance(t, Tensor):
             refuse(op, name, "a tensor or None", type(t).__name__)
-        if t.dtype not in DTYPES and name != "cu_seqlens":
-            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
+        if name != "cu_seqlens":
+            check_kind(op, name, t, device)
         if t.dtype is not dtype and name in ("k", "v", "p"):
             refuse(op, name, f"{dtype} like q", t.dtype)
-        if t.device != device:
-            refuse(op, name, f"a tensor on {device} like q", f"one on {t.device}")
 
 
 def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, heads: int, biases: int) -> None:
@@ -123,18 +143,6 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
     for name, t, count in (("A_log", x.A_log, heads), ("dt_bias", x.dt_bias, biases)):
         if t is not None and t.numel() != count:
             refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
-
-
-def _check_packing(op: str, x: Inputs, B: int) -> None:
-    if x.cu_seqlens is None:
-        return
-    (count,) = check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
-    if x.cu_seqlens.dtype not in (torch.int32, torch.int64):
-        refuse(op, "cu_seqlens", "dtype torch.int32 or torch.int64", x.cu_seqlens.dtype)
-    if count == 0:
-        refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
-    if B != 1:
-        refuse(op, "q", "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {B}")
 
 
 def read_lengths(op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from flash_delta.ops._check import rule
 from flash_delta.ops._check.options import Options, cast, refuse
-from flash_delta.ops._check.rule import DTYPES, check_shape
+from flash_delta.ops._check.rule import INDEX_DTYPES, check_kind, check_shape
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
 MOST_TOKENS = 16  # of a row in one call
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
@@ -54,10 +53,7 @@ def _check_strides(op: str, name: str, t: Tensor) -> None:
 
 def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
     """Of any shape."""
-    if pool.dtype not in DTYPES:
-        refuse(p.op, name, f"a dtype among {', '.join(map(str, DTYPES))}", pool.dtype)
-    if pool.device != p.device:
-        refuse(p.op, name, f"a tensor on {p.device} like q", f"one on {pool.device}")
+    check_kind(p.op, name, pool, p.device)
     axes = list(zip(pool.shape, pool.stride(), strict=True))
     if any(size > 1 and stride == 0 for size, stride in axes):
         refuse(p.op, name, "slots with memory of their own", f"strides {list(pool.stride())}")
@@ -114,11 +110,5 @@ def _check_prompts(op: str, options: Options) -> None:
 def _check_indices(p: Problem, s: Slots) -> None:
     """What all that serves has in common."""
     for name, t in zip(s._fields[1:], s[1:], strict=True):
-        if t is None:
-            continue
-        if name == "has_initial_state" and t.dtype != torch.bool:
-            refuse(p.op, name, "dtype torch.bool", t.dtype)
-        if name != "has_initial_state" and t.dtype not in INDEX_DTYPES:
-            refuse(p.op, name, "dtype torch.int32 or torch.int64", t.dtype)
-        if t.device != p.device:
-            refuse(p.op, name, f"a tensor on {p.device} like q", f"one on {t.device}")
+        if t is not None:
+            check_kind(p.op, name, t, p.device, (torch.bool,) if name == "has_initial_state" else INDEX_DTYPES)

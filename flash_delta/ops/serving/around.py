@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flash_delta.ops._check.options import refuse
-from flash_delta.ops._check.rule import DTYPES, check_shape
+from flash_delta.ops._check.rule import check_kind, check_shape
 from flash_delta.problem import Around, Problem, Slots
 
 MOST_TAPS = 4
@@ -97,9 +97,7 @@ def check_around(p: Problem, s: Slots, around: Around) -> None:
         check_shape(op, "output_norm.weight", norm_weight, p.V)
     names = ("convolution.pool", "convolution.weight", "convolution.bias", "output_norm.gate", "output_norm.weight")
     for name, t in zip(names, around, strict=True):
-        if t is not None and t.dtype not in DTYPES:
-            refuse(op, name, f"a dtype among {', '.join(map(str, DTYPES))}", t.dtype)
+        if t is not None:
+            check_kind(op, name, t, p.device)
         if t is not None and t is not pool and t is not gate and not t.is_contiguous():
             refuse(op, name, "numbers that lie side by side", f"strides {list(t.stride())}")
-        if t is not None and t.device != p.device:
-            refuse(op, name, f"a tensor on {p.device} like q", f"one on {t.device}")
