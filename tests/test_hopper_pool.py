@@ -17,9 +17,10 @@ from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_prompt
-from flash_delta.kernels.hopper.tiles import ANY, NARROW, SLIM, WIDE, PoolLoop, pool_loops
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, pool_loops
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
@@ -244,16 +245,16 @@ def test_launches_for_the_prompts_that_there_may_be():
     def launches(processors=132, every=False, **changes):
         return pool_loops(p._replace(**changes), Chip("sm_90", processors), every=every)
 
-    assert launches() == (PoolLoop(NARROW, 2, 0, 2), PoolLoop(WIDE, 65, 3))
-    assert launches(max_prompts=1) == (PoolLoop(NARROW, 1),)
-    assert launches(max_prompts=40) == (PoolLoop(WIDE, 40),)
-    assert launches(max_prompts=0) == launches(T=16) == launches(N=1) == (PoolLoop(NARROW, 1),)
-    assert launches(HV=256) == (PoolLoop(WIDE, 65),)
+    assert launches() == (PoolLaunch(NARROW, 2, 0, 2), PoolLaunch(WIDE, 65, 3))
+    assert launches(max_prompts=1) == (PoolLaunch(NARROW, 1),)
+    assert launches(max_prompts=40) == (PoolLaunch(WIDE, 40),)
+    assert launches(max_prompts=0) == launches(T=16) == launches(N=1) == (PoolLaunch(NARROW, 1),)
+    assert launches(HV=256) == (PoolLaunch(WIDE, 65),)
     assert launches(batch_invariant=True) == launches(), "both forms give the same bits"
     for changes in ({"max_prompts": 1}, {"T": 65}):
         assert launches(batch_invariant=True, **changes) == launches(), "and short sequences are walked, too"
-    assert launches(K=64, V=64) == (PoolLoop(SLIM, 65),)
-    assert launches(every=True) == (PoolLoop(WIDE, 65, 0, ANY), PoolLoop(NARROW, 65, 0, ANY))
+    assert launches(K=64, V=64) == (PoolLaunch(SLIM, 65),)
+    assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 
 @pytest.mark.parametrize("form", [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(batch_invariant=True)])

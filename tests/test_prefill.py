@@ -53,7 +53,8 @@ def test_lengths(kind, batch_invariant, backend):
 def test_launches_for_the_prompts_that_there_may_be():
     """By tile: how many sequences have programs, and for how many there is a launch."""
     from flash_delta.kernels.runtime.chip import Chip
-    from flash_delta.kernels.triton.forward.pool_launches import ANY, pool_scans
+    from flash_delta.kernels.runtime.pool_launches import ANY
+    from flash_delta.kernels.triton.forward.scan_launches import pool_scans
 
     p = flash_delta.explain(flash_delta.prefill_gated_delta_rule, **make_prefill("gdn", (70,), **TINY)).problem
     p = p._replace(N=65, T=64 + 2048, H=16, HV=32, K=128, V=128, dtype=torch.bfloat16)

@@ -13,10 +13,11 @@ from serving_truth import KINDS, slots
 import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
 from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.tiles import NARROW, WIDE, PoolLoop
+from flash_delta.kernels.hopper.tiles import NARROW, WIDE
 from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.triton.forward import scan
-from flash_delta.kernels.triton.forward.pool_launches import Walkers, pool_scans
+from flash_delta.kernels.triton.forward.scan_launches import pool_scans
 from flash_delta.kernels.triton.tiles import scan_tiles
 from flash_delta.ops import _known_calls
 
@@ -101,7 +102,7 @@ def test_all_tiles_give_the_same_bits(kind, monkeypatch):
     for width in (16, 32, 64, 128):
 
         def walks(kernel, p, chip, every, *choice, width=width):
-            return tuple(Walkers(t, p.N) for t in scan_tiles(kernel, p, chip, True) if every or width == t.BV)
+            return tuple(PoolLaunch(t, p.N) for t in scan_tiles(kernel, p, chip, True) if every or width == t.BV)
 
         monkeypatch.setattr(scan, "walks", walks)
         _known_calls.calls.clear()
@@ -128,7 +129,7 @@ def test_whole_states_and_halves_give_the_same_bits(pool, monkeypatch):
     """So that neither `max_prompts` nor, with batch invariance, the number of prompts changes a result."""
     found, x = [], mixed("gdn-raw", pool=pool)
     for tile in (WIDE, NARROW):
-        monkeypatch.setattr(loop, "pool_loops", lambda p, chip, every, t=tile: (PoolLoop(t, p.N),))
+        monkeypatch.setattr(loop, "pool_loops", lambda p, chip, every, t=tile: (PoolLaunch(t, p.N),))
         monkeypatch.setattr(hopper, "PREFILL", ("prefill", tile))
         found.append(run("gdn-raw", x, "hopper"))
         _known_calls.calls.clear()

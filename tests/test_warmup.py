@@ -269,7 +269,8 @@ def scratch(target):
     from flash_delta.compiler.cases import rule, serving
     from flash_delta.compiler.offline import offline
     from flash_delta.kernels.runtime.chip import Chip
-    from flash_delta.kernels.triton.forward import pool_launches
+    from flash_delta.kernels.runtime.pool_launches import PoolLaunch
+    from flash_delta.kernels.triton.forward import scan_launches
     from flash_delta.kernels.triton.tiles import scan_tiles
 
     found, sizes = [], {}
@@ -282,18 +283,18 @@ def scratch(target):
                 with offline(target) as compiled:
                     rule.call_scan(case, False, t)
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
-            programs = prod(pool_launches.scan_grid(p, pool_launches.Walkers(t, p.N)))
-            found.append((pool_launches.scratch_bytes(p, x, chip), programs * sizes[case, t]))
+            programs = prod(scan_launches.scan_grid(p, PoolLaunch(t, p.N)))
+            found.append((scan_launches.scratch_bytes(p, x, chip), programs * sizes[case, t]))
     for pool in (serving.PREFILLS["prefill-gdn-128"], serving.PREFILLS["prefill-kda-128"]):
         p, x = rule.problem_of(pool.model)
         p = p._replace(pool=pool.dtype)
         asked = []
-        for w in pool_launches.pool_scans(p, chip, every=False):
+        for w in scan_launches.pool_scans(p, chip, every=False):
             with offline(target) as compiled:
                 serving.call_prefill(pool, w.tile)
-            asked.append(prod(pool_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
-        found.append((pool_launches.scratch_bytes(p, x, chip), max(asked)))
-    assert pool_launches.scratch_bytes(*rule.problem_of(rule.RuleCase(gap=1)), chip) == 0
+            asked.append(prod(scan_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
+        found.append((scan_launches.scratch_bytes(p, x, chip), max(asked)))
+    assert scan_launches.scratch_bytes(*rule.problem_of(rule.RuleCase(gap=1)), chip) == 0
     return found
 
 

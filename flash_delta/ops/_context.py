@@ -39,8 +39,8 @@ def run_chunks(
     output_final_state: bool,
     backend: str | Explain | None,
 ) -> tuple[Tensor, Tensor | None] | Explanation:
-    """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row, for which
-    it composes runs of the op on this rank alone."""
+    """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row. In that
+    case it composes runs of the op on this rank alone."""
     if context is None:
         return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     op = options["op"]

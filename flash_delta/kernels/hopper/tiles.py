@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flash_delta.kernels.runtime import chip as triton
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.triton.forward.pool_launches import walked_at_most
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
 from flash_delta.problem import Problem
 
 
@@ -48,34 +48,13 @@ def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple
     return (NARROW if programs <= chip.processors else WIDE,)
 
 
-ANY = 2**30
-
-
-class PoolLoop(NamedTuple):
-    """One launch of the loop on a pool: for ``least`` to ``most`` prompts, of which so many have programs at once."""
-
-    tile: LoopTile
-    sequences: int
-    least: int = 0
-    most: int = ANY
-
-
-def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[PoolLoop, ...]:
-    """Only the device knows how many sequences are prompts: as for `scan` (pool_launches.py), there is one launch for
-    each tile that so many may choose, and one finds that it is meant. With ``max_prompts`` the caller says how many
-    there are at the most: then it is one launch. Either form may run: they give the same bits (test_prefill_gpu.py)."""
-    if p.K == 64:
-        choice = choice or (SLIM,)
-    if choice or every:
-        return tuple(PoolLoop(t, max(1, p.N)) for t in choice or (WIDE, NARROW))
-    bound, most = walked_at_most(p)
-    promised = max(1, bound if most is None else min(bound, most))
-    together = chip.processors // (2 * p.HV)
-    if promised <= together:
-        return (PoolLoop(NARROW, promised),)
-    if together == 0 or most is not None:
-        return (PoolLoop(WIDE, promised),)
-    return PoolLoop(NARROW, together, 0, together), PoolLoop(WIDE, promised, together + 1)
+def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[PoolLaunch, ...]:
+    """The launches of the loop on a pool. Both tiles give the same bits (test_prefill_gpu.py)."""
+    choices = choice or ((SLIM,) if p.K == 64 else (WIDE, NARROW) if every else ())
+    if choices:
+        return tuple(PoolLaunch(t, max(1, p.N)) for t in choices)
+    fitting = (NARROW, WIDE) if chip.processors >= 2 * p.HV else (WIDE,)
+    return pool_launches(p, chip, fitting, lambda _: 2 * p.HV)
 
 
 # The kernels of a walk in segments.

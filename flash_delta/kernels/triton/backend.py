@@ -39,8 +39,8 @@ from flash_delta.kernels.triton.backward.pairs import run_pairs
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.forward.channel import run_channel
 from flash_delta.kernels.triton.forward.factor import run_factor
-from flash_delta.kernels.triton.forward.pool_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.segments import compile_segmented_scan, new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode

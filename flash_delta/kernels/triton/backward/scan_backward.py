@@ -24,8 +24,8 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.forward.pool_launches import maps, outside, readers
 from flash_delta.kernels.triton.forward.scan import load_rates, load_state, scan, store_state
+from flash_delta.kernels.triton.forward.scan_launches import maps, outside, readers
 from flash_delta.kernels.triton.tiles import scan_tiles
 
 

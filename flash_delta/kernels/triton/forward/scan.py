@@ -51,7 +51,7 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.forward.pool_launches import outside, scan_grid, walked, walks
+from flash_delta.kernels.triton.forward.scan_launches import outside, scan_grid, walked, walks
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
 

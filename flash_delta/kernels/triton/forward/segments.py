@@ -30,8 +30,8 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, precision
 from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
-from flash_delta.kernels.triton.forward.pool_launches import outside, walked
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
+from flash_delta.kernels.triton.forward.scan_launches import outside, walked
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, segment_tiles
 from flash_delta.problem import Problem
 

@@ -1,0 +1,76 @@
+"""Which launches of `scan` walk the sequences of a call."""
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from flash_delta.kernels.runtime.arguments import columns, fits_tma, short
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches, prompts_at_most
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
+from flash_delta.kernels.triton.tiles import scan_tiles
+from flash_delta.problem import Inputs, Problem
+
+WAVES = 4  # of programs, where there are several tiles: the programs of a launch that exits take time, too
+
+
+def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
+    """Of a pool; ``every`` tile that any number of prompts may choose, or those of this call."""
+    choices = scan_tiles("scan", p, chip, every=True)
+    if every:
+        return tuple(PoolLaunch(t, p.N) for t in choices)
+
+    def programs(t: Tile) -> int:
+        return p.HV * -(-p.V // t.BV)
+
+    *launches, last = pool_launches(p, chip, choices, programs)
+    bound, most = prompts_at_most(p)
+    sequences = bound if most is None else min(bound, most)
+    if sequences == bound and len(choices) > 1:
+        sequences = min(bound, -(-WAVES * chip.processors // programs(last.tile)))
+    return (*launches, last._replace(sequences=max(1, sequences), most=sequences, others=True))
+
+
+def walks(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tuple[PoolLaunch, ...]:
+    """The launches of a scan; on a pool, for as many long sequences as there may be."""
+    if short(p) and not choice:
+        return pool_scans(p, chip, every)
+    return tuple(PoolLaunch(t, p.N) for t in choice or scan_tiles(kernel, p, chip, every))
+
+
+def scan_grid(p: Problem, w: PoolLaunch) -> tuple[int, int, int]:
+    return -(-p.V // columns(p, w.tile)), p.HV, w.sequences + p.packed
+
+
+def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
+    """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
+    channel, most = p.gate == "channel", 0
+    for w in walks("scan", p, chip, every=False):
+        if w.tile.tma and fits_tma(x.v, *outside(p, x)):
+            # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
+            count = 5 + (p.erase is not None) * (1 + channel) - (channel and columns(p, w.tile) == 128)
+            count *= 1 + (short(p) > 0)  # a program's own sequence, and the loop over what others there are
+            most = max(most, 128 * count * prod(scan_grid(p, w)))  # a launch's are free when it is launched
+    return most
+
+
+def walked(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
+    """What a scan reads of every chunk."""
+    return (*readers(c, ch), c.x.v, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
+
+
+def readers(c: Call, ch: Channels) -> tuple[Any, Any]:
+    """What reads and what erases, as the scans take it."""
+    return (c.x.q, c.keys) if c.p.gate != "channel" else (ch.Qg, ch.Kg)
+
+
+def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
+    """What the scans apply to R or, with a decay per channel, to U; and the rates."""
+    return tuple(f) if ch.P is None else (ch.Kd, ch.P, ch.rates)
+
+
+def outside(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
+    """Those of ``readers`` that the caller laid out."""
+    return (x.q, x.k if x.p is None else x.p) if p.gate != "channel" else ()
