@@ -31,19 +31,23 @@ from flash_delta.problem import ConvolutionProblem
 
 
 @triton.jit
-def load_taps(weight, d, inside, W: tl.constexpr):
-    taps = ()
+def load_taps(weight, bias, d, inside, W: tl.constexpr):
+    """The W taps of every channel, in float32; behind them the bias, if there is one."""
+    taps = []
     for w in tl.static_range(W):
-        taps = taps + (tl.load(weight + d * W + w, mask=inside, other=0.0).to(tl.float32),)
+        taps += [tl.load(weight + d * W + w, mask=inside, other=0.0).to(tl.float32)]
+    if bias is not None:
+        taps += [tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)]
     return taps
 
 
 @triton.jit
-def dot(taps, window, bias, W: tl.constexpr):
+def dot(taps, window, W: tl.constexpr):
+    """z, from W inputs."""
     z = taps[0] * window[0]
     for w in tl.static_range(1, W):
         z += taps[w] * window[w]
-    return z if bias is None else z + bias
+    return z + taps[W] if len(taps) > W else z
 
 
 @triton.jit
@@ -64,15 +68,21 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
 
 
 @triton.jit
+def load_first(x, strides, state, state_strides, n, token, start, d, mask, W: tl.constexpr):
+    """The W - 1 inputs in front of a token."""
+    window = []
+    for w in tl.static_range(W - 1):
+        window += [load_input(x, strides, state, state_strides, n, token - (W - 1) + w, start, d, mask, W)]
+    return window
+
+
+@triton.jit
 def load_group(x, stride, t, stop, d, inside, G: tl.constexpr):
     """Tokens t to t + G - 1, in float32; 0 from ``stop`` on."""
-    group, at = (), x + t.to(tl.int64) * stride + d
+    group, at = [], x + t.to(tl.int64) * stride + d
     for j in tl.static_range(G):
-        group = group + (tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0),)
-    wide = ()
-    for j in tl.static_range(G):
-        wide = wide + (group[j].to(tl.float32),)
-    return wide
+        group += [tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0)]
+    return [numbers.to(tl.float32) for numbers in group]
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -90,18 +100,14 @@ def convolve(
     before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind
     x += row.to(tl.int64) * x_strides[0]
     y += row.to(tl.int64) * T * D
-    taps, base = load_taps(weight, d, inside, W), None
-    if bias is not None:
-        base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
-    window = ()
-    for w in tl.static_range(W - 1):
-        t = token - (W - 1) + w
-        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
+    taps = load_taps(weight, bias, d, inside, W)
+    window = load_first(x, x_strides, initial_state, state_strides, n, token, start, d, before, W)
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
-        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
+        window += load_group(x, x_strides[1], t, stop, d, known, G)
+        at = y + t.to(tl.int64) * D + d
         for j in tl.static_range(G):
-            z = dot(taps, window[j : j + W], base, W)
+            z = dot(taps, window[j : j + W], W)
             if SILU:
                 z *= sigmoid(z)
             if PACKED:
@@ -132,33 +138,27 @@ def convolve_backward(
     x += row.to(tl.int64) * x_strides[0]
     dy += row.to(tl.int64) * dy_strides[0]
     dx += row.to(tl.int64) * T * D
-    taps, base = load_taps(weight, d, inside, W), None
-    if bias is not None:
-        base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
-    window, dz, dtaps, dbase = (), (), (), tl.zeros([BD], tl.float32)
-    for w in tl.static_range(W - 1):
-        t = token - (W - 1) + w
-        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
-        dz = dz + (tl.zeros([BD], tl.float32),)
-    for _ in tl.static_range(W):
-        dtaps = dtaps + (tl.zeros([BD], tl.float32),)
+    taps = load_taps(weight, bias, d, inside, W)
+    window = load_first(x, x_strides, initial_state, state_strides, n, token, start, d, before, W)
+    dbase = tl.zeros([BD], tl.float32)
+    dz, dtaps = [dbase] * (W - 1), [dbase] * W
     steps = tl.where((token < stop) | (number == 0), end - token + W - 1, 0)  # there may be no chunk
     for i in range(0, steps, G):
         t = token + i
-        window = window + load_group(x, x_strides[1], t, stop, d, known, G)
+        window += load_group(x, x_strides[1], t, stop, d, known, G)
         group, back = load_group(dy, dy_strides[1], t, stop, d, known, G), dx + (t - (W - 1)).to(tl.int64) * D + d
         for j in tl.static_range(G):
             new, p = group[j], t + j - (W - 1)
             if SILU:
-                z = dot(taps, window[j : j + W], base, W)
+                z = dot(taps, window[j : j + W], W)
                 s = sigmoid(z)
                 new = new * s * (1.0 + z * (1.0 - s))
-            dz = dz + (new,)
+            dz += [new]
             own = tl.where(t + j < end, new, 0.0)
             dbase += own
-            sums, dinput = (), taps[0] * dz[j + W - 1]
+            sums, dinput = [], taps[0] * dz[j + W - 1]
             for w in tl.static_range(W):
-                sums = sums + (dtaps[w] + own * window[j + w],)
+                sums += [dtaps[w] + own * window[j + w]]
             for w in tl.static_range(1, W):
                 dinput += taps[w] * dz[j + (W - 1) - w]
             dtaps = sums
@@ -193,15 +193,13 @@ def convolve_token(
     """One token of every row, x [N, D]; it moves into the state, in place. y is contiguous."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     n, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
-    inside, taps = d < D, load_taps(weight, d, d < D, W)
+    inside, taps = d < D, load_taps(weight, bias, d, d < D, W)
     new = tl.load(x + n.to(tl.int64) * x_strides[0] + d * x_strides[1], mask=inside, other=0.0).to(tl.float32)
-    window = ()
+    window = []
     for w in tl.static_range(1, W):
-        window = window + (load_state(state, state_strides, n, d, w, inside),)
-    window = window + (new,)
-    z = dot(taps, window, None, W)
-    if bias is not None:
-        z += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+        window += [load_state(state, state_strides, n, d, w, inside)]
+    window += [new]
+    z = dot(taps, window, W)
     if SILU:
         z *= sigmoid(z)
     tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
@@ -249,26 +247,24 @@ def count_parts(c: Call) -> int:
 
 
 def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Cut | None = None) -> None:
-    p, x, w = c.p, c.x, chosen or cut_of("convolve", c)
+    w = chosen or cut_of("convolve", c)
 
     def plans() -> Iterator[Plan]:
-        yield _along(c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), **_of(c, w))
+        yield _along(c, w)
 
-    launch(c, convolve, (*x, y, final), plans)
+    launch(c, convolve, (*c.x, y, final), plans)
 
 
 def run_convolve_backward(
     c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Cut | None = None
 ) -> None:
     """``c.more``: dy, and dfinal or None."""
-    p, x, (dy, dfinal), w = c.p, c.x, c.more, chosen or cut_of("convolve_backward", c)
+    (dy, dfinal), w = c.more, chosen or cut_of("convolve_backward", c)
 
     def plans() -> Iterator[Plan]:
-        yield _along(
-            c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), dy.stride(), strides(dfinal), **_of(c, w)
-        )  # fmt: skip
+        yield _along(c, w, dy.stride(), strides(dfinal))
 
-    launch(c, convolve_backward, (*x, dy, dfinal, dx, dinitial, parts), plans)
+    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), plans)
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
@@ -288,13 +284,11 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if t is None else t.stride()
 
 
-def _along(c: Call, w: Cut, *scalars: int | tuple[int, ...], **constants: int | bool) -> Plan:
-    grid = (count_pieces(c.p, w.BT) * -(-c.p.D // w.BD), 1, 1)
+def _along(c: Call, w: Cut, *more: tuple[int, ...]) -> Plan:
+    """Of programs along the tokens; ``more``: strides of the gradients that come from outside."""
+    p, x = c.p, c.x
+    silu = p.activation is not None
+    constants = {"D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
+    scalars = p.N, p.T, x.x.stride(), strides(x.initial_state), *more
+    grid = (count_pieces(p, w.BT) * -(-p.D // w.BD), 1, 1)
     return Plan(grid, Tile(w.warps, 1), scalars, constants, follows=False)
-
-
-def _of(c: Call, w: Cut) -> dict[str, int | bool]:
-    p = c.p
-    return {
-        "D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": p.activation is not None
-    }  # fmt: skip
