@@ -261,10 +261,7 @@ def token_block(
         norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
         multiply(P, L, rows.to(ty), columns, weights, norms_of, i, 0, False, C, NORM, PRECISION)
     # 2^fallen is exact to 1e-5 in this product
-    if BOUNDED and ty != tl.float32:
-        latest = [x * tl.exp2(fallen) for x in own]
-    else:
-        latest = decayed(k, behind(gates))
+    latest = [x * tl.exp2(fallen) for x in own] if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
     if I % 2 == 1:
         near = tile_of([x * tl.exp2(gates[0]) for x in early]).to(ty)
         norms_of = tl.load(norms + C + i - 16 + o) if NORM else 1.0
