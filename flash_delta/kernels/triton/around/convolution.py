@@ -31,23 +31,19 @@ from flash_delta.problem import ConvolutionProblem
 
 
 @triton.jit
-def load_taps(weight, bias, d, inside, W: tl.constexpr):
-    """The W taps of every channel, in float32; behind them the bias, if there is one."""
+def load_taps(weight, d, inside, W: tl.constexpr):
     taps = []
     for w in tl.static_range(W):
         taps += [tl.load(weight + d * W + w, mask=inside, other=0.0).to(tl.float32)]
-    if bias is not None:
-        taps += [tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)]
     return taps
 
 
 @triton.jit
-def dot(taps, window, W: tl.constexpr):
-    """z, from W inputs."""
+def dot(taps, window, bias, W: tl.constexpr):
     z = taps[0] * window[0]
     for w in tl.static_range(1, W):
         z += taps[w] * window[w]
-    return z + taps[W] if len(taps) > W else z
+    return z if bias is None else z + bias
 
 
 @triton.jit
@@ -65,15 +61,6 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
         i = W + t - start
         value += load_state(state, state_strides, n, d, i, mask & (t < start) & (i >= 0))
     return value
-
-
-@triton.jit
-def load_first(x, strides, state, state_strides, n, token, start, d, mask, W: tl.constexpr):
-    """The W - 1 inputs in front of a token."""
-    window = []
-    for w in tl.static_range(W - 1):
-        window += [load_input(x, strides, state, state_strides, n, token - (W - 1) + w, start, d, mask, W)]
-    return window
 
 
 @triton.jit
@@ -100,14 +87,18 @@ def convolve(
     before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind
     x += row.to(tl.int64) * x_strides[0]
     y += row.to(tl.int64) * T * D
-    taps = load_taps(weight, bias, d, inside, W)
-    window = load_first(x, x_strides, initial_state, state_strides, n, token, start, d, before, W)
+    taps, base = load_taps(weight, d, inside, W), None
+    if bias is not None:
+        base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    window = []
+    for w in tl.static_range(W - 1):
+        t = token - (W - 1) + w
+        window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
-        window += load_group(x, x_strides[1], t, stop, d, known, G)
-        at = y + t.to(tl.int64) * D + d
+        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
         for j in tl.static_range(G):
-            z = dot(taps, window[j : j + W], W)
+            z = dot(taps, window[j : j + W], base, W)
             if SILU:
                 z *= sigmoid(z)
             if PACKED:
@@ -138,19 +129,25 @@ def convolve_backward(
     x += row.to(tl.int64) * x_strides[0]
     dy += row.to(tl.int64) * dy_strides[0]
     dx += row.to(tl.int64) * T * D
-    taps = load_taps(weight, bias, d, inside, W)
-    window = load_first(x, x_strides, initial_state, state_strides, n, token, start, d, before, W)
-    dbase = tl.zeros([BD], tl.float32)
-    dz, dtaps = [dbase] * (W - 1), [dbase] * W
+    taps, base = load_taps(weight, d, inside, W), None
+    if bias is not None:
+        base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+    window, dz, dtaps, dbase = [], [], [], tl.zeros([BD], tl.float32)
+    for w in tl.static_range(W - 1):
+        t = token - (W - 1) + w
+        window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
+        dz += [tl.zeros([BD], tl.float32)]
+    for _ in tl.static_range(W):
+        dtaps += [tl.zeros([BD], tl.float32)]
     steps = tl.where((token < stop) | (number == 0), end - token + W - 1, 0)  # there may be no chunk
     for i in range(0, steps, G):
         t = token + i
-        window += load_group(x, x_strides[1], t, stop, d, known, G)
+        window = window + load_group(x, x_strides[1], t, stop, d, known, G)
         group, back = load_group(dy, dy_strides[1], t, stop, d, known, G), dx + (t - (W - 1)).to(tl.int64) * D + d
         for j in tl.static_range(G):
             new, p = group[j], t + j - (W - 1)
             if SILU:
-                z = dot(taps, window[j : j + W], W)
+                z = dot(taps, window[j : j + W], base, W)
                 s = sigmoid(z)
                 new = new * s * (1.0 + z * (1.0 - s))
             dz += [new]
@@ -193,13 +190,15 @@ def convolve_token(
     """One token of every row, x [N, D]; it moves into the state, in place. y is contiguous."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     n, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
-    inside, taps = d < D, load_taps(weight, bias, d, d < D, W)
+    inside, taps = d < D, load_taps(weight, d, d < D, W)
     new = tl.load(x + n.to(tl.int64) * x_strides[0] + d * x_strides[1], mask=inside, other=0.0).to(tl.float32)
     window = []
     for w in tl.static_range(1, W):
         window += [load_state(state, state_strides, n, d, w, inside)]
     window += [new]
-    z = dot(taps, window, W)
+    z = dot(taps, window, None, W)
+    if bias is not None:
+        z += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         z *= sigmoid(z)
     tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
