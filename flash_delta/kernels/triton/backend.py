@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.runtime.arguments import block
+from flash_delta.kernels.runtime.arguments import block, every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP
@@ -41,7 +41,7 @@ from flash_delta.kernels.triton.forward.channel import run_channel
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
-from flash_delta.kernels.triton.forward.segments import compile_segmented_scan, new_segmented_scan, run_segmented_scan
+from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.tiles import plan_segments, widest_float32
@@ -105,40 +105,26 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = (for_backward(p),) if p.needs_grad else ()
     buffers = tuple(w.buffer for w in saved)
-    if not replayed(known, _forward(p), x, (o, final, *buffers)):
-        with on(p.device):
-            _launch_forward(p, x, o, final, saved, known)
-    return Outputs(o, final, buffers)
-
-
-def _forward(p: Problem) -> tuple:
-    """The kind of its calls."""
-    return ("forward", p.needs_grad and p.disable_recompute)
-
-
-def _launch_forward(
-    p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: tuple[Workspace, ...], known: KnownCall | None
-) -> None:
-    x = with_flat_parameters(given)
     kept = p.needs_grad and p.disable_recompute
+    kind = ("forward", kept)
+    if replayed(known, kind, x, (o, final, *buffers)):
+        return Outputs(o, final, buffers)
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
-    split = plan_segments(p, chip_of(p.device))
-    walk = None if split is None else new_segmented_scan(p, split)
+    walk = new_segmented_scan(p, plan_segments(p, chip_of(p.device)))
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*saved, *handed), None)[:4]
         _chunks(c, solved, factors, channels)
-        if walk is None or c.compiling is not None:
+        if walk is None or every(c):
             run_scan(c, channels, solved, factors, o, final, residual)
-        if c.compiling is not None:
-            compile_segmented_scan(c, channels, solved, factors, o, final)
-        elif walk is not None:
-            run_segmented_scan(c, channels, solved, factors, o, final, walk)
+        run_segmented_scan(c, channels, solved, factors, o, final, walk)
 
-    call = make_call(p, x, _forward(p), known=known)
-    spare = *(w.buffer for w in handed), *(walk or ())[1:]
-    run(call, kernels, o, final, *(w.buffer for w in saved), spare=spare)
-    remember(call, given)
+    with on(p.device):
+        call = make_call(p, with_flat_parameters(x), kind, known=known)
+        spare = *(w.buffer for w in handed), *(walk or ())[1:]
+        run(call, kernels, o, final, *buffers, spare=spare)
+    remember(call, x)
+    return Outputs(o, final, buffers)
 
 
 def backward(
@@ -231,25 +217,22 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    if not replayed(known, PREFILL, x, s, (o,)):
-        with on(p.device):
-            _launch_prefill(p, x, s, o, known)
-    return o
-
-
-def _launch_prefill(p: Problem, x: Inputs, s: Slots, o: Tensor, known: KnownCall | None) -> None:
+    if replayed(known, PREFILL, x, s, (o,)):
+        return o
     memory = Workspace(p, *HANDED)
 
     def kernels(c: Call) -> None:
         solved, factors, channels = c.parts(memory)
         _chunks(c, solved, factors, channels)
         run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
-        if not p.batch_invariant:
+        if not c.p.batch_invariant:
             run_decode(c, o)
 
-    call = make_call(p, with_flat_parameters(x), PREFILL, *s, known=known)
-    run(call, kernels, o, spare=(memory.buffer,))
+    with on(p.device):
+        call = make_call(p, with_flat_parameters(x), PREFILL, *s, known=known)
+        run(call, kernels, o, spare=(memory.buffer,))
     remember(call, x)
+    return o
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
@@ -310,9 +293,5 @@ def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def new_gradients(x: Inputs) -> Inputs:
-    """Of everything but A_log and dt_bias, contiguous."""
-
-    def like(t: Tensor | None) -> Tensor | None:
-        return None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-
-    return Inputs(like(x.q), like(x.k), like(x.v), like(x.g), like(x.beta), like(x.p), like(x.initial_state))
+    """Contiguous, of the inputs up to the initial state; A_log and dt_bias stand behind it."""
+    return Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:7]))

@@ -32,9 +32,9 @@ from flash_delta.problem import ConvolutionProblem
 
 @triton.jit
 def load_taps(weight, d, inside, W: tl.constexpr):
-    taps = ()
+    taps = []
     for w in tl.static_range(W):
-        taps = taps + (tl.load(weight + d * W + w, mask=inside, other=0.0).to(tl.float32),)
+        taps += [tl.load(weight + d * W + w, mask=inside, other=0.0).to(tl.float32)]
     return taps
 
 
@@ -66,13 +66,10 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
 @triton.jit
 def load_group(x, stride, t, stop, d, inside, G: tl.constexpr):
     """Tokens t to t + G - 1, in float32; 0 from ``stop`` on."""
-    group, at = (), x + t.to(tl.int64) * stride + d
+    group, at = [], x + t.to(tl.int64) * stride + d
     for j in tl.static_range(G):
-        group = group + (tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0),)
-    wide = ()
-    for j in tl.static_range(G):
-        wide = wide + (group[j].to(tl.float32),)
-    return wide
+        group += [tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0)]
+    return [numbers.to(tl.float32) for numbers in group]
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -93,10 +90,10 @@ def convolve(
     taps, base = load_taps(weight, d, inside, W), None
     if bias is not None:
         base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
-    window = ()
+    window = []
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
+        window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
         window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
@@ -135,13 +132,13 @@ def convolve_backward(
     taps, base = load_taps(weight, d, inside, W), None
     if bias is not None:
         base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
-    window, dz, dtaps, dbase = (), (), (), tl.zeros([BD], tl.float32)
+    window, dz, dtaps, dbase = [], [], [], tl.zeros([BD], tl.float32)
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window = window + (load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W),)
-        dz = dz + (tl.zeros([BD], tl.float32),)
+        window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
+        dz += [tl.zeros([BD], tl.float32)]
     for _ in tl.static_range(W):
-        dtaps = dtaps + (tl.zeros([BD], tl.float32),)
+        dtaps += [tl.zeros([BD], tl.float32)]
     steps = tl.where((token < stop) | (number == 0), end - token + W - 1, 0)  # there may be no chunk
     for i in range(0, steps, G):
         t = token + i
@@ -153,12 +150,12 @@ def convolve_backward(
                 z = dot(taps, window[j : j + W], base, W)
                 s = sigmoid(z)
                 new = new * s * (1.0 + z * (1.0 - s))
-            dz = dz + (new,)
+            dz += [new]
             own = tl.where(t + j < end, new, 0.0)
             dbase += own
-            sums, dinput = (), taps[0] * dz[j + W - 1]
+            sums, dinput = [], taps[0] * dz[j + W - 1]
             for w in tl.static_range(W):
-                sums = sums + (dtaps[w] + own * window[j + w],)
+                sums += [dtaps[w] + own * window[j + w]]
             for w in tl.static_range(1, W):
                 dinput += taps[w] * dz[j + (W - 1) - w]
             dtaps = sums
@@ -195,10 +192,10 @@ def convolve_token(
     n, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     inside, taps = d < D, load_taps(weight, d, d < D, W)
     new = tl.load(x + n.to(tl.int64) * x_strides[0] + d * x_strides[1], mask=inside, other=0.0).to(tl.float32)
-    window = ()
+    window = []
     for w in tl.static_range(1, W):
-        window = window + (load_state(state, state_strides, n, d, w, inside),)
-    window = window + (new,)
+        window += [load_state(state, state_strides, n, d, w, inside)]
+    window += [new]
     z = dot(taps, window, None, W)
     if bias is not None:
         z += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
@@ -249,26 +246,24 @@ def count_parts(c: Call) -> int:
 
 
 def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Cut | None = None) -> None:
-    p, x, w = c.p, c.x, chosen or cut_of("convolve", c)
+    w = chosen or cut_of("convolve", c)
 
     def plans() -> Iterator[Plan]:
-        yield _along(c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), **_of(c, w))
+        yield _along(c, w)
 
-    launch(c, convolve, (*x, y, final), plans)
+    launch(c, convolve, (*c.x, y, final), plans)
 
 
 def run_convolve_backward(
     c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Cut | None = None
 ) -> None:
     """``c.more``: dy, and dfinal or None."""
-    p, x, (dy, dfinal), w = c.p, c.x, c.more, chosen or cut_of("convolve_backward", c)
+    (dy, dfinal), w = c.more, chosen or cut_of("convolve_backward", c)
 
     def plans() -> Iterator[Plan]:
-        yield _along(
-            c, w, p.N, p.T, x.x.stride(), strides(x.initial_state), dy.stride(), strides(dfinal), **_of(c, w)
-        )  # fmt: skip
+        yield _along(c, w, dy.stride(), strides(dfinal))
 
-    launch(c, convolve_backward, (*x, dy, dfinal, dx, dinitial, parts), plans)
+    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), plans)
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
@@ -288,13 +283,11 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if t is None else t.stride()
 
 
-def _along(c: Call, w: Cut, *scalars: int | tuple[int, ...], **constants: int | bool) -> Plan:
-    grid = (count_pieces(c.p, w.BT) * -(-c.p.D // w.BD), 1, 1)
+def _along(c: Call, w: Cut, *more: tuple[int, ...]) -> Plan:
+    """Of programs along the tokens; ``more``: strides of the gradients that come from outside."""
+    p, x = c.p, c.x
+    silu = p.activation is not None
+    constants = {"D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
+    scalars = p.N, p.T, x.x.stride(), strides(x.initial_state), *more
+    grid = (count_pieces(p, w.BT) * -(-p.D // w.BD), 1, 1)
     return Plan(grid, Tile(w.warps, 1), scalars, constants, follows=False)
-
-
-def _of(c: Call, w: Cut) -> dict[str, int | bool]:
-    p = c.p
-    return {
-        "D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": p.activation is not None
-    }  # fmt: skip

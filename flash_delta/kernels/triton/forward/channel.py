@@ -88,14 +88,6 @@ def decayed(x, exponents):
 
 
 @triton.jit
-def times(x, factor):
-    y = ()
-    for m in tl.static_range(16):
-        y += (x[m] * factor,)
-    return y
-
-
-@triton.jit
 def quarter(x, m: tl.constexpr):
     return tl.join(tl.join(x[m], x[m + 8]), tl.join(x[m + 4], x[m + 12]))
 
@@ -155,10 +147,7 @@ def pairs_of(q, k, W: tl.constexpr):
 @triton.jit
 def squares_of(x, zeros):
     """Of 16 vectors; ``zeros``: see `channel`."""
-    y = ()
-    for m in tl.static_range(16):
-        y += (x[m].to(tl.float32) * x[m].to(tl.float32) + zeros,)
-    return y
+    return [v.to(tl.float32) * v.to(tl.float32) + zeros for v in x]
 
 
 @triton.jit
@@ -272,12 +261,12 @@ def token_block(
         norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
         multiply(P, L, rows.to(ty), columns, weights, norms_of, i, 0, False, C, NORM, PRECISION)
     # 2^fallen is exact to 1e-5 in this product
-    latest = times(own, tl.exp2(fallen)) if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
+    latest = [x * tl.exp2(fallen) for x in own] if BOUNDED and ty != tl.float32 else decayed(k, behind(gates))
     if I % 2 == 1:
-        near = tile_of(times(early, tl.exp2(gates[0]))).to(ty)
+        near = tile_of([x * tl.exp2(gates[0]) for x in early]).to(ty)
         norms_of = tl.load(norms + C + i - 16 + o) if NORM else 1.0
         multiply(P, L, rows.to(ty), near, weights, norms_of, i, i - 16, False, C, NORM, PRECISION)
-        store_rows(Kd + (i - 16) * K, times(early, tl.exp2(gates[0] + fallen)), c, K)
+        store_rows(Kd + (i - 16) * K, [x * tl.exp2(gates[0] + fallen) for x in early], c, K)
         store_rows(Kd + i * K, latest, c, K)
     return latest, G + fallen, since + fallen, fallen
 
@@ -317,9 +306,7 @@ def channel(
     zeros = tl.load(gamma + head * K + c, mask=c < tl.minimum(token, 0), other=0.0)
     G, since, lowest = zeros, zeros, zeros
     stop = tl.minimum(stop, token + C)
-    early = ()
-    for _ in tl.static_range(16):
-        early += (zeros,)
+    early = (zeros,) * 16
     # Tiles are fetched blocks ahead, by cp.async where there is one. Not unrolled: instructions have a cache, too, and
     # Triton's passes are slow in long bodies.
     for I in range(C // 16):

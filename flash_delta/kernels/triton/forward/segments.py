@@ -76,7 +76,10 @@ class SegmentedScan(NamedTuple):
     starts: Tensor  # [slots, HV, V, K] float32
 
 
-def new_segmented_scan(p: Problem, split: Segments) -> SegmentedScan:
+def new_segmented_scan(p: Problem, split: Segments | None) -> SegmentedScan | None:
+    """None if sequences are not split."""
+    if split is None:
+        return None
     slots = count_slots(p, split.length)
     maps, starts = (
         torch.empty(slots, p.HV, rows, p.K, dtype=torch.float32, device=p.device) for rows in (p.V + p.K, p.V)
@@ -85,27 +88,25 @@ def new_segmented_scan(p: Problem, split: Segments) -> SegmentedScan:
 
 
 def run_segmented_scan(
-    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan
+    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan | None
 ) -> None:
-    """What `run_scan` does, for a call that saves nothing, on states that are no pool's."""
-    run_maps(c, ch, s, f, w)
-    run_compose(c, w)
-    run_segments(c, ch, s, f, o, final, w)
+    """What `run_scan` does, for a call that saves nothing, on states that are no pool's. Without ``w`` it does nothing.
 
-
-def compile_segmented_scan(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor) -> None:
-    """All that calls of other sizes may launch."""
-    split = plan_endless(c.p, c.shape.chip)
-    if split is not None:
-        run_segmented_scan(c, ch, s, f, o, final, new_segmented_scan(c.p._replace(N=1, T=0), split))
+    While compiling it compiles all that calls of other sizes may launch, whatever ``w`` is.
+    """
+    if every(c):
+        w = new_segmented_scan(c.p._replace(N=1, T=0), plan_endless(c.p, c.shape.chip))
+    if w is not None:
+        run_maps(c, ch, s, f, w)
+        run_compose(c, w)
+        run_segments(c, ch, s, f, o, final, w)
 
 
 def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan) -> None:
-    p, initial = c.p, c.x.initial_state
+    initial = c.x.initial_state
 
     def plans() -> Iterator[Plan]:
-        t = w.split.maps
-        yield _scan_plan(c, w, t, p.V + p.K, states(p, initial), by_value(w.maps), initial is not None, output=False)
+        yield _scan_plan(c, w, w.split.maps, initial, by_value(w.maps), output=False)
 
     launch(c, scan, (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING), plans)
 
@@ -128,28 +129,22 @@ def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final:
 
     def plans() -> Iterator[Plan]:
         for t in segment_tiles(p, c.shape.chip) if every(c) else (w.split.scan,):
-            yield _scan_plan(c, w, t, p.V, (0,) * 4, states(p, final), initial=False, output=True)
+            yield _scan_plan(c, w, t, None, states(p, final), output=True)
 
     launch(c, scan, (*walked(c, ch, s, f), w.starts, o, final, *NOTHING), plans)
 
 
 def _scan_plan(
-    c: Call,
-    w: SegmentedScan,
-    t: Tile,
-    width: int,
-    start: tuple[int, ...],
-    end: tuple[int, ...],
-    initial: bool,
-    output: bool,
+    c: Call, w: SegmentedScan, t: Tile, initial: Tensor | None, final: tuple[int, ...], *, output: bool
 ) -> Plan:
-    """Of a scan of segments, ``width`` columns; ``start``, ``end``: strides of the states that it reads and writes."""
+    """Of a scan of segments: for their maps, which start from ``initial``, or for their output, which starts from what
+    `compose` has written. ``final``: strides of the states that it writes."""
     p, x = c.p, c.x
-    grid = -(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)
+    width = p.V if output else p.V + p.K
     return plan(
-        c, scan, grid, t,
-        p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v), start, end,
-        INITIAL=initial, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
+        c, scan, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
+        p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
+        states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
         TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
     )  # fmt: skip
 

@@ -161,18 +161,22 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_score(L, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
-    return load_block(L, 16 * i, 16 * j, C, C, 16, 16).to(tl.float32)
+def load_scores(L, C: tl.constexpr):
+    """What ``score_blocks`` returns, as `channel` wrote it."""
+    scores = ()
+    for i in tl.static_range(4):
+        for j in tl.static_range(i + 1):
+            scores += (load_block(L, 16 * i, 16 * j, C, C, 16, 16).to(tl.float32),)
+    return scores
 
 
 @triton.jit
-def load_scores(L, C: tl.constexpr):
-    """What ``score_blocks`` returns, as `channel` wrote it."""
-    return (
-        load_score(L, 0, 0, C), load_score(L, 1, 0, C), load_score(L, 1, 1, C), load_score(L, 2, 0, C),
-        load_score(L, 2, 1, C), load_score(L, 2, 2, C), load_score(L, 3, 0, C), load_score(L, 3, 1, C),
-        load_score(L, 3, 2, C), load_score(L, 3, 3, C),
-    )  # fmt: skip
+def load_rows(x, strides, token, stop, column, K: tl.constexpr, W: tl.constexpr):
+    """A chunk's rows, 16 and 16: four tiles [16, W]."""
+    tiles = ()
+    for i in tl.static_range(4):
+        tiles += (load_tile(x, strides, token + 16 * i, stop, column, K, 16, W),)
+    return tiles
 
 
 @triton.jit
@@ -181,41 +185,26 @@ def score_blocks(
     NORM: tl.constexpr, OWN_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The ten blocks of p k^T on and below the diagonal, row by row."""
-    zero = tl.zeros([16, 16], tl.float32)
-    s00, s10, s11, s20, s21 = zero, zero, zero, zero, zero
-    s22, s30, s31, s32, s33 = zero, zero, zero, zero, zero
+    scores = (tl.zeros([16, 16], tl.float32),) * 10
     for column in range(0, K, W):
-        k0 = load_tile(k, k_strides, token, stop, column, K, 16, W)  # [16, W]
-        k1 = load_tile(k, k_strides, token + 16, stop, column, K, 16, W)
-        k2 = load_tile(k, k_strides, token + 32, stop, column, K, 16, W)
-        k3 = load_tile(k, k_strides, token + 48, stop, column, K, 16, W)
-        p0, p1, p2, p3 = k0, k1, k2, k3
-        if OWN_P:
-            p0 = load_tile(p, p_strides, token, stop, column, K, 16, W)
-            p1 = load_tile(p, p_strides, token + 16, stop, column, K, 16, W)
-            p2 = load_tile(p, p_strides, token + 32, stop, column, K, 16, W)
-            p3 = load_tile(p, p_strides, token + 48, stop, column, K, 16, W)
-        t0, t1, t2, t3 = tl.trans(k0), tl.trans(k1), tl.trans(k2), tl.trans(k3)
-        s00 = tl.dot(p0, t0, s00, input_precision=PRECISION)
-        s10 = tl.dot(p1, t0, s10, input_precision=PRECISION)
-        s11 = tl.dot(p1, t1, s11, input_precision=PRECISION)
-        s20 = tl.dot(p2, t0, s20, input_precision=PRECISION)
-        s21 = tl.dot(p2, t1, s21, input_precision=PRECISION)
-        s22 = tl.dot(p2, t2, s22, input_precision=PRECISION)
-        s30 = tl.dot(p3, t0, s30, input_precision=PRECISION)
-        s31 = tl.dot(p3, t1, s31, input_precision=PRECISION)
-        s32 = tl.dot(p3, t2, s32, input_precision=PRECISION)
-        s33 = tl.dot(p3, t3, s33, input_precision=PRECISION)
+        kk = load_rows(k, k_strides, token, stop, column, K, W)
+        pp = load_rows(p, p_strides, token, stop, column, K, W) if OWN_P else kk
+        columns, sums = [tl.trans(tile) for tile in kk], ()
+        for i in tl.static_range(4):
+            for j in tl.static_range(i + 1):
+                sums += (tl.dot(pp[i], columns[j], scores[len(sums)], input_precision=PRECISION),)
+        scores = sums
     if NORM:
-        at = norms + C + tl.arange(0, 16)
-        c0, c1 = tl.load(at)[None, :], tl.load(at + 16)[None, :]
-        c2, c3 = tl.load(at + 32)[None, :], tl.load(at + 48)[None, :]
-        r0, r1 = tl.load(at + C)[:, None], tl.load(at + C + 16)[:, None]
-        r2, r3 = tl.load(at + C + 32)[:, None], tl.load(at + C + 48)[:, None]
-        s00, s10, s20, s30 = s00 * r0 * c0, s10 * r1 * c0, s20 * r2 * c0, s30 * r3 * c0
-        s11, s21, s31 = s11 * r1 * c1, s21 * r2 * c1, s31 * r3 * c1
-        s22, s32, s33 = s22 * r2 * c2, s32 * r3 * c2, s33 * r3 * c3
-    return s00, s10, s11, s20, s21, s22, s30, s31, s32, s33
+        at, of_p, of_k = norms + C + tl.arange(0, 16), (), ()
+        for i in tl.static_range(4):
+            of_k += (tl.load(at + 16 * i)[None, :],)
+            of_p += (tl.load(at + C + 16 * i)[:, None],)
+        normed = ()
+        for i in tl.static_range(4):
+            for j in tl.static_range(i + 1):
+                normed += (scores[len(normed)] * of_p[i] * of_k[j],)
+        scores = normed
+    return scores
 
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch"])

@@ -152,12 +152,6 @@ def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
 
 
 @triton.jit
-def copy_state(source, read, target, written, slot_stride, stored, live):
-    """Of a row without tokens, from one tile to another."""
-    tl.store(target + written.to(tl.int64) * slot_stride, load_state(source, read, slot_stride, stored), mask=live)
-
-
-@triton.jit
 def reciprocal_length(x):
     return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
@@ -216,10 +210,11 @@ def decode(
         return
     write_strides = (write_row, write_token)
     if SHORT > 0 and write_indices is not None:  # noqa: SIM102 (constants, then a number)
-        if T < 1:
+        if T < 1:  # the state moves on as it is
             slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
             source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES)
-            copy_state(source, row_slot, tile, slot, slot_stride, inside & stored, inside & live)
+            at = tile + slot.to(tl.int64) * slot_stride
+            tl.store(at, load_state(source, row_slot, slot_stride, inside & stored), mask=inside & live)
             return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
