@@ -7,22 +7,29 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, precision
-from flash_delta.kernels.runtime.launch import Plan
+from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import SHORT, Problem
 
 LONG = 2**30  # tokens: more than any sequence has
 
 
-def plan(
-    c: Call, kernel: Any, grid: tuple[int, int, int], t: Tile, *scalars: Any, follows: bool = False, **own: Any
-) -> Plan:
-    """With the constants that the kernel names; ``own``: those that are the launch's, not the problem's."""
-    overlap = overlaps(c.p, c.shape.chip)
+def launch_rule(
+    c: Call,
+    kernel: Any,
+    pointers: tuple[Any, ...],
+    grid: tuple[int, int, int],
+    t: Tile,
+    *scalars: Any,
+    follows: bool = False,
+    contracts: bool = True,
+    **own: Any,
+) -> None:
+    """Launches a kernel with the constants of the problem that it names; ``own`` are those of this launch."""
     given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
     used = _constants.get(given)
     if used is None:
         used = _constants[given] = _constants_of(c, kernel, t, own)
-    return Plan(grid, t, scalars, used, follows and overlap)
+    launch(c, kernel, pointers, Plan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
 
 
 _constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels

@@ -1,6 +1,6 @@
 """How the loop is launched: as launch.py does it, but with descriptors for the copy engine."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -31,12 +31,11 @@ class DescribedPlan(NamedTuple):
     constants: dict[str, Any]  # the parameters behind them
 
 
-def launch_described(
-    c: Call, kernel: Any, plans: Callable[[], Iterable[DescribedPlan]], options: dict[str, Any]
-) -> None:
-    """Of the ``plans`` there is one, but while compiling."""
+def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -> None:
+    """Launches all ``plans``, which may share descriptors. ``more``: options for the compiler."""
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **more}
     described: dict[int, tuple] = {}
-    for plan in plans():
+    for plan in plans:
         name = (id(kernel), c.shape.key, *plan.constants.values())
         if c.steps is not None:
             c.steps.append(step_of(compiled_as(name), plan, described))

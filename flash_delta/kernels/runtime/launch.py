@@ -30,7 +30,7 @@ from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 
 class Plan(NamedTuple):
-    """One launch, but for the tensors."""
+    """One launch, except the tensors."""
 
     grid: tuple[int, int, int]
     tile: Tile
@@ -123,26 +123,22 @@ def _several_devices() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plans: Callable[[], Iterable[Plan]]) -> None:
-    """``pointers``, a plan's scalars and its constants are the kernel's parameters, in their order.
-
-    Of the ``plans`` there is one, but while compiling.
-    """
-    for plan in plans():
-        if c.steps is not None:
-            if 0 not in plan.grid:
-                values = (*pointers, *plan.scalars, *plan.constants.values())
-                c.steps.append(make_step(compiled_as(_name(c, kernel, plan)), plan.grid, values))
-            continue
-        options = plan.constants | _options(plan)
-        if c.compiling is not None:
-            compiled = kernel.warmup(*pointers, *plan.scalars, grid=plan.grid, **options)
-            c.compiling[_name(c, kernel, plan)] = compiled
-        elif 0 not in plan.grid:
-            if plan.tile.tma:
-                triton.set_allocator(_scratch)
-            kernel.launch_metadata = tell
-            kernel[plan.grid](*pointers, *plan.scalars, **options)
+def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
+    """``pointers``, the plan's scalars and its constants are the kernel's parameters, in their order."""
+    values = (*pointers, *plan.scalars)
+    if c.compiling is not None:
+        compiled = kernel.warmup(*values, grid=plan.grid, **plan.constants, **_options(plan))
+        c.compiling[_name(c, kernel, plan)] = compiled
+    elif 0 in plan.grid:
+        return
+    elif c.steps is not None:
+        compiled = compiled_as(_name(c, kernel, plan))
+        c.steps.append(make_step(compiled, plan.grid, (*values, *plan.constants.values())))
+    else:
+        if plan.tile.tma:
+            triton.set_allocator(_scratch)
+        kernel.launch_metadata = tell
+        kernel[plan.grid](*values, **plan.constants, **_options(plan))
 
 
 def compiled_as(name: tuple) -> Any:

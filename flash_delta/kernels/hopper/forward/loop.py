@@ -27,7 +27,6 @@ all of them. No role may need more registers than it has, or ptxas waits after e
 ``flash-delta compile``).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -330,15 +329,14 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
     states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
     q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
 
-    def plans() -> Iterator[DescribedPlan]:
-        for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
-            arguments = (
-                q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
-                x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where, *apart, p.HV // p.H,
-            )  # fmt: skip
-            yield loop_plan(c, w.tile, w.sequences, arguments, INITIAL=True, KEEP=False, SAVE=False)
-
-    launch_described(c, forward_loop, plans, {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+    plans = []
+    for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
+        arguments = (
+            q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
+            x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where, *apart, p.HV // p.H,
+        )  # fmt: skip
+        plans.append(loop_plan(c, w.tile, w.sequences, arguments, INITIAL=True, KEEP=False, SAVE=False))
+    launch_described(c, forward_loop, *plans)
 
 
 def run_loop(
@@ -356,18 +354,17 @@ def run_loop(
     initial = final if x.initial_state is None else x.initial_state
     tokens = (x.q, x.k, x.v)
 
-    def plans() -> Iterator[DescribedPlan]:
-        for t in choice or tiles(p, c.shape.chip, every=c.compiling is not None, saving=residual is not None):
-            arguments = (
-                *boxes(x, o, 64 * t.groups), lines(out),
-                None if A is None else squares(A), *saved(residual), states(p, initial), states(p, final),
-                x.cu_seqlens, None, None, p.N * p.HV, p.T, *(0,) * 7,
-                *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens), p.HV // p.H,
-            )  # fmt: skip
-            flags = {"INITIAL": x.initial_state is not None, "KEEP": A is not None, "SAVE": residual is not None}
-            yield loop_plan(c, t, p.N, arguments, **flags)
-
-    launch_described(c, forward_loop, plans, {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+    plans = []
+    for t in choice or tiles(p, c.shape.chip, every=c.compiling is not None, saving=residual is not None):
+        arguments = (
+            *boxes(x, o, 64 * t.groups), lines(out),
+            None if A is None else squares(A), *saved(residual), states(p, initial), states(p, final),
+            x.cu_seqlens, None, None, p.N * p.HV, p.T, *(0,) * 7,
+            *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens), p.HV // p.H,
+        )  # fmt: skip
+        flags = {"INITIAL": x.initial_state is not None, "KEEP": A is not None, "SAVE": residual is not None}
+        plans.append(loop_plan(c, t, p.N, arguments, **flags))
+    launch_described(c, forward_loop, *plans)
 
 
 def loop_plan(

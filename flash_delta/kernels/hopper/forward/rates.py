@@ -164,7 +164,7 @@ def run_rates(
     grid, tile = (count_slots(p), p.HV // heads, 1), RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     kept = (None, None) if s is None else (s.vectors, s.norms)
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, *kept, walks, *tables)
-    launch(c, rates, pointers, lambda: [Plan(grid, tile, scalars, constants, follows=False)])
+    launch(c, rates, pointers, Plan(grid, tile, scalars, constants, follows=False))
 
 
 def row_and_others(t: Tensor | None) -> tuple[int, tuple[int, int]]:

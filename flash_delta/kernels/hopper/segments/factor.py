@@ -94,6 +94,4 @@ def run_factor(c: Call, rates: Tensor, w: Walk) -> None:
     plan = DescribedPlan(
         (count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad}
     )
-    launch_described(
-        c, factor, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **FACTOR}
-    )
+    launch_described(c, factor, plan, **FACTOR)

@@ -235,7 +235,7 @@ def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
         "KEEP": p.needs_grad, **MAPS[p.K],
     }  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length), p.HV, 2), arguments, constants)
-    launch_described(c, find_maps, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+    launch_described(c, find_maps, plan)
 
 
 def run_compose(c: Call, w: Walk) -> None:
@@ -250,4 +250,4 @@ def run_compose(c: Call, w: Walk) -> None:
         (p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, (p.N, p.T, w.length, p.HV, strides), constants,
         follows=p.device.type != "cpu",
     )  # fmt: skip
-    launch(c, compose, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), lambda: [plan])
+    launch(c, compose, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), plan)

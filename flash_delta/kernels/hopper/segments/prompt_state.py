@@ -75,4 +75,4 @@ def run_hand_over(c: Call, prompt: Prompt, slots: Slots, *, back: bool) -> None:
     grid = (p.HV * p.K * p.V // HAND_OVER.BV, 1, 1)
     pointers = (pool, prompt.last if back else prompt.first, prompt.span, c.x.cu_seqlens, *tables)
     plan = Plan(grid, HAND_OVER, scalars, constants, follows=back and overlap)
-    launch(c, hand_over, pointers, lambda: [plan])
+    launch(c, hand_over, pointers, plan)

@@ -230,4 +230,4 @@ def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, resi
         "KEEP": p.needs_grad, "SAVE": residual is not None, **WALKS[p.K],
     }  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
-    launch_described(c, walk, lambda: [plan], {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True})
+    launch_described(c, walk, plan)

@@ -15,7 +15,6 @@ at; in front of a sequence's first token that is the gradient of its initial sta
 programs found of dweight and dbias, always in the same order.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import triton
@@ -248,10 +247,8 @@ def count_parts(c: Call) -> int:
 def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Cut | None = None) -> None:
     w = chosen or cut_of("convolve", c)
 
-    def plans() -> Iterator[Plan]:
-        yield _along(c, w)
-
-    launch(c, convolve, (*c.x, y, final), plans)
+    one = _along(c, w)
+    launch(c, convolve, (*c.x, y, final), one)
 
 
 def run_convolve_backward(
@@ -260,10 +257,8 @@ def run_convolve_backward(
     """``c.more``: dy, and dfinal or None."""
     (dy, dfinal), w = c.more, chosen or cut_of("convolve_backward", c)
 
-    def plans() -> Iterator[Plan]:
-        yield _along(c, w, dy.stride(), strides(dfinal))
-
-    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), plans)
+    one = _along(c, w, dy.stride(), strides(dfinal))
+    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), one)
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
@@ -271,12 +266,10 @@ def run_convolve_token(c: Call, y: Tensor) -> None:
     p, x = c.p, c.x
     BD = min(TOKEN.BV, next_power_of_2(p.D))
 
-    def plans() -> Iterator[Plan]:
-        constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
-        grid = (p.N * -(-p.D // BD), 1, 1)
-        yield Plan(grid, TOKEN, (x.x.stride(), x.initial_state.stride()), constants, follows=False)
-
-    launch(c, convolve_token, (x.x, x.initial_state, x.weight, x.bias, y), plans)
+    constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
+    grid = (p.N * -(-p.D // BD), 1, 1)
+    one = Plan(grid, TOKEN, (x.x.stride(), x.initial_state.stride()), constants, follows=False)
+    launch(c, convolve_token, (x.x, x.initial_state, x.weight, x.bias, y), one)
 
 
 def strides(t: Tensor | None) -> tuple[int, ...]:

@@ -7,8 +7,6 @@ Backward, with n = x r and u = dy act(gate):
     dgate = dy n w act'(gate)        dw = sum over rows of u n        dx = r (u w - n mean(u w n))
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -114,13 +112,11 @@ def run_normalize(c: Call, y: Tensor) -> None:
     """x and the gate are rows [M, D]."""
     x, BD, rows, t = c.x, *_rows(c, ROWS)
 
-    def plans() -> Iterator[Plan]:
-        M = len(x.x)
-        scalars = M, c.p.eps, x.x.stride(0), batch(x.gate)
-        constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
-        yield Plan((-(-M // rows), 1, 1), t, scalars, constants, follows=False)
-
-    launch(c, normalize, (x.x, x.gate, x.weight, y), plans)
+    M = len(x.x)
+    scalars = M, c.p.eps, x.x.stride(0), batch(x.gate)
+    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
+    one = Plan((-(-M // rows), 1, 1), t, scalars, constants, follows=False)
+    launch(c, normalize, (x.x, x.gate, x.weight, y), one)
 
 
 def count_row_parts(c: Call) -> int:
@@ -133,23 +129,19 @@ def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Ten
     """``c.more``: dy [M, D]."""
     x, (dy,), BD, rows, t = c.x, c.more, *_rows(c, BACKWARD_ROWS)
 
-    def plans() -> Iterator[Plan]:
-        programs = len(parts)
-        scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), batch(x.gate), dy.stride(0)
-        constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
-        yield Plan((programs, 1, 1), t, scalars, constants, follows=False)
-
-    launch(c, normalize_backward, (x.x, x.gate, x.weight, dy, dx, dgate, parts), plans)
+    programs = len(parts)
+    scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), batch(x.gate), dy.stride(0)
+    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
+    one = Plan((programs, 1, 1), t, scalars, constants, follows=False)
+    launch(c, normalize_backward, (x.x, x.gate, x.weight, dy, dx, dgate, parts), one)
 
 
 def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> None:
     P, rows, D = parts.shape
 
-    def plans() -> Iterator[Plan]:
-        constants = {"D": D, "W": dweight.numel() // D, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
-        yield Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants, follows=False)
-
-    launch(c, total, (parts, dweight, dbias), plans)
+    constants = {"D": D, "W": dweight.numel() // D, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
+    one = Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants, follows=False)
+    launch(c, total, (parts, dweight, dbias), one)
 
 
 def _rows(c: Call, numbers: int) -> tuple[int, int, Tile]:

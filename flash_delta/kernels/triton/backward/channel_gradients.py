@@ -23,18 +23,15 @@ That is good enough for bfloat16. Channels that fall by more than ``MILD`` withi
 Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` sums and finishes them.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_block, rows_of, store_tile
-from flash_delta.kernels.runtime.arguments import block, plan, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import HeadGradients, Scores
 from flash_delta.kernels.triton.backward.halved_gradients import MILD, in_parts, leading, sum_of
 from flash_delta.kernels.triton.tiles import tile
@@ -247,16 +244,12 @@ def run_channel_gradients(
 ) -> None:  # fmt: skip
     """dg; dq and dk of every value head; and of A_log and dt_bias ``[slots, HV, K]``, to be summed. For bfloat16."""
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        chosen = t or tile("channel_gradients", p, c.shape.chip)
-        W = min(chosen.BV, block(p.K))  # channels of one program
-        yield plan(
-            c, channel_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
-            p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
-        )  # fmt: skip
-
+    chosen = t or tile("channel_gradients", p, c.shape.chip)
+    W = min(chosen.BV, block(p.K))  # channels of one program
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias
     )  # fmt: skip
-    launch(c, channel_gradients, pointers, plans)
+    launch_rule(
+        c, channel_gradients, pointers, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
+        p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
+    )  # fmt: skip

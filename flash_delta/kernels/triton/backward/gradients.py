@@ -14,8 +14,6 @@ HV]`` are left to be summed over slots. A kernel of its own, because a barrier d
 visible to another on AMD.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,10 +30,9 @@ from flash_delta.kernels.device.chunk import (
     store_row,
     store_tile,
 )
-from flash_delta.kernels.runtime.arguments import batch, plan, strides, tokens
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Chain, Factors, Residual, Scores, Solved
 from flash_delta.kernels.triton.tiles import WARP, tile
 from flash_delta.problem import Inputs
@@ -260,43 +257,30 @@ def run_query_gradients(
     c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, query_gradients, (count_slots(p), p.H, 1), t or tile("query_gradients", p, c.shape.chip),
-            p.N, p.T, strides(x.q), strides(x.k), strides(do), follows=True,
-        )  # fmt: skip
-
     pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
-    launch(c, query_gradients, pointers, plans)
+    launch_rule(
+        c, query_gradients, pointers, (count_slots(p), p.H, 1), t or tile("query_gradients", p, c.shape.chip),
+        p.N, p.T, strides(x.q), strides(x.k), strides(do), follows=True,
+    )  # fmt: skip
 
 
 def run_key_gradients(
     c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, key_gradients, (count_slots(p), p.H, 1), t or tile("key_gradients", p, c.shape.chip),
-            p.N, p.T, strides(x.q), strides(x.k), strides(c.keys), follows=True,
-        )  # fmt: skip
-
     pointers = (
         x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys, s.vectors, s.norms,
         f.rates, x.cu_seqlens, d.k, d.p, scores.parts,
     )  # fmt: skip
-    launch(c, key_gradients, pointers, plans)
+    launch_rule(
+        c, key_gradients, pointers, (count_slots(p), p.H, 1), t or tile("key_gradients", p, c.shape.chip),
+        p.N, p.T, strides(x.q), strides(x.k), strides(c.keys), follows=True,
+    )  # fmt: skip
 
 
 def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
     """dg; and of A_log and dt_bias ``[slots, HV]``, to be summed."""
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(c, gates, (count_slots(p), p.HV, 1), WARP, p.N, p.T, batch(x.g), tokens(x.g), follows=True)
-
-    pointers = (
-        x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias
-    )  # fmt: skip
-    launch(c, gates, pointers, plans)
+    pointers = (x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias)
+    grid = (count_slots(p), p.HV, 1)
+    launch_rule(c, gates, pointers, grid, WARP, p.N, p.T, batch(x.g), tokens(x.g), follows=True)

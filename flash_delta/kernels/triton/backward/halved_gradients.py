@@ -15,8 +15,6 @@ In bfloat16 only channels are computed that fell by more than ``MILD`` within so
 other programs end at once. Grid (slots K / W, HV), dq and dk as `channel_gradients` writes them.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -33,10 +31,9 @@ from flash_delta.kernels.device.chunk import (
     rows_of,
     store_tile,
 )
-from flash_delta.kernels.runtime.arguments import block, plan, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Chain, HeadGradients, Residual, Scores, Solved
 from flash_delta.kernels.triton.tiles import tile
 from flash_delta.problem import Problem
@@ -311,18 +308,14 @@ def run_halved_gradients(
 ) -> None:  # fmt: skip
     """What `channel_gradients` says; behind it, only what it could not say."""
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        chosen = t or tile("halved_gradients", p, c.shape.chip)
-        W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
-        yield plan(
-            c, halved_gradients, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
-            p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
-            W=W, BV=block(p.V), follows=True,
-        )  # fmt: skip
-
+    chosen = t or tile("halved_gradients", p, c.shape.chip)
+    W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
         s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
     )  # fmt: skip
-    launch(c, halved_gradients, pointers, plans)
+    launch_rule(
+        c, halved_gradients, pointers, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
+        p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
+        W=W, BV=block(p.V), follows=True,
+    )  # fmt: skip

@@ -6,8 +6,6 @@ A kernel of its own behind `channel_gradients`, whose programs have a few channe
 would have to wait for other programs. Grid (slots, H).
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
@@ -21,9 +19,8 @@ from flash_delta.kernels.device.chunk import (
     rows_of,
     store_tile,
 )
-from flash_delta.kernels.runtime.arguments import plan, strides
+from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import HeadGradients, Solved
 from flash_delta.kernels.triton.backward.gradients import norm_backward
 from flash_delta.kernels.triton.tiles import HEADS
@@ -74,10 +71,7 @@ def key_head_gradients(
 
 def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) -> None:
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, key_head_gradients, (count_slots(p), p.H, 1), HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True
-        )  # fmt: skip
-
-    launch(c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k), plans)
+    launch_rule(
+        c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k),
+        (count_slots(p), p.H, 1), HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True
+    )  # fmt: skip

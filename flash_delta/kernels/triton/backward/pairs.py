@@ -17,8 +17,6 @@ that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``p
 (slots, HV).
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,10 +32,9 @@ from flash_delta.kernels.device.chunk import (
     store_row,
     store_tile,
 )
-from flash_delta.kernels.runtime.arguments import block, plan, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Chain, Channels, HeadGradients, Residual, Scores, Solved
 from flash_delta.kernels.triton.forward.factor import decay
 from flash_delta.kernels.triton.tiles import tile
@@ -202,19 +199,16 @@ def run_pairs(
     heads: HeadGradients, t: Tile | None = None,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        with_states = heads.written is not None
-        chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
-        # Steps of loops over K. Of states 64 at least: narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
-        BK = min(chosen.BV, max(64, block(p.K))) if with_states else min(chosen.BV, block(p.K))
-        yield plan(
-            c, pairs, (count_slots(p), p.HV, 1), chosen,
-            p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
-            BK=BK, STATES=with_states, follows=True,
-        )  # fmt: skip
-
+    with_states = heads.written is not None
+    chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
+    # Steps of loops over K. Of states 64 at least: narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
+    BK = min(chosen.BV, max(64, block(p.K))) if with_states else min(chosen.BV, block(p.K))
     read = (
         x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens
     )  # fmt: skip
-    launch(c, pairs, (*read, d.v, d.beta, *scores, *heads[:4]), plans)
+    launch_rule(
+        c, pairs, (*read, d.v, d.beta, *scores, *heads[:4]),
+        (count_slots(p), p.HV, 1), chosen,
+        p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
+        BK=BK, STATES=with_states, follows=True,
+    )  # fmt: skip

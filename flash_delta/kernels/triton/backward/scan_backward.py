@@ -12,17 +12,14 @@ RECOMPUTE: what `scan` had not saved is written by as many programs before these
 one writes, and each waits for its own products most of the time: side by side they take little longer than one.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
-from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, plan, states, strides
+from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, launch_rule, states, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.scan import load_rates, load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import maps, outside, readers
@@ -116,16 +113,13 @@ def run_scan_backward(
     """``recompute``: writes ``r``, too, in programs of their own."""
     p, x = c.p, c.x
 
-    def plans() -> Iterator[Plan]:
-        for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
-            yield plan(
-                c, scan_backward, (-(-p.V // columns(p, t)), p.HV, p.N * (1 + recompute)), t,
-                p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
-                states(p, dfinal), states(p, dinitial),
-                FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
-                TMA=t.tma and fits_tma(x.v, do, *outside(p, x)), follows=recompute,
-            )  # fmt: skip
-
     read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state, dfinal)
     pointers = (*read, *r, *chain, dinitial)
-    launch(c, scan_backward, pointers, plans)
+    for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
+        launch_rule(
+            c, scan_backward, pointers, (-(-p.V // columns(p, t)), p.HV, p.N * (1 + recompute)), t,
+            p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
+            states(p, dfinal), states(p, dinitial),
+            FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
+            TMA=t.tma and fits_tma(x.v, do, *outside(p, x)), follows=recompute,
+        )  # fmt: skip

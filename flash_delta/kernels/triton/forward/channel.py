@@ -22,16 +22,13 @@ per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms, the same bits
 `factor` does: ``rates [slots, HV, 4, C]``, the norms of q, with the scale, and of k, and b. Grid (slots HV).
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.channel_gate import BITS, living, log_decay, parameters
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, rows_of
-from flash_delta.kernels.runtime.arguments import batch, plan, strides, tokens
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
 from flash_delta.kernels.triton.tiles import tile
@@ -337,13 +334,9 @@ def channel(
 def run_channel(c: Call, s: Solved, ch: Channels) -> None:
     """The strengths and norms in ``s``, too, which `solve` writes where there is no decay per channel."""
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, channel, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.shape.chip),
-            p.N, p.T, p.scale, p.lower_bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
-            batch(x.beta), tokens(x.beta),
-        )  # fmt: skip
-
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)
-    launch(c, channel, pointers, plans)
+    launch_rule(
+        c, channel, pointers, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.shape.chip),
+        p.N, p.T, p.scale, p.lower_bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
+        batch(x.beta), tokens(x.beta),
+    )  # fmt: skip

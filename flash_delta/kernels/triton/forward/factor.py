@@ -9,16 +9,13 @@ Norms are part of them. Grid (slots, H): q k^T is formed once for the value head
 channel `scan` works with P, Kd and A themselves.)
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, rows_of
-from flash_delta.kernels.runtime.arguments import plan, strides
+from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Factors, Solved
 from flash_delta.kernels.triton.tiles import tile
 
@@ -100,11 +97,8 @@ def factor(
 def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
     """``follows``: the launch before it was this call's."""
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, factor, (count_slots(p), p.H, 1), t or tile("factor", p, c.shape.chip),
-            p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
-        )  # fmt: skip
-
-    launch(c, factor, (x.q, x.k, x.cu_seqlens, *s, *f), plans)
+    launch_rule(
+        c, factor, (x.q, x.k, x.cu_seqlens, *s, *f),
+        (count_slots(p), p.H, 1), t or tile("factor", p, c.shape.chip),
+        p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
+    )  # fmt: skip

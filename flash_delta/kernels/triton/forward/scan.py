@@ -28,8 +28,6 @@ segment's map of the state is found, S_end = Phi S + B: grid ((V + K) / BV, ...)
 a state that starts as the identity and meets no values.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,10 +44,9 @@ from flash_delta.kernels.device.chunk import (
     rows_of,
     store_tile,
 )
-from flash_delta.kernels.runtime.arguments import every, fits_tma, plan, states, strides, table
+from flash_delta.kernels.runtime.arguments import every, fits_tma, launch_rule, states, strides, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.scan_launches import outside, scan_grid, walked, walks
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
@@ -332,15 +329,13 @@ def run_scan(
         indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
         counts = (len(final), 0 if indices[3] is None else indices[3].shape[1], min(p.checkpoint_every, p.T + C) // C)
 
-    def plans() -> Iterator[Plan]:
-        for w in walks(kernel, p, c.shape.chip, every(c), *choice):
-            t = w.tile
-            yield plan(
-                c, scan, scan_grid(p, w), t,
-                p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
-                *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
-                INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
-                SAVE=r is not None, TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
-            )  # fmt: skip
-
-    launch(c, scan, (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices), plans)
+    pointers = (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
+    for w in walks(kernel, p, c.shape.chip, every(c), *choice):
+        t = w.tile
+        launch_rule(
+            c, scan, pointers, scan_grid(p, w), t,
+            p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
+            *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
+            INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
+            SAVE=r is not None, TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
+        )  # fmt: skip

@@ -16,7 +16,6 @@ Backward would take Phi^T and what dO alone sends to a segment's start, from `sc
 same `compose` from right to left.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,10 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow
-from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, plan, states, strides
+from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, launch_rule, states, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, precision
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import outside, walked
@@ -104,45 +102,34 @@ def run_segmented_scan(
 
 def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan) -> None:
     initial = c.x.initial_state
-
-    def plans() -> Iterator[Plan]:
-        yield _scan_plan(c, w, w.split.maps, initial, by_value(w.maps), output=False)
-
-    launch(c, scan, (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING), plans)
+    pointers = (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING)
+    _run_scan(c, w, pointers, w.split.maps, initial, by_value(w.maps), output=False)
 
 
 def run_compose(c: Call, w: SegmentedScan) -> None:
     p, x, t = c.p, c.x, w.split.compose
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, compose, (-(-p.V // columns(p, t)), p.HV, p.N), t,
-            p.N, p.T, w.split.length, by_value(w.maps), by_value(w.starts), states(p, x.initial_state),
-            INITIAL=x.initial_state is not None, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
-        )  # fmt: skip
-
-    launch(c, compose, (w.maps, w.starts, x.cu_seqlens, x.initial_state), plans)
+    launch_rule(
+        c, compose, (w.maps, w.starts, x.cu_seqlens, x.initial_state), (-(-p.V // columns(p, t)), p.HV, p.N), t,
+        p.N, p.T, w.split.length, by_value(w.maps), by_value(w.starts), states(p, x.initial_state),
+        INITIAL=x.initial_state is not None, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
+    )  # fmt: skip
 
 
 def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan) -> None:
-    p = c.p
-
-    def plans() -> Iterator[Plan]:
-        for t in segment_tiles(p, c.shape.chip) if every(c) else (w.split.scan,):
-            yield _scan_plan(c, w, t, None, states(p, final), output=True)
-
-    launch(c, scan, (*walked(c, ch, s, f), w.starts, o, final, *NOTHING), plans)
+    pointers = (*walked(c, ch, s, f), w.starts, o, final, *NOTHING)
+    for t in segment_tiles(c.p, c.shape.chip) if every(c) else (w.split.scan,):
+        _run_scan(c, w, pointers, t, None, states(c.p, final), output=True)
 
 
-def _scan_plan(
-    c: Call, w: SegmentedScan, t: Tile, initial: Tensor | None, final: tuple[int, ...], *, output: bool
-) -> Plan:
-    """Of a scan of segments: for their maps, which start from ``initial``, or for their output, which starts from what
+def _run_scan(
+    c: Call, w: SegmentedScan, pointers: tuple, t: Tile, initial: Tensor | None, final: tuple[int, ...], *, output: bool
+) -> None:
+    """A scan of segments: for their maps, which start from ``initial``, or for their output, which starts from what
     `compose` has written. ``final``: strides of the states that it writes."""
     p, x = c.p, c.x
     width = p.V if output else p.V + p.K
-    return plan(
-        c, scan, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
+    launch_rule(
+        c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
         p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
         states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
         TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,

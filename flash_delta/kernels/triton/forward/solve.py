@@ -15,8 +15,6 @@ value head, ``A [C, C]`` and the vectors ``[4, C]``: G, what float32 left of it 
 With a decay per channel (CHANNEL) `channel` has written L, b and the norms, and only A is left to do.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
@@ -31,9 +29,8 @@ from flash_delta.kernels.device.chunk import (
     load_tile,
     rows_of,
 )
-from flash_delta.kernels.runtime.arguments import batch, plan, strides, tokens
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
 
@@ -293,13 +290,9 @@ def solve(
 
 def run_solve(c: Call, ch: Channels, s: Solved) -> None:
     p, x = c.p, c.x
-
-    def plans() -> Iterator[Plan]:
-        yield plan(
-            c, solve, (count_slots(p), p.H, 1), WARP,
-            p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
-            batch(x.beta), tokens(x.beta), follows=p.gate == "channel",
-        )  # fmt: skip
-
     pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, ch.L, *s)
-    launch(c, solve, pointers, plans)
+    launch_rule(
+        c, solve, pointers, (count_slots(p), p.H, 1), WARP,
+        p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
+        batch(x.beta), tokens(x.beta), follows=p.gate == "channel",
+    )  # fmt: skip

@@ -25,8 +25,6 @@ With ``initial`` rows start from slots of these states, which lie as the pool's 
 Indices are what the device says. What is no slot is never an address: loads and stores are masked by ``live``.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,11 +32,10 @@ from torch import Tensor
 from flash_delta.kernels.device import activation, channel_gate
 from flash_delta.kernels.device.activation import gated_norm, strength
 from flash_delta.kernels.device.chunk import bounds, follow
-from flash_delta.kernels.runtime.arguments import columns, every, plan, short, states, table
+from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, short, states, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import alone, unit
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.triton.serving.window import convolve, load_window, push, store_window
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Around, Slots
@@ -318,25 +315,22 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
     per_token = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta, around.norm_gate)]
     conv = around.conv_pool
 
-    def plans() -> Iterator[Plan]:
-        rows = p.N if p.packed else p.B
-        slot, *inner = states(p, s.state_pool)
-        for chosen in choice or decode_tiles(p, c.shape.chip, every(c)):
-            programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
-            yield plan(
-                c, decode, (programs, 1, 1), chosen,
-                p.N, p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,
-                p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0, slot, 0 if conv is None else conv.stride(0),
-                *(count for counts, _ in per_token for count in counts),
-                *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
-                table(s.has_initial_state)[0], *(strides for _, strides in per_token),
-                HEADS=heads, ALONE=one, STRIDES=tuple(inner), ACTIVATION=p.activation,
-                CONV=None if conv is None else (p.taps, p.window, *conv.stride()[1:]), follows=beside,
-            )._replace(contracts=False)  # fmt: skip
-
+    rows = p.N if p.packed else p.B
+    slot, *inner = states(p, s.state_pool)
     pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, s.state_pool, s.read_indices, write)
     more = (s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens)
-    launch(c, decode, (*pointers, *more, *around, o), plans)
+    for chosen in choice or decode_tiles(p, c.shape.chip, every(c)):
+        programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
+        launch_rule(
+            c, decode, (*pointers, *more, *around, o), (programs, 1, 1), chosen,
+            p.N, p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,
+            p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0, slot, 0 if conv is None else conv.stride(0),
+            *(count for counts, _ in per_token for count in counts),
+            *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
+            table(s.has_initial_state)[0], *(strides for _, strides in per_token),
+            HEADS=heads, ALONE=one, STRIDES=tuple(inner), ACTIVATION=p.activation,
+            CONV=None if conv is None else (p.taps, p.window, *conv.stride()[1:]), follows=beside, contracts=False,
+        )  # fmt: skip
 
 
 def counted(t: Tensor | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:
