@@ -9,7 +9,7 @@ being continued, fills up with pieces of prompts, and runs them through the mode
 while there are prompts to read, else with `decode_*`.
 
 Unless told otherwise it compares every completion with `model.generate` on that prompt alone, token by token. The two
-compute the same but for rounding: in other batches, in pieces of prompts, in chunks or token by token. In float32 that
+differ in rounding only: in other batches, in pieces of prompts, in chunks or token by token. In float32 that
 moves a logit in its sixth digit or so, and changes a greedy choice only where the two best tokens are that near to each
 other: with wide weights, as a fresh model has here, hardly ever. In half precision it would happen often.
 """
@@ -131,7 +131,7 @@ class Engine:
         ends = self.run(batch)[0, batch.bounds[1:] - 1].argmax(-1).tolist()  # the step's only wait for the device
         for (request, count), token in zip(chosen, ends, strict=True):
             request.seen += count
-            if not request.ahead():  # the prompt is read: the token behind its last one is the next
+            if not request.ahead():  # the prompt is read: the token after its last one is the next
                 request.completion.append(token)
         done = [request for request in self.active if len(request.completion) == self.max_new_tokens]
         self.active = [request for request in self.active if request not in done]

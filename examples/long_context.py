@@ -31,7 +31,7 @@ PARTS = 8
 
 
 def nats(model: FlashDeltaForCausalLM, row: Tensor, context: ContextParallel) -> Tensor:
-    """-ln p of each of this rank's tokens' next ones [T]; 0 at the row's very end, behind which there is none."""
+    """-ln p of each of this rank's tokens' next ones [T]; 0 at the row's very end, after which there is none."""
     targets = F.pad(row[1:], (0, 1), value=-100)
     mine, next_ones = (context.shard(x[None]).to(model.device) for x in (row, targets))
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):

@@ -5,7 +5,7 @@
 
 A layer as of Qwen3-Next (2048 wide, 16 key and 32 value heads of 128) and one as of Kimi-Linear (2304 wide, 32 heads of
 128), with random weights, in bfloat16: a forward pass, a training step (forward and backward), a prompt into a cache,
-and one token behind it for each of several rows. Timed are transformers' PyTorch code, what transformers runs by itself
+and one token after it for each of several rows. Timed are transformers' PyTorch code, what transformers runs by itself
 where that is something else (fla, if it is installed), and our ops in the same layer. Before a time stands, the outputs
 are compared with those of the PyTorch code: further off than 2 % is another function.
 """
@@ -69,7 +69,7 @@ def make_layer(cls: type[nn.Module], config: PreTrainedConfig, device: torch.dev
 
 
 def steps(layer: nn.Module, config: PreTrainedConfig, tokens: int, prompts: int, rows: int) -> dict[str, Step]:
-    """Each returns what is compared: outputs; of training all gradients behind each other. The same at every call."""
+    """Each returns what is compared: outputs, or all gradients in one tensor. Every call returns the same."""
     torch.manual_seed(1)
 
     def random(*shape: int) -> Tensor:

@@ -80,7 +80,7 @@ def _products(w: Workload) -> int:
 def _layer_floor(w: Workload, e: int) -> Floor:
     weights, products = w.hidden * (2 * w.H * w.K + 3 * w.HV * w.V + 2 * w.HV), _products(w)
     moved = e * (weights + 2 * w.tokens * w.hidden)
-    if w.kind == "training":  # behind it weights, input and its gradient are read, their gradients written
+    if w.kind == "training":  # the backward pass reads weights, input and its gradient, and writes their gradients
         moved += e * (2 * weights + 3 * w.tokens * w.hidden)
         products += round(BACKWARD_PRODUCTS * products)
     else:

@@ -55,7 +55,7 @@ def seconds(run: Run, device: torch.device) -> float:
 
 
 def eager_ms(run: Run, device: torch.device, calls: int) -> float:
-    """Per call, of several behind each other: what a loop in Python sees, launch overhead and all."""
+    """Per call, of several in a row: what a loop in Python sees, launch overhead and all."""
 
     def several() -> None:
         for _ in range(calls):

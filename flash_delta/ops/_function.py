@@ -22,7 +22,7 @@ Bounds = Tensor | Sequence[int] | None  # on the host
 def run(
     x: Inputs, options: dict[str, Any], bounds: Bounds, *, output_final_state: bool, backend: str | Explain | None
 ) -> tuple[Tensor, ...] | Explanation:
-    """``(o, final_state)``, and the chunk states behind them if the problem keeps them.
+    """``(o, final_state)``, and the chunk states after them if the problem keeps them.
 
     On a GPU a call is looked at once (`look_at`). ``options``: fields of `Options`, which takes 1 us to make.
     """

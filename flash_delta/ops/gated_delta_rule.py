@@ -63,7 +63,7 @@ def chunk_gated_delta_rule(
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         state_v_first: states are ``[N, HV, V, K]``. Default False.
         cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
-            not decreasing, at most T. Sequences may be empty; rows behind the last are zeros in o and in gradients.
+            not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
             The host does not read bounds on a GPU. If they are wrong, results are undefined, but no kernel touches
             memory outside of the call's tensors.
         cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.

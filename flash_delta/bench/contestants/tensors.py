@@ -26,7 +26,7 @@ def state_pool(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def pool_of(x: dict[str, Tensor], states: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A pool of the rows' states ``[N, HV, V, K]`` and room for more of each behind them; the slots that rows read
+    """A pool of the rows' states ``[N, HV, V, K]`` and room for more of each after them; the slots that rows read
     ``[N]``, and those that they write ``[N, states]``; and what the last of these hold, ``[N, HV, V, K]``."""
     given = x["initial_state"].mT
     N = len(given)

@@ -43,7 +43,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         q, k, g, beta = (inputs[name] for name in ("q", "k", "g", "beta"))
         if group > 1:  # the model's duty in 5.17; the op's in 5.23, by the same copies
             q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
-        if workload.raw:  # its models do this in front of the op, in every call
+        if workload.raw:  # its models do this before the op, in every call
             g, beta = _log_decay(workload, inputs), beta.sigmoid()
         return op(
             q,

@@ -64,7 +64,7 @@ def sigmoid(x):
 
 @triton.jit
 def gated_norm(x, z, weight, d, eps, V: tl.constexpr, ACTIVATION: tl.constexpr):
-    """``RMSNorm(x) act(z)`` of one head's values. Values behind the last one are 0."""
+    """``RMSNorm(x) act(z)`` of one head's values. Values after the last one are 0."""
     x = spread(x)
     length = tl.sum(x * x, 0) / V
     w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)

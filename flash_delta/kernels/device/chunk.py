@@ -3,7 +3,7 @@
 Every sequence begins a new chunk, so a packed batch of T tokens in N sequences has at most T // C + N chunks.
 Sequence n has its chunks in the slots from ``cu_seqlens[n] // C + n`` on. There are always enough slots before those of
 the next sequence. A program finds the chunk of its slot by itself. A grid has as many slots as there can be chunks; a
-slot without a chunk finds no tokens. What lies behind the last sequence counts as one more, N, and gets zeros.
+slot without a chunk finds no tokens. What lies after the last sequence counts as one more, N, and gets zeros.
 
 Segments, which are runs of whole chunks, are found in the same way.
 """
@@ -17,7 +17,7 @@ C = 64  # tokens of a chunk, in every kernel
 
 
 def count_slots(problem: Problem, length: int = C) -> int:
-    """The most chunks, or segments of ``length`` tokens, that there can be, with those behind the last sequence."""
+    """The most chunks, or segments of ``length`` tokens, that there can be, with those after the last sequence."""
     T = problem.T
     return T // length + problem.N + 1 if problem.packed else problem.N * -(-T // length)
 
@@ -59,7 +59,7 @@ def load_bound(cu_seqlens, n, known, T):
 
 @triton.jit
 def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
-    """The first token of sequence n, the one behind its last, both in its batch row, and its first slot."""
+    """The first token of sequence n, the one after its last, both in its batch row, and its first slot."""
     start, stop, slot = n * 0, n * 0 + T, n * ((T + C - 1) // C)
     if PACKED:
         start = load_bound(cu_seqlens, n, n <= N, T)

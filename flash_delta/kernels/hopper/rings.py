@@ -20,7 +20,7 @@ def rate(sr, s, row: gl.constexpr):
 
 @gluon.jit
 def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr):
-    """Asks for [64, COLUMNS] of a sequence that begins at ``row``; zeros come from behind its end."""
+    """Asks for [64, COLUMNS] of a sequence that begins at ``row``; zeros come from after its end."""
     box = reinterpret(tile, desc.dtype, [1, 1, C, COLUMNS], BOX)
     tma_load(desc, [RAGGED, row + length, RAGGED - length + token, column], bar, box)
 

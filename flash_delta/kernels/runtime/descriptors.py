@@ -28,7 +28,7 @@ class DescribedPlan(NamedTuple):
 
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]  # the parameters behind them
+    constants: dict[str, Any]  # the parameters after them
 
 
 def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -> None:

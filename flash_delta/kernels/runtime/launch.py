@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
     grid: tuple[int, int, int]
     tile: Tile
-    scalars: tuple[Any, ...]  # the parameters behind the pointers
+    scalars: tuple[Any, ...]  # the parameters after the pointers
     constants: dict[str, Any]  # the constexprs
     follows: bool  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
     contracts: bool = True  # the compiler may round a product and a sum as one

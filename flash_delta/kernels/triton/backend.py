@@ -293,5 +293,5 @@ def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def new_gradients(x: Inputs) -> Inputs:
-    """Contiguous, of the inputs up to the initial state; A_log and dt_bias stand behind it."""
+    """Contiguous, of the inputs up to the initial state; A_log and dt_bias come after these."""
     return Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:7]))

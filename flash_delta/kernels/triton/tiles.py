@@ -239,7 +239,7 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
 def plan_segments(p: Problem, chip: Chip) -> Segments | None:
     """How long sequences are split, if that is faster. A function of sizes: as if all sequences had one length.
 
-    None where bits are promised that a split would change: on a pool, where a prompt goes on from any multiple of 64
+    None where bits are promised that a split would change: on a pool, where a prompt continues from any multiple of 64
     tokens as if it had not been cut (ops/serving/prefill.py). What writes states for the backward pass walks whole
     sequences, too.
     """

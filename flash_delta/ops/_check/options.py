@@ -1,4 +1,4 @@
-"""Scalar options, cast at the door: what goes on is Python's own float, int or bool, or None, whatever came.
+"""Scalar options, cast at the door: the rest of the library gets Python's own float, int, bool or None.
 
 A kernel is compiled for the types of its numbers, and calls are known again by values: 1 and 1.0 have to be one.
 """

@@ -20,7 +20,7 @@ def take(x: Any, fields: type) -> list[Any]:
 
 
 class Behind(NamedTuple):
-    """What an operator's backward takes behind its tensors."""
+    """What an operator's backward takes after its tensors."""
 
     saved: list[Tensor]
     do: Tensor | None  # the gradients of its first two results
@@ -39,7 +39,7 @@ def define(
     """The operator ``flash_delta::name``, and with ``backward`` its ``flash_delta::name_backward``.
 
     Args:
-        name: behind the namespace.
+        name: the name without the namespace.
         run: ``run(tensors, ..., options, backend)``, annotated: a named tuple of tensors, maybe more tensors, a named
             tuple of options, and the backend that is asked for. Returns fresh tensors, the first two with gradients.
         fake: takes the same; returns empty tensors with the shapes, strides and dtypes of those.

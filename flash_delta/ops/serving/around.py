@@ -13,7 +13,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 class Convolution(NamedTuple):
-    r"""A short convolution of q, k and v in front of the rule, its windows in the slots of a pool.
+    r"""A short convolution of q, k and v before the rule, its windows in the slots of a pool.
 
     .. math::
         y_{t,d} = \mathrm{silu}(b_d + \sum_{i<W} w_{d,i} \, x_{t-(W-1)+i,d})

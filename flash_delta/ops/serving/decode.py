@@ -42,7 +42,7 @@ def decode_gated_delta_rule(
 
     A row reads its state from ``read_indices[b]``. Or, where a draft of an earlier call was accepted in part,
     from column ``num_accepted_tokens[b] - 1`` of ``read_indices[b]``: with one table [B, T] of slots given to every
-    call as ``read_indices`` and as ``write_indices``, each call goes on from the last token that was accepted.
+    call as ``read_indices`` and as ``write_indices``, each call continues from the last token that was accepted.
 
     No index is trusted, and none is read by the host (a call can be captured in a CUDA graph). What is no slot, below
     0 or from ``slots`` on, is padding, and so is a count outside of 1 .. W: no memory is touched for it, and o is zero
@@ -63,9 +63,9 @@ def decode_gated_delta_rule(
         write_indices: where states go: ``[B]``, the state after the last token; ``[B, T]``, after every token; None:
             nowhere. May be the slot that the row reads. Default None.
         num_accepted_tokens: ``[B]``, from 1 to W. Default None.
-        parent_idx: of a draft tree, ``[B, T]``: token t goes on from the state after token ``parent_idx[b, t]``, which
-            is before t, or for -1 from the state that the row reads; anything else is padding. Needs ``write_indices``
-            ``[B, T]``. Default None: each token goes on from the one before it.
+        parent_idx: of a draft tree, ``[B, T]``: token t continues from the state after token ``parent_idx[b, t]``,
+            which is before t, or for -1 from the state that the row reads. Any other index is padding. It needs
+            ``write_indices [B, T]``. Default None: each token continues from the one before it.
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.

@@ -39,21 +39,21 @@ def prefill_gated_delta_rule(
         o_t = \text{scale} \cdot S_t^\top q_t
 
     chunk by chunk, with float32 states in between. Sequence n starts from the state in slot ``read_indices[n]``, or
-    from zeros, and leaves its last one in slot ``write_indices[n]``; one of length 0 copies its state. A sequence of
-    1 to 16 tokens, for which a chunk would be a waste, runs token by token: a batch may hold prompts and decoding rows.
-    A server that says in ``max_prompts`` how many of the former there are at the most saves a GPU the search for them.
+    from zeros, and leaves its last state in slot ``write_indices[n]``. A sequence of length 0 copies its state. A
+    sequence of 1 to 16 tokens runs token by token, so a batch may hold prompts and decoding rows. ``max_prompts`` says
+    how many longer sequences there are at most; that saves a GPU the search for them.
 
-    With ``batch_invariant`` all run in chunks, in a way that does not depend on how many there are: what a sequence
-    gives does not depend, by a bit, on the others, nor with a float32 pool on where a prompt is cut, at a multiple of
-    64 tokens from its start. So a sequence that goes on from a float32 checkpoint gives the bits of the one that wrote
-    it. Without, that holds where more than 16 tokens are left, for calls with as many such sequences, unless a prompt
-    is walked in segments, which :func:`flash_delta.explain` would say.
+    With ``batch_invariant`` all sequences run in chunks, in a way that does not depend on how many there are. Then no
+    sequence changes a bit of another one's results. With a float32 pool it also does not matter where a prompt is cut,
+    at a multiple of 64 tokens from its start: a sequence that continues from a checkpoint gives the bits of the
+    sequence that wrote it. Without ``batch_invariant`` this holds only between calls with the same number of sequences
+    of more than 16 tokens, and not where a prompt is walked in segments, which :func:`flash_delta.explain` says.
 
-    No index is trusted, and on a GPU none is read by the host, nor are lengths (a call can be captured in a CUDA graph,
-    to be replayed with others). What is no slot, below 0 or from ``slots`` on, is padding: a sequence without a slot to
-    read, if it has an initial state, or without one to write, if there are ``write_indices``, yields zeros and writes
-    nothing; and a checkpoint without a slot is none. A slot that is written must be no other sequence's in this call,
-    nor one sequence's twice: the caller's duty.
+    No index is trusted. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA graph
+    and replayed with others. An index below 0 or from ``slots`` on is padding. A sequence that lacks a slot to read
+    (if it has an initial state) or a slot to write (if there are ``write_indices``) yields zeros and writes nothing. A
+    checkpoint without a slot is not written. The caller must not give a slot that is written to another sequence of
+    the call, nor twice to one sequence.
 
     Args:
         q: queries ``[1, T, H, K]``; float16, bfloat16 or float32; like k, v, g and beta with any strides.
@@ -63,7 +63,7 @@ def prefill_gated_delta_rule(
         beta: write strength ``[1, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         state_pool: ``[slots, HV, V, K]`` if ``state_v_first``, else ``[slots, HV, K, V]``; float32, bfloat16 or
             float16, any strides (slots may be padded); written in place.
-        cu_seqlens: the bounds of the sequences ``[N + 1]``, int32 or int64, from 0 on, not decreasing. Tokens behind
+        cu_seqlens: the bounds of the sequences ``[N + 1]``, int32 or int64, from 0 on, not decreasing. Tokens after
             the last one give zeros, whatever they are. Wrong bounds on a GPU give undefined results; of the pool only
             the slots that ``write_indices`` and ``checkpoint_indices`` name may change then.
         read_indices: the slots of initial states ``[N]``, int32 or int64, as all indices.

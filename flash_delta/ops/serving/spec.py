@@ -122,7 +122,7 @@ class Serving:
             refuse("Serving", "lower_bound", "None with rule 'gated_delta_rule'", self.lower_bound)
 
     def arguments(self, B: int, T: int, device: torch.device) -> dict[str, Any]:
-        """Of any serving op, but for indices: zeros, and a pool of one slot."""
+        """Of any serving op, except indices: zeros, and a pool of one slot."""
         slot = self.HV * self.K * self.V if self.slot is None else self.slot
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         size, strides = (1, self.HV, *inner), (slot, self.K * self.V, inner[1], 1)

@@ -45,6 +45,6 @@ def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
 
 @triton.jit
 def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
-    """Whether `decode` runs sequence n. What lies behind the last sequence does not count as one."""
+    """Whether `decode` runs sequence n. What lies after the last sequence does not count as one."""
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     return (n < N) & (stop - start <= SHORT)

@@ -13,7 +13,7 @@
 r_q and r_k are the reciprocal lengths of q and k, 1 without a norm. G is summed in float64. Decays are cut off at
 e^-128, which is 0 in float32, so that |G| stays below 2^14, and its differences resolve 2^-10 after 64 such tokens.
 
-Rows behind the end of a sequence get b = 0 and no decay. Behind the last sequence of a packed row this kernel
+Rows after the end of a sequence get b = 0 and no decay. After the last sequence of a packed row this kernel
 writes zeros to o. For the backward pass it also writes what `solve` writes, except A: ``vectors``, and with a norm
 ``norms``, where p has the lengths of k.
 

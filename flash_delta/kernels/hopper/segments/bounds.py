@@ -18,7 +18,7 @@ def load_bound(cu_seqlens, n, T):
 
 @gluon.jit
 def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
-    """The first token of sequence n and the one behind its last, in its batch row."""
+    """The first token of sequence n and the one after its last, in its batch row."""
     start, stop = n * 0, n * 0 + T
     if PACKED:
         start = load_bound(cu_seqlens, n, T)

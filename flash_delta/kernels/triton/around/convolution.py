@@ -10,8 +10,8 @@ Backward, beside z, which is computed again:
 
     dz = dy or dy silu'(z)      dx[t] = sum_w weight[w] dz[t + (W-1) - w]      dweight[w] = sum_t dz[t] x[t - (W-1) + w]
 
-The walk goes on for W - 1 tokens behind its own, whose dz reach back, and gives dx W - 1 tokens behind the one it is
-at; in front of a sequence's first token that is the gradient of its initial state. ``total`` (norm.py) sums what the
+The walk continues for W - 1 tokens after its own, whose dz reach back, and gives dx W - 1 tokens after the one it is
+at; before a sequence's first token that is the gradient of its initial state. ``total`` (norm.py) sums what the
 programs found of dweight and dbias, always in the same order.
 """
 
@@ -82,8 +82,8 @@ def convolve(
     slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
     token, inside, live = start + number * BT, d < D, n < N
-    known = inside & live  # rows behind the last sequence may hold anything
-    before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind
+    known = inside & live  # rows after the last sequence may hold anything
+    before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind that
     x += row.to(tl.int64) * x_strides[0]
     y += row.to(tl.int64) * T * D
     taps, base = load_taps(weight, d, inside, W), None

@@ -90,7 +90,7 @@ def normalize_backward(
 def total(
     parts, dweight, dbias, P, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
 ):
-    """Over P of parts [P, ROWS, D], always in the same order: dweight [D, W], and of the row behind them dbias [D]."""
+    """Over P of parts [P, ROWS, D], always in the same order: dweight [D, W], and of the row after them dbias [D]."""
     w, d, p = tl.program_id(1), tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BP)
     inside, sums = d < D, tl.zeros([BP, BD], tl.float32)
     for first in range(0, P, BP):

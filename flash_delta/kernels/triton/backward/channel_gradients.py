@@ -3,7 +3,7 @@
     dq = scale e^G . (dO S0^T) + sum over j <= i of dP_ij e^{G_i - G_j} . k_j
     dp = -e^G . (dV S0^T) + sum over j < i of dL_ij e^{G_i - G_j} . k_j
     dk = e^{G_C - G} . (U dS1^T) + sum over i >= j of e^{G_i - G_j} . (dP_ij q_i + dL_ij k_i)      (and dp, as p is k)
-    dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write behind the chunk
+    dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
 
 `pairs` has written dPD and taken, the gradients of q_i . k_j and of p_i . k_j (its sign turned), with the norms in
 them, and the products with states: q and k are multiplied as they lie in memory, and with a norm y = r x what is
@@ -60,7 +60,7 @@ def in_order(x):
 
 @triton.jit
 def chosen(x, I):
-    """Element I of a tuple of tiles, 0 behind its last one."""
+    """Element I of a tuple of tiles, 0 after its last one."""
     y = x[0] * 0.0
     for m in tl.static_range(len(x)):
         y = tl.where(m == I, x[m], y)
@@ -149,7 +149,7 @@ def channel_gradients(
     strides, rows = (T.to(tl.int64) * HV * K, HV * K, K, 1), (0, K, 0, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
     if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
             store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, first, K, C, W)
             tl.store(fallen + sums, 0.0, mask=c < K)
             if HAS_A:
@@ -163,7 +163,7 @@ def channel_gradients(
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     stop = tl.minimum(stop, token + C)
     LAST: tl.constexpr = C // 16 - 1
-    # Right to left: what keys write behind the chunk, the sum of the gates from a block on, and of every block but the
+    # Right to left: what keys write after the chunk, the sum of the gates from a block on, and of every block but the
     # last one the keys, decayed up to its end, and its gates' sum. No load passes a barrier, and operands of products
     # have many: all that comes from memory is loaded at once.
     k_tiles = blocks_of(k, k_strides, token, stop, c, K, W, C)

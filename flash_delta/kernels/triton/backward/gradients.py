@@ -75,7 +75,7 @@ def query_gradients(
     out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dq_rows = rows_of(dq, out_strides, row, h)
     if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
             store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             return
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
@@ -224,7 +224,7 @@ def gates(
     dg_strides = (T.to(tl.int64) * HV, HV, 1)
     dg_rows = rows_of(dg, dg_strides, row, hv)
     if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
             store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C)
             if RAW_GATE:
                 tl.store(dA_log + head, 0.0)

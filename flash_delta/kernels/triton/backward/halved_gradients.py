@@ -2,14 +2,14 @@
 
 A chunk is halved again and again, into parts of 32, 16, .. 1 tokens, and a pair's decay is split where its two tokens
 part, ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the earlier part. Between the halves of
-the chunk these factors are those that the state before and behind the chunk is read and written with, but for a half's
+the chunk these factors are those that the state before and after the chunk is read and written with, except a half's
 whole decay.
 
 A tile is [W, 32]: W channels, a row of the accumulators each, of half a chunk. So decayed copies go into the next
 product from registers, and what they are multiplied with, the same for all channels, waits in shared memory. Exponents
 are sums of just the gates that a factor carries, by products with ones, whatever came before; and a gate's gradient is
 summed over just what carries the gate: what rows add to dq and dp counts up to their own tokens, what columns add to dk
-from the token behind them on, and tokens between the two get all of it.
+from the token after them on, and tokens between the two get all of it.
 
 In bfloat16 only channels are computed that fell by more than ``MILD`` within some block of 16 tokens (``fallen``); all
 other programs end at once. Grid (slots K / W, HV), dq and dk as `channel_gradients` writes them.
@@ -135,7 +135,7 @@ def to_columns(back, qe, pe, dP, dL, PRECISION: tl.constexpr):
 
 @triton.jit
 def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what every earlier part of ``half`` tokens and the later one behind it say to each other."""
+    """Adds what every earlier part of ``half`` tokens and the later one after it say to each other."""
     r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
     middle = (t & -half) | half
     carried = ((middle < r) & (r <= t)) | ((t < r) & (r <= middle))  # by token t, gate r
@@ -181,7 +181,7 @@ def half_chunk(
 ):  # fmt: skip
     """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
 
-    ``ke``, ``written``: the earlier half's keys, decayed up to its end, and what its columns get from behind that;
+    ``ke``, ``written``: the earlier half's keys, decayed up to its end, and what its columns get from after that;
     ``past``: its decay; ``rest``: what is carried by all gates of this half. Up to the later half's end ``written``
     and ``rest`` are decayed there: it comes first, and adds what its rows say to columns of the earlier one and read in
     the state.
@@ -244,7 +244,7 @@ def halved_gradients(
         if tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:
             return
     if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
             store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
             if HAS_A:
                 tl.store(dA_log + sums, 0.0, mask=c < K)
@@ -306,7 +306,7 @@ def run_halved_gradients(
     c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
     dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
-    """What `channel_gradients` says; behind it, only what it could not say."""
+    """What `channel_gradients` says; after it, only what it could not say."""
     p, x = c.p, c.x
     chosen = t or tile("halved_gradients", p, c.shape.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns

@@ -2,7 +2,7 @@
 
     dq = z = sum of dq over value heads;      with a norm y = r q, of r dy:  dq = z - y <y, z>
 
-A kernel of its own behind `channel_gradients`, whose programs have a few channels each: row sums over all channels
+A kernel of its own after `channel_gradients`, whose programs have a few channels each: row sums over all channels
 would have to wait for other programs. Grid (slots, H).
 """
 
@@ -51,7 +51,7 @@ def key_head_gradients(
     strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dq, dk = rows_of(dq, strides, row, h), rows_of(dk, strides, row, h)
     if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, no row is stored
+        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
             store_tile(dq, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             store_tile(dk, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
             return

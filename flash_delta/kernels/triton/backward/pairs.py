@@ -68,7 +68,7 @@ def state_products(
     dO, do_strides, U, dU, state, dstate, reads, erases, writes, token, stop, dq, dk, written, through,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """What the state before the chunk and the gradient of the one behind it give to tokens, BK channels at a time."""
+    """What the state before the chunk and the gradient of the one after it give to tokens, BK channels at a time."""
     c = tl.arange(0, BK)
     for column in range(0, K, BK):
         zero, product = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
@@ -111,7 +111,7 @@ def pairs(
     if HAS_BETA:
         dbeta_rows = rows_of(dbeta, b_strides, row, hv)
     if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # behind the last sequence; without a chunk, nothing is stored
+        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, nothing is stored
             for w in range(0, V, BV):
                 store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
             if HAS_BETA:

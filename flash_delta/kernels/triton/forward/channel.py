@@ -8,7 +8,7 @@ accumulators (``rates``).
 
 A decay per channel has to be split between the two factors of a score, ``(q e^{G_i - r}) (k e^{r - G_j})``. Rows come
 in blocks of 16 tokens, and r is G at a block's first token: for the columns of earlier blocks both factors are at most
-1, and no r lies behind a row that it touches, so that no token ever changes what comes before it, not by a bit. Within
+1, and no r lies after a row that it touches, so that no token ever changes what comes before it, not by a bit. Within
 the block the second factor reaches e^{r - G_j}, which float32 and bfloat16 hold as long as no channel falls by more
 than 76 nats; rows below that are computed again from explicit differences (``explicit_scores``), if there are any.
 
@@ -69,7 +69,7 @@ def first_of(g, left, RAW_GATE: tl.constexpr):
 
 @triton.jit
 def behind(gates):
-    """Of 16 vectors: the sums of those behind each one."""
+    """Of 16 vectors: the sums of those after each one."""
     out = (tl.zeros(gates[0].shape, tl.float32),)
     for m in tl.static_range(1, 16):
         out = (out[0] + gates[16 - m],) + out  # noqa: RUF005 (Triton knows no star)
@@ -179,7 +179,7 @@ def explicit_scores(
             if NORM:
                 qq *= tl.load(norms + 16 * block + o)[:, None]
                 kk *= tl.load(norms + C + 16 * block + o)[:, None]
-            D = tl.zeros([16, W], tl.float32)  # the decay of the tokens behind m, up to each row
+            D = tl.zeros([16, W], tl.float32)  # the decay of the tokens after m, up to each row
             for back in range(16):
                 m = 15 - back
                 live = c < tl.where(first + m < stop, K, 0)

@@ -11,13 +11,13 @@ for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that th
 The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
 are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
 they were given; what Qg and Kg give lacks norms only. One program walks a sequence with BV columns of one value head's
-state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros behind the last.
+state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last.
 
-On a pool of states (POOL) sequences start from slots and end in slots, and leave checkpoints in others. What is no slot
-is never an address; a sequence without one that it needs is padding, whose outputs are zeros. With SHORT it walks those
-of more tokens only, program z the one that has z such in front of it. How many there are the device says: a launch is
-for ``least`` to ``most`` of them, and if there are fewer or more its programs end at once; or, if it is for ``others``,
-too, take one after the other.
+On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. An index that is no
+slot is never an address. A sequence without a slot that it needs is padding, and its outputs are zeros. With SHORT only
+longer sequences are walked: program z walks the one with z such sequences before it. Only the device knows how many
+there are. A launch is for ``least`` to ``most`` of them; with fewer or more its programs exit at once. A launch for
+``others`` also serves more than ``most``: its programs then walk several, one after the other.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
 ``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
@@ -102,7 +102,7 @@ def store_zeros(o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.c
 
 @triton.jit
 def find_long(rank, cu_seqlens, N, T, SHORT: tl.constexpr):
-    """The sequence of more than SHORT tokens that has ``rank`` such in front of it, and how many there are."""
+    """The sequence of more than SHORT tokens with ``rank`` such sequences before it, and how many there are."""
     n, count = N, rank * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)

@@ -40,9 +40,9 @@ def compose(
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``starts [slots, HV, V, K]`` from ``maps [slots, HV, V + K, K]``: B^T, and behind it Phi^T. Grid (V / BV, HV, N).
+    """``starts [slots, HV, V, K]`` from ``maps [slots, HV, V + K, K]``: B^T, and after it Phi^T. Grid (V / BV, HV, N).
 
-    It must not ``lead``: the kernels before and behind it have descriptors (chunk.follow).
+    It must not ``lead``: the kernels before and after it have descriptors (chunk.follow).
     """
     d, hv, n = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, BK)
@@ -70,7 +70,7 @@ class SegmentedScan(NamedTuple):
     """How sequences are split, and what the kernels hand each other for it."""
 
     split: Segments
-    maps: Tensor  # [slots, HV, V + K, K] float32: B^T, and behind it Phi^T
+    maps: Tensor  # [slots, HV, V + K, K] float32: B^T, and after it Phi^T
     starts: Tensor  # [slots, HV, V, K] float32
 
 

@@ -2,27 +2,28 @@
 
     S~ = e^g S      u = b (v - S~^T k)      S = S~ + k u^T      o = scale S^T q
 
-and, where they are asked for, what a layer does around it: a short convolution of q, k and v (window.py) in front, a
-gated norm of o behind.
+On request also what a layer does around it: a short convolution of q, k and v before it (window.py), and a gated norm
+of o after it.
 
 One program takes BV value columns of HEADS value heads of one row: grid (B HV / HEADS V / BV). It reads its part of
-the row's state once, and writes it after every token of whom ``write_indices`` has the slot. The state is kept in
-registers, transposed, S^T [BV, BK]. A norm needs all columns of a head. A convolution needs all heads that share q and
-k, too: the windows that one program would read another would overwrite.
+the row's state once, and writes it after every token whose slot ``write_indices`` names. The state is in registers,
+transposed, S^T [BV, BK]. A norm needs all columns of a head in one program. A convolution also needs all heads that
+share q and k, or one program would overwrite the windows that another reads.
 
-Between tokens the state has the pool's dtype, written or not, so that it does not matter in how many calls tokens
-come. Nor does it matter with which other arguments: products are rounded by themselves or stand in ``fma``, the
-compiler contracts none. Of T the compiled code knows no more than whether it is 1 (ALONE), for which the arithmetic is
-the same (tests/test_compiler.py).
+Between tokens the state has the pool's dtype, whether it is written or not. So the number of calls in which tokens
+come does not matter. Neither do the other arguments: products are rounded by themselves or are written as ``fma``, and
+the compiler contracts none. The compiled code only knows whether T is 1 (ALONE), and its arithmetic is the same for
+both (tests/test_compiler.py).
 
-With SHORT rows are packed sequences, of which it runs those of up to SHORT tokens, with float32 states in between as
-`scan` does; the programs of the others end at once. Of one without tokens it copies the state. It is the call's last
-kernel then, and may run beside the others, with which it shares nothing but what all of them read: only the one program
-behind the last row waits for them.
+With SHORT the rows are packed sequences. It runs those of up to SHORT tokens, with float32 states in between as `scan`
+does; the programs of longer ones exit at once. A sequence without tokens copies its state. This is then the call's
+last kernel. It may run beside the others, since it shares only what all of them read. One more program, after the last
+row, waits for them.
 
-With ``initial`` rows start from slots of these states, which lie as the pool's do, and the pool is only written.
+With ``initial`` the rows start from slots of those states, which are laid out as the pool is. The pool is then only
+written.
 
-Indices are what the device says. What is no slot is never an address: loads and stores are masked by ``live``.
+Indices are what the device says. An index that is no slot is never an address: ``live`` masks loads and stores.
 """
 
 import triton
@@ -43,7 +44,7 @@ from flash_delta.problem import Around, Slots
 
 @triton.jit
 def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Of one token and head, as they are; strides: (unit, head, channel). EVEN: none of ``c`` is behind the last."""
+    """Of one token and head, as they are; strides: (unit, head, channel). EVEN: none of ``c`` is after the last."""
     at = x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + c * strides[2]
     if EVEN:
         return tl.load(at)
@@ -194,12 +195,12 @@ def decode(
         inside = (d < V)[:, None] & (c < K)[None, :]
     row, start = b, b * 0
     if SHORT > 0:
-        if b == N:  # behind the last row: this kernel has not ended before the call's others
+        if b == N:  # after the last row: this kernel has not ended before the call's others
             follow(OVERLAP)
             return
         start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
         row, T, first_written = b * 0, stop - start, stop - start - 1
-    # In front of what ends programs: where it is on its way together with the row's bounds.
+    # Before what ends programs: where it is on its way together with the row's bounds.
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
@@ -222,7 +223,7 @@ def decode(
     betas = (beta, beta_strides, row * beta_row, beta_token)
     for j in range(HEADS):
         hv = head + j
-        # All that the first token needs is asked for while the row's slot is on its way, in front of the loop, even of
+        # All that the first token needs is asked for while the row's slot is on its way, before the loop, even of
         # one turn: within a block of code the compiler puts loads off until they are wanted (docs/notes).
         token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
         rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)

@@ -1,4 +1,4 @@
-"""The short convolution in front of a decoding step.
+"""The short convolution before a decoding step.
 
     y_t = silu(bias + sum_{i<W} weight[i] x_{t-(W-1)+i})
 
@@ -35,7 +35,7 @@ def store_window(window, pool, slot, slot_stride, start, c, WIDTH: tl.constexpr,
 
 @triton.jit
 def push(window, x):
-    """The window with ``x`` behind it."""
+    """The window with ``x`` after it."""
     i = tl.broadcast_to(tl.arange(0, 4)[None, :], window.shape)
     return tl.where(i == 3, x[:, None], tl.gather(window, tl.minimum(i + 1, 3), 1))
 
