@@ -61,7 +61,7 @@ def launched(monkeypatch):
             return run_kernel
 
     monkeypatch.setattr(loop, "forward_loop", Kernel("forward.loop", "forward_loop"))
-    for module, name in ((factor, "factor"), (maps, "find_maps"), (scan, "walk")):
+    for module, name in ((factor, "factor_chunks"), (maps, "find_maps"), (scan, "walk_segments")):
         monkeypatch.setattr(module, name, Kernel(f"segments.{module.__name__.split('.')[-1]}", name))
     monkeypatch.setattr(calls, "chip_of", lambda device: Chip("interpreter", 3))
     load = _run.load_backend

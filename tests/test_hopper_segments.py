@@ -1,4 +1,4 @@
-"""The Hopper backend's walk in segments on a CPU: `rates` and `compose` by Triton's interpreter, the rest emulated."""
+"""The Hopper backend's walk in segments on a CPU: `rates` and `compose_maps` by Triton's interpreter, the rest emulated."""
 
 import os
 from dataclasses import replace
@@ -66,7 +66,7 @@ def on_cpu(monkeypatch):
 
     kernels = {
         name: getattr(emulated("flash_delta.kernels.hopper", f"segments.{module}"), name)
-        for module, name in (("factor", "factor"), ("maps", "find_maps"), ("scan", "walk"))
+        for module, name in (("factor", "factor_chunks"), ("maps", "find_maps"), ("scan", "walk_segments"))
     }
     for module, (name, kernel) in zip((factor, maps, scan), kernels.items(), strict=True):
         monkeypatch.setattr(module, name, Kernel(kernel))

@@ -111,13 +111,13 @@ ALLOWED = (
         f"{BY_HAND}/*/forward_loop", HOPPER, "lint",
         "transposes of 16 x 16 blocks that stay in registers, for mma: A is as exact as `solve`'s on an H200", 4,
     ),
-    Allowed(f"{BY_HAND}/*-segments/factor", HOPPER, "lint", "the same", 4),
-    Allowed(f"{BY_HAND}/*-segments/walk", HOPPER, "spill", "what stands in front of the loop", 80),
-    Allowed(f"{BY_HAND}/saving-segments/walk", HOPPER, "spill", "what is saved beside it", 180, "3.9"),
-    Allowed(f"{BY_HAND}/saving-256-whole/walk", HOPPER, "spill", "what is saved beside it", 150, "3.9"),
-    Allowed(f"{BY_HAND}/*-whole/factor", HOPPER, "lint", "the same", 4),
-    Allowed(f"{BY_HAND}/*-whole/factor", HOPPER, "spill", "128 registers: four share a multiprocessor", 40, "3.9"),
-    Allowed(f"{BY_HAND}/*-whole/walk", HOPPER, "spill", "what stands in front of the loop, and some addresses", 100),
+    Allowed(f"{BY_HAND}/*-segments/factor_chunks", HOPPER, "lint", "the same", 4),
+    Allowed(f"{BY_HAND}/*-segments/walk_segments", HOPPER, "spill", "what comes before the loop", 80),
+    Allowed(f"{BY_HAND}/saving-segments/walk_segments", HOPPER, "spill", "what is saved beside it", 180, "3.9"),
+    Allowed(f"{BY_HAND}/saving-256-whole/walk_segments", HOPPER, "spill", "what is saved beside it", 150, "3.9"),
+    Allowed(f"{BY_HAND}/*-whole/factor_chunks", HOPPER, "lint", "the same", 4),
+    Allowed(f"{BY_HAND}/*-whole/factor_chunks", HOPPER, "spill", "128 registers: four share an SM", 40, "3.9"),
+    Allowed(f"{BY_HAND}/*-whole/walk_segments", HOPPER, "spill", "what comes before the loop, some addresses", 100),
 )  # fmt: skip
 
 

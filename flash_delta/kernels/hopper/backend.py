@@ -1,8 +1,9 @@
 """The ``hopper`` backend: the forward pass of the delta rule with one decay per value head, for sm_90a.
 
 `rates` sums up the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are
-walked in segments, side by side (segments/), by four kernels: `factor`, `find_maps`, `compose`, `walk`. Heads of 256
-leave no room for an inverse beside states and chunks, so `factor` comes first, and then a `walk` of whole sequences.
+walked in segments, at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
+`walk_segments`. Heads of 256 leave no room for an inverse beside states and chunks. For them `factor_chunks` comes
+first, and `walk_segments` takes whole sequences.
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
@@ -32,7 +33,7 @@ FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backe
 WIDTHS = (64, 128, 256)
 HEADS = 0.2  # of 64 numbers, per multiprocessor: from there on its programs keep the card busy
 PROMPT_HEADS = 0.18  # the same of prompts on a pool, of which few are split
-WHOLE = 256  # heads too wide for the loop: `factor` for all chunks, then a walk of whole sequences
+WHOLE = 256  # heads too wide for the loop: `factor_chunks` first, then a walk of whole sequences
 backward, empty_saved = triton.backward, triton.empty_saved
 
 

@@ -1,5 +1,5 @@
-"""The role that loads, in the loop, `find_maps` and `walk`: one warp, which asks the copy engine for the tiles of one
-chunk after the other. What a kernel does not load has None for a descriptor."""
+"""The role that loads, in the loop, `find_maps` and `walk_segments`. It is one warp, which asks the copy engine for the
+tiles of one chunk after the other. A tensor that a kernel does not load has None for a descriptor."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

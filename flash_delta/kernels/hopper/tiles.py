@@ -59,7 +59,7 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[
 
 # The kernels of a walk in segments.
 FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
-MEMBERS = 2  # value heads per program of `factor` at most; they share k
+MEMBERS = 2  # value heads per program of `factor_chunks` at most; they share k
 MAPS = {64: {"NS": 4, "REGISTERS": 216}, 128: {"NS": 4, "REGISTERS": 216}}
 COMPOSE = triton.Tile(8, 3, 16)
 HAND_OVER = triton.Tile(4, 3, 4096)

@@ -1,5 +1,5 @@
-"""Stage ``factor`` of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and `walk`.
-With KEEP the factor diag(b) at the end is left out, as the backward pass needs it.
+"""The first kernel of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and
+`walk_segments`. With KEEP the factor diag(b) at the end is left out, as the backward pass needs it.
 
 A program has one warp group. Four programs share a multiprocessor, so that some compute while others wait.
 Grid (slots, HV / members): a program takes ``members`` value heads, which share k.
@@ -33,7 +33,7 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 
 
 @gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
-def factor(
+def factor_chunks(
     k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def factor(
     tma.store_wait(0)
 
 
-def run_factor(c: Call, rates: Tensor, w: Walk) -> None:
+def run_factor_chunks(c: Call, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
     group = p.HV // p.H
     members = gcd(group, MEMBERS)
@@ -94,4 +94,4 @@ def run_factor(c: Call, rates: Tensor, w: Walk) -> None:
     plan = DescribedPlan(
         (count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad}
     )
-    launch_described(c, factor, plan, **FACTOR)
+    launch_described(c, factor_chunks, plan, **FACTOR)

@@ -13,8 +13,8 @@ for heads of 64.
 Once Phi is zero it stays zero, so its program ends there, with the same bits as if it had gone on. Programs of Phi are
 launched first, so that others take the place of those that end early.
 
-`compose` multiplies numbers that are two bfloat16 each, and leaves out the smallest of the four products. Its error is
-2^-16; the walk itself rounds to 2^-9.
+`compose_maps` multiplies numbers that are two bfloat16 each, and leaves out the smallest of the four products. Its
+error is 2^-16; the walk itself rounds to 2^-9.
 """
 
 import triton
@@ -191,7 +191,7 @@ def find_maps(
 
 
 @triton.jit(do_not_specialize=["N", "T", "length", "HV"])
-def compose(
+def compose_maps(
     B, Phi, starts, cu_seqlens, initial_state, N, T, length, HV, initial_strides,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -222,7 +222,7 @@ def compose(
         store_rows(starts, strides, S, slot + number + 1, hv, d, c, V, K)
 
 
-def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
+def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
     initial = w.B if x.initial_state is None else x.initial_state
     arguments = (
@@ -238,7 +238,7 @@ def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
     launch_described(c, find_maps, plan)
 
 
-def run_compose(c: Call, w: Walk) -> None:
+def run_compose_maps(c: Call, w: Walk) -> None:
     p, initial = c.p, c.x.initial_state
     key, value = (3, 2) if p.state_v_first else (2, 3)
     strides = (0,) * 4 if initial is None else tuple(initial.stride(axis) for axis in (0, 1, key, value))
@@ -250,4 +250,4 @@ def run_compose(c: Call, w: Walk) -> None:
         (p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, (p.N, p.T, w.length, p.HV, strides), constants,
         follows=p.device.type != "cpu",
     )  # fmt: skip
-    launch(c, compose, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), plan)
+    launch(c, compose_maps, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), plan)

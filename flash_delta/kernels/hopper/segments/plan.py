@@ -14,7 +14,7 @@ COMPOSE = 1.9  # a segment
 LAUNCHES = 8.0  # of three more kernels
 
 
-class Pace(NamedTuple):
+class SegmentPace(NamedTuple):
     """What the width of heads decides."""
 
     whole: dict[int, float]  # a chunk of the loop that walks whole sequences, by its groups (tiles.py)
@@ -24,7 +24,7 @@ class Pace(NamedTuple):
 
 
 # Of 64 only the loop was measured: so they have to promise more.
-PACES = {64: Pace({1: 1.45}, 0.95, 1.3, 0.7), 128: Pace({1: 1.73, 2: 2.8}, 1.25, 2.15, 0.9)}
+PACES = {64: SegmentPace({1: 1.45}, 0.95, 1.3, 0.7), 128: SegmentPace({1: 1.73, 2: 2.8}, 1.25, 2.15, 0.9)}
 
 
 def split_length(p: Problem, processors: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Walks all segments side by side, with A from factor.py, from the states that `compose` has written (maps.py).
+"""Walks all segments side by side, with A from factor.py, from the states that `compose_maps` has written (maps.py).
 
     load     loads q, k, rates, A and v of a chunk into a ring of NS slots: one warp
     score    writes P into a ring of two slots
@@ -159,7 +159,7 @@ def state_role(
 
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"])
-def walk(
+def walk_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, e_desc, u_desc, starts, final, cu_seqlens, length, N, T,
     q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
@@ -212,7 +212,7 @@ def walk(
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
-def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None) -> None:
+def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None) -> None:
     p, x = c.p, c.x
     tokens, groups = (x.q, x.k, x.v), 2 if p.K == 128 else 1
     starts = final if x.initial_state is None else x.initial_state
@@ -230,4 +230,4 @@ def run_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, resi
         "KEEP": p.needs_grad, "SAVE": residual is not None, **WALKS[p.K],
     }  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
-    launch_described(c, walk, plan)
+    launch_described(c, walk_segments, plan)
