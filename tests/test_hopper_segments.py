@@ -1,4 +1,4 @@
-"""The Hopper backend's walk in segments on a CPU: `rates` and `compose_maps` by Triton's interpreter, the rest emulated."""
+"""The Hopper walk in segments on a CPU: Triton's interpreter runs `rates` and `compose_maps`; the rest is emulated."""
 
 import os
 from dataclasses import replace
