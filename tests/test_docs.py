@@ -4,11 +4,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+STORY = (ROOT / "docs/how-the-kernels-work.md").read_text()
+PICTURES = sorted((ROOT / "docs/pictures").glob("*.svg"))
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -35,3 +38,45 @@ def test_mathematics():
 def test_links(path):
     for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert (path.parent / link).exists(), link
+
+
+def test_the_chunk_form():
+    """The code that says so proves that it is the recurrence."""
+    (code,) = re.findall(r"```python\n(.*?)```", STORY, re.DOTALL)
+    exec(compile(code, "docs/how-the-kernels-work.md", "exec"), {})
+
+
+def test_times_of_the_floor():
+    """How the kernels work: rows, times and floors are those of the benchmarks, and the bars are their quotients."""
+    table = re.search(r"\| row of benchmarks.md .*?\n\n", STORY, re.DOTALL)[0]
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    assert {row: (ms, floor) for row, ms, floor, _ in rows} == {row: measured(row) for row, *_ in rows}
+    quotients = [f"{float(ms) / float(floor):.1f}" for _, ms, floor, _ in rows]
+    assert [times for *_, times in rows] == quotients
+    picture = (ROOT / "docs/pictures/floor.svg").read_text()
+    assert re.findall(r">(forward|training|decode) (.*?)<", picture) == [tuple(r[0].split(" ", 1)) for r in rows]
+    assert re.findall(r">([\d.]+) .<", picture) == quotients
+    assert re.findall(r'width="(\d+)" height="24"', picture) == [f"{50 * float(x):.0f}" for x in quotients]
+
+
+def measured(row):
+    """This library's time of a row in docs/benchmarks.md, and the row's floor, as they are printed there."""
+    head = []
+    for line in (ROOT / "docs/benchmarks.md").read_text().splitlines():
+        cells = line.strip("| ").split(" | ")
+        if cells[0] == "row, ms":
+            head = cells
+        elif cells[0] == row and "floor" in head:
+            return tuple(re.search(r"[\d.]+", cells[head.index(name)])[0] for name in ("flash_delta", "floor"))
+    raise AssertionError(f"docs/benchmarks.md has no row {row}")
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda p: p.stem)
+def test_pictures(path):
+    """Each one is well-formed, has a title for readers who cannot see it, knows dark pages, and is shown somewhere."""
+    text = path.read_text()
+    picture = ElementTree.fromstring(text)
+    assert picture.get("viewBox")
+    assert picture.findtext("{*}title")
+    assert "prefers-color-scheme: dark" in text
+    assert f"(pictures/{path.name})" in STORY
