@@ -27,7 +27,7 @@ from flash_delta.problem import (
     Slots,
 )
 
-Preference = tuple[int, str | None]  # the higher goes first; and why it is not higher, for `explain`
+Preference = tuple[int, str | None]  # the higher is asked first; why it is not higher, for `explain`
 
 
 class Backend(Protocol):

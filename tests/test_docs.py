@@ -80,3 +80,20 @@ def test_pictures(path):
     assert picture.findtext("{*}title")
     assert "prefers-color-scheme: dark" in text
     assert f"(pictures/{path.name})" in STORY
+
+
+# Compressed phrases that a reader has to read twice. CONTRIBUTING.md quotes some beside what to write.
+PHRASES = ("but for ", "what is no ", "is meant", "goes first", "lies ready", " all the same", "behind it")
+PLAIN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
+PLAIN += [path for path in (ROOT / "docs").rglob("*.md") if "notes" not in path.parts]
+PLAIN += [path for kind in ("py", "c", "md") for path in (ROOT / "flash_delta").rglob(f"*.{kind}")]
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_plain_english(phrase):
+    found = [str(path.relative_to(ROOT)) for path in PLAIN if phrase in path.read_text(encoding="utf-8").lower()]
+    assert not found
+
+
+def test_architecture_is_one_page():
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 90

@@ -31,7 +31,7 @@ def require_modules(names: list[str]) -> None:
     for name in names:
         try:
             found = find_spec(name)
-        except (ImportError, ValueError):  # of the package that it lies in; for what is no name of a module
+        except (ImportError, ValueError):  # its package is missing, or it is not a module's name
             found = None
         if found is None:
             raise ValueError(f"modules: expected what can be imported from {os.getcwd()}, got {name!r}")

@@ -1,4 +1,4 @@
-"""Launches on NVIDIA's driver itself: all that it takes lies ready in memory, where a call only writes addresses (in C,
+"""Launches on NVIDIA's driver itself. Parameters are pre-built in memory, and a call only writes addresses there (in C,
 fastcall/frame.c).
 
 Triton's launcher converts every argument of every launch (7 us of host time for the 76 of `decode`), makes descriptors

@@ -44,10 +44,10 @@ def decode_gated_delta_rule(
     from column ``num_accepted_tokens[b] - 1`` of ``read_indices[b]``: with one table [B, T] of slots given to every
     call as ``read_indices`` and as ``write_indices``, each call continues from the last token that was accepted.
 
-    No index is trusted, and none is read by the host (a call can be captured in a CUDA graph). What is no slot, below
-    0 or from ``slots`` on, is padding, and so is a count outside of 1 .. W: no memory is touched for it, and o is zero
-    from there on: a row without a slot to read yields zeros and writes nothing; without one to write, from that token
-    on. A slot that is written must be no other row's in this call, nor another token's of the row: the caller's duty.
+    No index is trusted, and the host reads none, so a call can be captured in a CUDA graph. An index below 0 or from
+    ``slots`` on is padding, and so is a count outside of 1 .. W: no memory is touched for it. A row without a slot to
+    read yields zeros and writes nothing. Without a slot to write, a row yields zeros from that token on. The caller
+    must not give a slot that is written to another row of the call, nor to another token of the row.
 
     Args:
         q: queries ``[B, T, H, K]``, T from 1 to 16; float16, bfloat16 or float32; like k, v, g and beta with any

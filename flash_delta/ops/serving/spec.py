@@ -26,8 +26,8 @@ class Slice(NamedTuple):
 
 class DecodeCalls(NamedTuple):
     """Which indices a form of decoding calls has, and what it does around the rule: the arguments of
-    :func:`flash_delta.decode_gated_delta_rule` that it gives, by their names. Whether states are written by row or by
-    token is all the same."""
+    :func:`flash_delta.decode_gated_delta_rule` that it gives, by their names. Writing states by row or by token
+    makes no difference here."""
 
     write_indices: bool = True
     num_accepted_tokens: bool = False

@@ -1,4 +1,4 @@
-// A call's launches on NVIDIA's driver: this, and behind it all that it points to.
+// A call's launches on NVIDIA's driver: this, followed by all that it points to.
 typedef struct { unsigned id; char padding[4]; int value[16]; } Attribute;  // CUlaunchAttribute
 typedef struct {                                                            // CUlaunchConfig
   unsigned grid[3], block[3], shared;

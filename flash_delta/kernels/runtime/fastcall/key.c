@@ -33,7 +33,7 @@ static PyObject *environment;  // bytes, the name of the variable that chooses b
 static PyObject *look;         // `key` in Python
 static PyObject *requires_grad, *data_ptr;  // names
 
-// Where a key is put together. Who has more to say is looked at in Python.
+// A key in the making. Longer keys are made in Python.
 typedef struct { size_t used; unsigned char bytes[4096]; } Key;
 
 static int put(Key *key, const void *from, size_t size) {
@@ -95,7 +95,7 @@ static int put_environment(Key *key) {
   return !wish || put(key, wish, strlen(wish));
 }
 
-PyDoc_STRVAR(key_doc, "key(gradients, *groups): as fastcall.look, which it asks about what is no plain tensor.");
+PyDoc_STRVAR(key_doc, "key(gradients, *groups): as fastcall.look, which it calls for arguments that are not plain tensors.");
 static PyObject *make_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Key key;
   key.used = 1;  // the first byte: whether autograd has to know
