@@ -41,6 +41,7 @@ from flash_delta.kernels.hopper.rings import barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import find_map
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
+from flash_delta.kernels.runtime.arguments import states as strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.launch import Plan, launch
@@ -232,7 +233,7 @@ def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
     )  # fmt: skip
     constants = {
         "WIDTH": p.K, "INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed,
-        "KEEP": p.needs_grad, **MAPS[p.K],
+        "KEEP": p.needs_grad, **MAPS,
     }  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length), p.HV, 2), arguments, constants)
     launch_described(c, find_maps, plan)
@@ -240,14 +241,9 @@ def run_maps(c: Call, rates: Tensor, w: Walk) -> None:
 
 def run_compose(c: Call, w: Walk) -> None:
     p, initial = c.p, c.x.initial_state
-    key, value = (3, 2) if p.state_v_first else (2, 3)
-    strides = (0,) * 4 if initial is None else tuple(initial.stride(axis) for axis in (0, 1, key, value))
+    overlap, scalars = p.device.type != "cpu", (p.N, p.T, w.length, p.HV, strides(p, initial))
     constants = {
-        "K": p.K, "V": p.V, "BV": COMPOSE.BV, "PACKED": p.packed, "INITIAL": initial is not None,
-        "OVERLAP": p.device.type != "cpu",
+        "K": p.K, "V": p.V, "BV": COMPOSE.BV, "PACKED": p.packed, "INITIAL": initial is not None, "OVERLAP": overlap,
     }  # fmt: skip
-    plan = Plan(
-        (p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, (p.N, p.T, w.length, p.HV, strides), constants,
-        follows=p.device.type != "cpu",
-    )  # fmt: skip
+    plan = Plan((p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, scalars, constants, follows=overlap)
     launch(c, compose, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), plan)
