@@ -80,7 +80,7 @@ def call_rates(case: str) -> None:
 
 def call_loop(case: str, t: LoopTile) -> None:
     c, *outputs, solved, residual = described(case)
-    run_loop(c, *outputs, solved and solved.A, t, residual=residual)
+    run_loop(c, *outputs, solved and solved.A, t, r=residual)
 
 
 def call_pool(case: str, t: LoopTile) -> None:

@@ -102,7 +102,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         solved, factors = (None, None) if saved is None else (*c.parts(saved), None)[:2]
         run_rates(c, o, rates, solved)
         if w is None or (every(c) and p.K != WHOLE):
-            run_loop(c, o, final, rates, A, residual=residual)
+            run_loop(c, o, final, rates, A, r=residual)
         if w is not None:
             run_walk(c, o, final, rates, w, residual)
         if factors is not None:
