@@ -6,11 +6,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, first_slot
+from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
 from flash_delta.kernels.hopper.gluon_compat import tma_load
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot
 
 
 @gluon.jit

@@ -43,12 +43,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
-from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, first_slot
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_by, store_state
+from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
+from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
 from flash_delta.kernels.runtime.arguments import every, table
 from flash_delta.kernels.runtime.calls import Call
@@ -211,11 +212,8 @@ def state_role(
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
             mbarrier.arrive(done.index(s), count=1)
             out = so.index((t * SENT + SENT - 1) % NO)
-            out.permute([1, 0]).store(O.to(ty))
-            fence_async_shared()
-            barrier()  # all warps of this state group: O is whole in shared memory
-            box = reinterpret(out, ty, [1, 1, C, 64], BOX)
-            tma_store(o_desc, [RAGGED, row, RAGGED - length + token, hv * WIDTH + w + v], box)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
+            store_by(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
             if pool is not None:  # noqa: SIM102 (else there is no length)
                 if len(pool) > 3:  # there are checkpoints

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, strides
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_by, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
@@ -152,11 +152,8 @@ def state_role(
             tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer of ``so``
             barrier()  # all warps of this state group: none writes before that
             out = so.index((t * SENT + SENT - 1) % NO)
-            out.permute([1, 0]).store(O.to(ty))
-            fence_async_shared()
-            barrier()  # all warps of this state group: O is whole in shared memory
-            box = reinterpret(out, ty, [1, 1, C, 64], BOX)
-            tma_store(o_desc, [RAGGED, row, RAGGED - size + token + t * C, hv * WIDTH + v], box)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
+            store_by(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
         if last:
             store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
