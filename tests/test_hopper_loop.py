@@ -55,7 +55,7 @@ def on_cpu(monkeypatch):
             if p.needs_grad:
                 solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
             run_rates(c, o, rates, solved)
-            loop.run_loop(c, o, final, rates, solved and solved.A, tile, residual=residual)
+            loop.run_loop(c, o, final, rates, solved and solved.A, tile, r=residual)
             if residual is not None:
                 run_factor(c, solved, factors, follows=False)
             return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())

@@ -277,7 +277,7 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
     x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     s = Slots(**{name: arguments.get(name) for name in Slots._fields})
-    backend._launch_prefill(p, x, s, torch.empty(0), None)
+    backend.prefill(p, x, s)
     split = T == 40000 and form == PrefillCalls()
     assert (len(asked) > 3) == split, "rates, walks and a copy; of a prompt in segments much more"
     assert sum(asked) == backend.workspace_bytes(p, x)

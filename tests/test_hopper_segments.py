@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import flash_delta
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.segments import factor, maps, scan
-from flash_delta.kernels.hopper.segments.memory import new_walk, new_whole_walk
+from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.plan import split_endless, split_length
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import make_call
@@ -83,7 +83,7 @@ def on_cpu(monkeypatch):
                 solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
             run_rates(c, o, rates, solved)
             A = solved and solved.A
-            w = new_walk(p, 64 * chunks, A) if chunks else new_whole_walk(p, A)
+            w = new_walk(p, 64 * chunks if chunks else None, A)
             run_walk(c, o, final, rates, w, residual)
             if residual is not None:
                 run_factor(c, solved, factors, follows=False)

@@ -10,7 +10,7 @@ from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.segments.memory import new_walk, new_whole_walk
+from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
@@ -80,7 +80,7 @@ def call_rates(case: str) -> None:
 
 def call_loop(case: str, t: LoopTile) -> None:
     c, *outputs, solved, residual = described(case)
-    run_loop(c, *outputs, solved and solved.A, t, residual=residual)
+    run_loop(c, *outputs, solved and solved.A, t, r=residual)
 
 
 def call_pool(case: str, t: LoopTile) -> None:
@@ -94,15 +94,15 @@ def call_pool(case: str, t: LoopTile) -> None:
 def call_prompt(case: str, *, back: bool) -> None:
     """The launches of a prompt that is alone, in segments; or those that come after them."""
     p, x, slots = POOLS[case]()
-    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p)
+    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
     run_hand_over(c, prompt, slots, back=back)
     if not back:
-        run_prompt(c, torch.empty_like(x.v), new_rates(p), new_walk(p._replace(N=1), 128), prompt)
+        run_prompt(c, torch.empty_like(x.v), new_rates(p), prompt)
 
 
 def call_walk(case: str) -> None:
     c, *outputs, _, residual = described(case)
-    run_walk(c, *outputs, new_whole_walk(c.p) if c.p.K == 256 else new_walk(c.p, 128), residual)
+    run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
 
 
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None, Residual | None]:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.segments.memory import Walk, new_walk, new_whole_walk
+from flash_delta.kernels.hopper.segments.memory import Walk, new_walk
 from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_endless, split_length, split_prompt
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
-from flash_delta.kernels.hopper.segments.run import compile_walk, run_walk
+from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import remember, replayed, run
-from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
@@ -64,15 +64,9 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def preference(problem: Problem) -> tuple[int, str | None]:
-    """Before ``triton``, except where `_hesitation` says why not."""
-    why = _hesitation(problem)
-    return (2, None) if why is None else (0, why)
-
-
-def _hesitation(p: Problem) -> str | None:
-    """Why this backend should not go first; None if it should. No length and no number of sequences may change that:
-    the other backend would have to be compiled in the middle of the work.
+def preference(p: Problem) -> tuple[int, str | None]:
+    """Before ``triton``, or after it and why. No length and no number of sequences may change that: the other backend
+    would have to be compiled in the middle of the work.
 
     As measured on an H200 with 132 multiprocessors (docs/notes): heads of 128 and 256 are ahead of ``triton``, except
     for one sequence of some 2,000 tokens on few heads. Heads of 64 that are not split are ahead from 32 states on;
@@ -80,12 +74,12 @@ def _hesitation(p: Problem) -> str | None:
     ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
     """
     if p.device.type != "cuda" or not (isinstance(p.HV, int) and isinstance(p.K, int)):
-        return "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
+        return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
     if p.K == 64 and HEADS * chip_of(p.device).processors > p.HV:
-        return f"{p.HV} heads of 64 are too few to keep the multiprocessors busy with one walk each"
+        return 0, f"{p.HV} heads of 64 are too few to keep the multiprocessors busy with one walk each"
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
-        return f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
-    return None
+        return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
+    return 2, None
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
@@ -96,50 +90,34 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    if not replayed(known, _forward(p), x, (o, final, *kept)):
-        with on(p.device):
-            _launch_forward(p, x, o, final, saved, known)
-    return Outputs(o, final, kept)
-
-
-def _forward(p: Problem) -> tuple:
-    """The kind of this call."""
-    return (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
-
-
-def _launch_forward(
-    p: Problem, given: Inputs, o: Tensor, final: Tensor, saved: Workspace | None, known: KnownCall | None
-) -> None:
-    x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
-    if x.initial_state is not None:
-        x = x._replace(initial_state=x.initial_state.float().contiguous())
-    rates = new_rates(p)
-    length = split_length(p, chip_of(p.device).processors)
+    kind = (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
+    if replayed(known, kind, x, (o, final, *kept)):
+        return Outputs(o, final, kept)
+    rates, processors = new_rates(p), chip_of(p.device).processors
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk = None
-    if p.K == WHOLE:
-        walk = new_whole_walk(p, A)
-    elif length is not None:
-        walk = new_walk(p, length, A)
+    walk = _new_walk(p, split_length(p, processors), A)
 
     def kernels(c: Call) -> None:
+        w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
         solved, factors = (None, None) if saved is None else (*c.parts(saved), None)[:2]
         run_rates(c, o, rates, solved)
-        compiling = c.compiling is not None and p.K != WHOLE  # compiles the loop and the segments
-        if walk is None or compiling:
-            run_loop(c, o, final, rates, A, residual=residual)
-        if compiling:
-            compile_walk(c, o, final, rates, residual)
-        elif walk is not None:
-            run_walk(c, o, final, rates, walk, residual)
+        if w is None or (every(c) and p.K != WHOLE):
+            run_loop(c, o, final, rates, A, r=residual)
+        if w is not None:
+            run_walk(c, o, final, rates, w, residual)
         if factors is not None:
             run_factor(c, solved, factors, follows=False)
 
-    call = make_call(p, x, _forward(p), known=known)
-    spare = (rates, *(t for t in (walk or ())[1:] if t is not A))
-    run(call, kernels, o, final, *(() if saved is None else (saved.buffer,)), spare=spare)
-    remember(call, given)
+    with on(p.device):
+        given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+        if x.initial_state is not None:
+            given = given._replace(initial_state=x.initial_state.float().contiguous())
+        call = make_call(p, given, kind, known=known)
+        spare = (rates, *(t for t in (walk or ())[1:] if t is not A))
+        run(call, kernels, o, final, *kept, spare=spare)
+    remember(call, x)
+    return Outputs(o, final, kept)
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
@@ -147,52 +125,49 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
     if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
         return triton.prefill(p, x, s, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    if not replayed(known, PREFILL, x, s, (o,)):
-        with on(p.device):
-            _launch_prefill(p, x, s, o, known)
-    return o
-
-
-def _launch_prefill(p: Problem, given: Inputs, s: Slots, o: Tensor, known: KnownCall | None) -> None:
-    x = given._replace(q=_described(given.q), k=_described(given.k), v=_described(given.v))
-    rates, walks = new_rates(p), new_walks(p)
-    processors = chip_of(p.device).processors
-    split = _new_split(p, split_prompt(p, processors))
+    if replayed(known, PREFILL, x, s, (o,)):
+        return o
+    rates, walks, processors = new_rates(p), new_walks(p), chip_of(p.device).processors
+    alone = new_prompt(p, split_prompt(p, processors))
 
     def kernels(c: Call) -> None:
-        slots, walk = Slots(*c.more), split
-        if c.compiling is not None and may_split_prompt(p, processors):  # the loop and the segments
-            walk = _new_split(p._replace(N=1, T=1), split_endless(p, processors))
-        if walk is not None:
-            run_hand_over(c, walk[1], slots, back=False)
+        slots, prompt = Slots(*c.more), alone
+        if every(c) and may_split_prompt(p, processors):  # the loop and the segments
+            prompt = new_prompt(p._replace(T=1), split_endless(p, processors))
+        if prompt is not None:
+            run_hand_over(c, prompt, slots, back=False)
         run_rates(c, o, rates, None, walks, slots)
-        if walk is None or c.compiling is not None:
+        if prompt is None or every(c):
             run_pool_loops(c, o, rates, walks, slots)
-        if walk is not None:
-            run_prompt(c, o, rates, *walk)
-            run_hand_over(c, walk[1], slots, back=True)
+        if prompt is not None:
+            run_prompt(c, o, rates, prompt)
+            run_hand_over(c, prompt, slots, back=True)
         if not p.batch_invariant:
             run_decode(c, o)
 
-    call = make_call(p, triton.with_flat_parameters(x), PREFILL, *s, known=known)
-    run(call, kernels, o, spare=(rates, walks, *_spare(split)))
-    remember(call, given)
+    with on(p.device):
+        given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s, known=known)
+        run(call, kernels, o, spare=(rates, walks, *_memory(alone)))
+    remember(call, x)
+    return o
 
 
-def _new_split(p: Problem, length: int | None) -> tuple[Walk, Prompt] | None:
-    """The memory by which kernels walk a prompt in segments; None if it is not split."""
-    return None if length is None else (new_walk(p, length), new_prompt(p))
+def _new_walk(p: Problem, length: int | None, A: Tensor | None = None) -> Walk | None:
+    """What a walk of segments, or of sequences with wide heads, needs; None where the loop does all."""
+    return None if length is None and p.K != WHOLE else new_walk(p, length, A)
 
 
-def _spare(split: tuple[Walk, Prompt] | None) -> tuple[Tensor, ...]:
-    return () if split is None else (*split[0][1:], *split[1])
+def _memory(prompt: Prompt | None) -> tuple[Tensor, ...]:
+    """All that is allocated for a prompt in segments."""
+    return () if prompt is None else (*prompt.walk[1:], *prompt[1:])
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
-    own = new_rates(nowhere), new_walks(nowhere), *_spare(_new_split(nowhere, length))
-    return sum(t.nbytes for t in (*own, *(t for t in (x.q, x.k, x.v) if not _describable(t))))
+    own = new_rates(nowhere), new_walks(nowhere), *_memory(new_prompt(nowhere, length))
+    return sum(t.nbytes for t in (*own, *(t for t in x[:3] if not _describable(t))))
 
 
 def _described(t: Tensor) -> Tensor:

@@ -7,18 +7,17 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper import layouts
 from flash_delta.kernels.runtime.descriptors import Descriptor
 from flash_delta.kernels.runtime.workspace import Residual
-from flash_delta.problem import Inputs, Problem
-
-
-def boxes(x: Inputs, o: Tensor, columns: int) -> tuple[Descriptor, ...]:
-    """Describe q, k, v (``columns`` value columns per tile) and o."""
-    width = x.q.shape[-1]
-    return ragged(x.q, width), ragged(x.k, width), ragged(x.v, columns), ragged(o, 64)
+from flash_delta.problem import Problem
 
 
 def token_stride(t: Tensor) -> int:
     """How many tokens it is from one batch row to the next."""
     return t.stride(0) // t.stride(1)
+
+
+def strides(*tokens: Tensor) -> tuple[int | tuple[int, ...], ...]:
+    """Of each tensor the `token_stride`; then, as one tuple, of each the numbers from head to head."""
+    return (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
 
 
 def ragged(t: Tensor, width: int) -> Descriptor:
@@ -41,7 +40,7 @@ def lines(rates: Tensor) -> Descriptor:
 
 
 def squares(t: Tensor) -> Descriptor:
-    """Describes [C, C] matrices of chunks."""
+    """Describes [C, C] matrices of chunks, or Phi, in squares of that size."""
     return blocks(t, C)
 
 
@@ -76,8 +75,3 @@ def rows(t: Tensor) -> Descriptor:
     """Describes transposed states by row and column."""
     width = t.shape[-1]
     return Descriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
-
-
-def parts(t: Tensor) -> Descriptor:
-    """Describes Phi by row and column."""
-    return squares(t)

@@ -6,11 +6,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, first_slot
+from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
 from flash_delta.kernels.hopper.gluon_compat import tma_load
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot
 
 
 @gluon.jit
@@ -81,12 +81,13 @@ def end_early(flags, bar, c):
 
 @gluon.jit
 def load_role(
-    descs, tiles, flags, bars, work, strides, HV, column, WIDTH: gl.constexpr, VALUES: gl.constexpr,
-    NS: gl.constexpr, SLOTS: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
+    given, HV, column, WIDTH: gl.constexpr, VALUES: gl.constexpr, NS: gl.constexpr, SLOTS: gl.constexpr,
+    PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     """Fills a ring of so many SLOTS with k and rates, q, A, and VALUES columns of v from ``column`` on. Where there is
     an ``sv2``, it gets the second 64 of those columns.
 
+    given: (descs, tiles, flags, bars, work, strides), of which descs and tiles are as `load_chunk` has them.
     work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items,
     pool), as in work_items.py.
     strides: of (q, k, v) the tokens from one batch row to the next, of each the numbers from head to head, and the
@@ -94,6 +95,7 @@ def load_role(
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
     flags: those of `find_maps`, whose state groups may end early; None elsewhere.
     """
+    descs, tiles, flags, bars, work, strides = given
     full, done = bars
     first, items, step = 0, 1, 1
     if not SEGMENTS:

@@ -26,10 +26,8 @@ SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144)  # for heads of 64: one warp group has a 
 # What is saved of every chunk (SAVE in loop.py) goes to memory through o's buffers, so there are more of these, and
 # fewer slots in other rings. WIDE has neither the memory nor the registers for it (Triton 3.9: C7512).
 SAVING = {64: LoopTile(1, 2, 4, 4, 4, 4, 144), 128: LoopTile(1, 2, 4, 2, 2, 3, 128)}
-RATES, RATES_OF_ROWS = (
-    triton.Tile(1, 3),
-    triton.Tile(4, 3),
-)  # `rates` with gates only, and with whole rows: of q and k for norms, or wide rows of zeros
+RATES = triton.Tile(1, 3)  # `rates` with gates only
+RATES_OF_ROWS = triton.Tile(4, 3)  # with whole rows, too: of q and k for norms, or wide rows of zeros
 
 
 def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
@@ -60,11 +58,8 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[
 # The kernels of a walk in segments.
 FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
 MEMBERS = 2  # value heads per program of `factor_chunks` at most; they share k
-MAPS = {64: {"NS": 4, "REGISTERS": 216}, 128: {"NS": 4, "REGISTERS": 216}}
+MAPS = {"NS": 4, "REGISTERS": 216}
 COMPOSE = triton.Tile(8, 3, 16)
 HAND_OVER = triton.Tile(4, 3, 4096)
-WALKS = {
-    64: {"NS": 4, "REGISTERS": 200},
-    128: {"NS": 3, "REGISTERS": 192},
-    256: {"NS": 2, "REGISTERS": 256},
-}  # by the width of heads
+# By the width of heads.
+WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}

@@ -27,7 +27,7 @@ all of them. No role may need more registers than it has, or ptxas waits after e
 ``flash-delta compile``).
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -41,41 +41,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flash_delta.kernels.hopper.boxes import boxes, lines, pool, ragged, saved, squares, states, token_stride
+from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
-from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, first_slot
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_by, store_state
+from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
+from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
-from flash_delta.kernels.runtime.arguments import table
+from flash_delta.kernels.runtime.arguments import every, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Residual
 from flash_delta.problem import Slots
 
 
 @gluon.jit
-def keep(desc, A, n, hv, start, c, T, HV: gl.constexpr, PACKED: gl.constexpr):
-    """Writes A of a sequence's chunk c to memory, for the backward pass. Two programs may walk the same state; one of
-    them writes."""
-    slot = first_slot(n, start, T, PACKED)
-    barrier()  # all warps of this factor group: A is whole in shared memory
-    if gl.program_id(1) == 0:
-        tma_store(desc, [((slot + c) * HV + hv) * C, 0], A)
-
-
-@gluon.jit
 def factor_role(
-    a_desc, tiles, scratch, bars, cu_seqlens, pool, items, T, which: gl.constexpr,
-    HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, NS: gl.constexpr,
-    NX: gl.constexpr, PACKED: gl.constexpr,
+    sM, sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
+    KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
+    a_desc, tiles, bars, work = shared
     sq, sk, sr, sa, sp = tiles
-    sM, sD = scratch
     full, xfull, done = bars
+    cu_seqlens, T, items, pool = work
     ty: gl.constexpr = sk.dtype
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
@@ -112,7 +104,9 @@ def factor_role(
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
             if KEEP:
-                keep(a_desc, sa.index(x), n, hv, start, c, T, HV, PACKED)
+                barrier()  # all warps of this factor group: A is whole in shared memory
+                if gl.program_id(1) == 0:  # two programs may walk the same state; one of them writes
+                    tma_store(a_desc, [((first_slot(n, start, T, PACKED) + c) * HV + hv) * C, 0], sa.index(x))
             # Starts the scores of this group's next chunk. After the last chunk they are of stale tiles, and not used.
             later = t + FACTORS
             # Signalled by the copy engine: k, q and rates of that chunk are there.
@@ -127,13 +121,6 @@ def factor_role(
 
 
 @gluon.jit
-def start_reads(q, k, j: gl.constexpr):
-    """Starts q k^T for 32 keys, from key j on."""
-    zero = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
-    return warpgroup_mma(q, k.slice(j, C // 2, 0).permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
     """Stores 32 columns of P, from column j on."""
     row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
@@ -145,19 +132,21 @@ def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
 
 @gluon.jit
 def state_role(
-    o_desc, tiles, so, sbar, bars, initial, final, saved, cu_seqlens, pool, items, T, w, v: gl.constexpr,
-    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
-    KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
-    PACKED: gl.constexpr,
+    so, sbar, shared, v: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
+    NX: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
+    o_desc, tiles, bars, initial, final, saved, work, w = shared
     sq, sk, sv, sr, sa, sp = tiles
     full, vfull, xfull, pfull, done = bars
+    cu_seqlens, T, items, pool = work
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     PARTS: gl.constexpr = WIDTH // 64
     SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles of a chunk that go to memory by way of ``so``
+    NO: gl.constexpr = so.shape[0]
     BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
@@ -206,8 +195,10 @@ def state_role(
             U = warpgroup_mma_wait(0, deps=[U])
             written = (U * weight).to(ty)
             read = U.to(ty)
-            if READS:
-                reads = start_reads(sq.index(s), sk.index(s), v // 2)
+            if READS:  # half of q k^T
+                keys = sk.index(s).slice(v // 2, C // 2, 0).permute([1, 0])
+                reads = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
+                reads = warpgroup_mma(sq.index(s), keys, reads, use_acc=False, is_async=True)
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
             if READS:
                 reads, S = warpgroup_mma_wait(1, deps=[reads, S])
@@ -221,11 +212,8 @@ def state_role(
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
             mbarrier.arrive(done.index(s), count=1)
             out = so.index((t * SENT + SENT - 1) % NO)
-            out.permute([1, 0]).store(O.to(ty))
-            fence_async_shared()
-            barrier()  # all warps of this state group: O is whole in shared memory
-            box = reinterpret(out, ty, [1, 1, C, 64], BOX)
-            tma_store(o_desc, [RAGGED, row, RAGGED - length + token, hv * WIDTH + w + v], box)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
+            store_by(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
             if pool is not None:  # noqa: SIM102 (else there is no length)
                 if len(pool) > 3:  # there are checkpoints
@@ -267,12 +255,8 @@ def forward_loop(
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
-    sbar = barriers(NO, 1)
-    full = barriers(NS, 1)
-    done = barriers(NS, GROUPS)
-    vfull = barriers(NV, 1)
-    xfull = barriers(NX, 1)
-    pfull = barriers(NX, GROUPS)
+    sbar, full, done = barriers(NO, 1), barriers(NS, 1), barriers(NS, GROUPS)
+    vfull, xfull, pfull = barriers(NV, 1), barriers(NX, 1), barriers(NX, GROUPS)
     saved, pool = (s_desc, e_desc, u_desc), None
     if walks is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
@@ -280,8 +264,11 @@ def forward_loop(
         if checkpoints is not None:
             pool += (checkpoints, slots, columns, interval, checkpoint_row, checkpoint_column)
     work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
-    factor_tiles, state_tiles = (sq, sk, sr, sa, sp), (sq, sk, sv, sr, sa, sp)
-    factor_bars, state_bars = (full, xfull, done), (full, vfull, xfull, pfull, done)
+    factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
+    tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
+    state = (o_desc, tiles, bars, initial, final, saved, work, w)
+    keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
+    values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
     if GROUPS == 2:
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         sbar2 = barriers(NO, 1)
@@ -293,87 +280,61 @@ def forward_loop(
     # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
-                           GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, saved, cu_seqlens, pool, items, T,
-                          w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
-            (state_role, (o_desc, state_tiles, so2, sbar2, state_bars, initial, final, saved, cu_seqlens, pool, items,
-                          T, w, 64, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
-            (load_role, ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done),
-                         work, strides, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
-            (load_role, ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done),
-                         work, strides, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
+            (factor_role, (sM, sD, factor, 0, HV, FACTORS, False, KEEP, NS, NX, PACKED)),
+            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
+            (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
+            (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
+            (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (o_desc, state_tiles, so, sbar, state_bars, initial, final, saved, cu_seqlens, pool, items, T,
-                          w, 0, HV, WIDTH, INITIAL, V_FIRST, GROUPS == 2, KEEP, SAVE, NS, NX, NV, NO, PACKED)),
-            (factor_role, (a_desc, factor_tiles, (sM, sD), factor_bars, cu_seqlens, pool, items, T, 0, HV, FACTORS,
-                           GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (factor_role, (a_desc, factor_tiles, (sM2, sD2), factor_bars, cu_seqlens, pool, items, T, 1, HV, FACTORS,
-                           GROUPS == 1, KEEP, NS, NX, PACKED)),
-            (load_role, ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done),
-                         work, strides, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
-            (load_role, ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done),
-                         work, strides, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
+            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, KEEP, SAVE, NS, NX, NV, PACKED)),
+            (factor_role, (sM, sD, factor, 0, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
+            (factor_role, (sM2, sD2, factor, 1, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
+            (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
+            (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
 
 
 def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
     """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
-    p, x, table_of = c.p, c.x, slots.checkpoint_indices
-    tokens = (x.q, x.k, x.v)
-    columns = 0 if table_of is None else table_of.shape[1]
-    where = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C.value), *table(table_of))
-
-    states, apart = pool(p, slots.state_pool), (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
-    q, k, rows, described = ragged(x.q, p.K), ragged(x.k, p.K), lines(rates), ragged(o, 64)
-
-    plans = []
-    for w in pool_loops(p, c.shape.chip, *choice, every=c.compiling is not None):
-        arguments = (
-            q, k, ragged(x.v, 64 * w.tile.groups), described, rows, None, None, None, None, states, states,
-            x.cu_seqlens, walks, table_of, 0, p.T, w.least, w.most, *where, *apart, p.HV // p.H,
-        )  # fmt: skip
-        plans.append(loop_plan(c, w.tile, w.sequences, arguments, INITIAL=True, KEEP=False, SAVE=False))
-    launch_described(c, forward_loop, *plans)
+    p, checkpoints = c.p, slots.checkpoint_indices
+    columns = 0 if checkpoints is None else checkpoints.shape[1]
+    numbers = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C.value), *table(checkpoints))
+    launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
+    states = pool(p, slots.state_pool)
+    _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, checkpoints, *numbers), initial=True)
 
 
 def run_loop(
-    c: Call,
-    o: Tensor,
-    final: Tensor,
-    out: Tensor,
-    A: Tensor | None,
-    *choice: LoopTile,
-    residual: Residual | None = None,
+    c: Call, o: Tensor, final: Tensor, rates: Tensor, A: Tensor | None, *choice: LoopTile, r: Residual | None = None
 ) -> None:
     """Launches the loop with at most one program per multiprocessor and block of value columns; a program walks several
-    states. ``A`` and ``residual`` are written for the backward pass."""
-    p, x = c.p, c.x
-    initial = final if x.initial_state is None else x.initial_state
-    tokens = (x.q, x.k, x.v)
+    states. ``A`` and ``r`` are written for the backward pass."""
+    p, initial = c.p, c.x.initial_state
+    launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
+    ends = states(p, final if initial is None else initial), states(p, final)
+    stored = (None if A is None else squares(A), *saved(r), *ends)
+    _run(c, o, rates, launches, stored, (None, None, *(0,) * 5), initial=initial is not None)
 
-    plans = []
-    for t in choice or tiles(p, c.shape.chip, every=c.compiling is not None, saving=residual is not None):
+
+def _run(
+    c: Call, o: Tensor, rates: Tensor, launches: Iterable[PoolLaunch], stored: tuple, listed: tuple, *, initial: bool
+) -> None:
+    """``stored``: descriptors of what is stored of chunks, and of the states before and after them. ``listed``: the
+    kernel's two lists of a pool, and the numbers that describe the pool."""
+    p, x, plans = c.p, c.x, []
+    q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), lines(rates)
+    for t, sequences, least, most, _ in launches:
         arguments = (
-            *boxes(x, o, 64 * t.groups), lines(out),
-            None if A is None else squares(A), *saved(residual), states(p, initial), states(p, final),
-            x.cu_seqlens, None, None, p.N * p.HV, p.T, *(0,) * 7,
-            *(token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens), p.HV // p.H,
+            q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *listed[:2], p.N * p.HV, p.T,
+            least, most, *listed[2:], *strides(x.q, x.k, x.v), p.HV // p.H,
         )  # fmt: skip
-        flags = {"INITIAL": x.initial_state is not None, "KEEP": A is not None, "SAVE": residual is not None}
-        plans.append(loop_plan(c, t, p.N, arguments, **flags))
+        constants = {
+            "HV": p.HV, "WIDTH": p.K, "INITIAL": initial, "V_FIRST": p.state_v_first, "PACKED": p.packed,
+            "KEEP": stored[0] is not None, "SAVE": stored[1] is not None, "GROUPS": t.groups, "FACTORS": t.factors,
+            "NS": t.slots, "NV": t.values, "NX": t.maps, "NO": t.outputs, "REGISTERS": t.registers,
+        }  # fmt: skip
+        grid = min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)
+        plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, forward_loop, *plans)
-
-
-def loop_plan(
-    c: Call, t: LoopTile, sequences: int, arguments: tuple[Any, ...], *, INITIAL: bool, KEEP: bool, SAVE: bool
-) -> DescribedPlan:
-    p = c.p
-    constants = {
-        "HV": p.HV, "WIDTH": p.K, "INITIAL": INITIAL, "V_FIRST": p.state_v_first, "PACKED": p.packed, "KEEP": KEEP,
-        "SAVE": SAVE, "GROUPS": t.groups, "FACTORS": t.factors, "NS": t.slots, "NV": t.values, "NX": t.maps,
-        "NO": t.outputs, "REGISTERS": t.registers,
-    }  # fmt: skip
-    return DescribedPlan((min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)), arguments, constants)

@@ -33,10 +33,9 @@ from flash_delta.kernels.device.channel_gate import BITS, LEAST
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
 from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
-from flash_delta.kernels.runtime.arguments import short, table
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.runtime.workspace import Solved
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
@@ -150,23 +149,12 @@ def run_rates(
     p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
-    scalars = (
-        p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables),
-        p.scale, p.beta_range, x.q.stride(), x.k.stride(), *row_and_others(x.g), *row_and_others(x.beta)
-    )  # fmt: skip
-    constants = {
-        # Never one column: Triton 3.6 has no scan for a layout with more warps than columns.
-        "H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C, "HEADS": heads, "BH": max(2, next_power_of_2(heads)),
-        "PACKED": p.packed, "GATE": x.g is not None, "RAW_GATE": p.raw_gate, "HAS_BIAS": x.dt_bias is not None,
-        "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "OVERLAP": p.device.type != "cpu",
-        "SHORT": short(p),
-    }  # fmt: skip
-    grid, tile = (count_slots(p), p.HV // heads, 1), RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     kept = (None, None) if s is None else (s.vectors, s.norms)
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, *kept, walks, *tables)
-    launch(c, rates, pointers, Plan(grid, tile, scalars, constants, follows=False))
-
-
-def row_and_others(t: Tensor | None) -> tuple[int, tuple[int, int]]:
-    """Strides of g or beta: first that of batch rows, which depends on T, then those of (token, head)."""
-    return (0, (0, 0)) if t is None else (t.stride(0), t.stride()[1:])
+    tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
+    columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
+    launch_rule(
+        c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
+        p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables), p.scale, p.beta_range,
+        strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns,
+    )  # fmt: skip

@@ -26,13 +26,17 @@ def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
 
 
 @gluon.jit
-def box_of(tile, V_FIRST: gl.constexpr):
-    """A part's buffer, with the three axes of a pool's descriptor."""
-    shape: gl.constexpr = [1, 64, 32] if V_FIRST else [1, 32, 64]
-    if tile.dtype == gl.float32:
-        return reinterpret(tile, tile.dtype, shape, ROW_STATE)
+def box_of(tile, slot, row, column, m: gl.constexpr, V_FIRST: gl.constexpr):
+    """Where part m is in memory, and its buffer with the axes of the descriptor, of which a pool's has three."""
+    r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
+    if slot is None:
+        return (r, c), tile
     else:
-        return reinterpret(tile, tile.dtype, shape, ROW_HALF if V_FIRST else ROW_TILE)
+        shape: gl.constexpr = [1, 64, 32] if V_FIRST else [1, 32, 64]
+        if tile.dtype == gl.float32:
+            return (slot, r, c), reinterpret(tile, tile.dtype, shape, ROW_STATE)
+        else:
+            return (slot, r, c), reinterpret(tile, tile.dtype, shape, ROW_HALF if V_FIRST else ROW_TILE)
 
 
 @gluon.jit
@@ -43,11 +47,8 @@ def fetch(
     if m < WIDTH // 32:
         bar, tile = bars.index(m % NO), part_of(so, desc, m, V_FIRST, NO)
         mbarrier.expect(bar, 64 * 32 * (4 if desc.dtype == gl.float32 else 2))
-        r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
-        if slot is None:
-            tma_load(desc, [r, c], bar, tile)
-        else:
-            tma_load(desc, [slot, r, c], bar, box_of(tile, V_FIRST))
+        at, box = box_of(tile, slot, row, column, m, V_FIRST)
+        tma_load(desc, at, bar, box)
 
 
 @gluon.jit
@@ -94,18 +95,25 @@ def apart_all(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def store_by(tile, box, desc, at, x, TURNED: gl.constexpr):
+    """Stores x to memory through the buffer ``tile``, which has to be free; TURNED: transposed. ``box`` is the same
+    buffer with the axes of the descriptor."""
+    if TURNED:
+        tile.permute([1, 0]).store(x)
+    else:
+        tile.store(x)
+    fence_async_shared()
+    barrier()  # all warps of this group: the buffer is full
+    tma_store(desc, at, box)
+
+
+@gluon.jit
 def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexpr):
     """Stores [64, 64] to memory, through the next of NO buffers; TURNED: transposed."""
     tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer
     barrier()  # all warps of this group: none writes before that
-    out = so.index(number % NO)
-    if TURNED:
-        out.permute([1, 0]).store(x)
-    else:
-        out.store(x)
-    fence_async_shared()
-    barrier()  # all warps of this group: the buffer is full
-    tma_store(desc, [row, column], out)
+    tile = so.index(number % NO)
+    store_by(tile, tile, desc, (row, column), x, TURNED)
 
 
 @gluon.jit
@@ -133,16 +141,7 @@ def store_state(desc, S, slot, row, column, so, WIDTH: gl.constexpr, V_FIRST: gl
         tma.store_wait(NO - 1)  # the copy engine has read what lay in this part's buffer
         barrier()  # all warps of this group: none writes before that
         part, tile = gl.convert_layout(parts[m], NARROW_ROWS).to(desc.dtype), part_of(so, desc, m, V_FIRST, NO)
-        if V_FIRST:
-            tile.store(part)
-        else:
-            tile.permute([1, 0]).store(part)
-        fence_async_shared()
-        barrier()  # all warps of this group: the part is whole in shared memory
-        r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
-        if slot is None:
-            tma_store(desc, [r, c], tile)
-        else:
-            tma_store(desc, [slot, r, c], box_of(tile, V_FIRST))
+        at, box = box_of(tile, slot, row, column, m, V_FIRST)
+        store_by(tile, box, desc, at, part, not V_FIRST)
     tma.store_wait(0)
     barrier()  # all warps of this group: ``so`` is free for them, too

@@ -5,7 +5,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.layouts import C
 from flash_delta.kernels.hopper.segments.bounds import extent
 
 
@@ -37,15 +36,6 @@ def ends(item, pool, HV: gl.constexpr):
     """On a pool: the slots that an item's state is read from and written to; -1 where there is none."""
     at = pool[0] + 3 * (item // HV) + 2
     return gl.load(at), gl.load(at + 1)
-
-
-@gluon.jit
-def first_slot(n, start, T, PACKED: gl.constexpr):
-    """The slot of a sequence's first chunk, as in device/chunk.py."""
-    slot = n * ((T + C - 1) // C)
-    if PACKED:
-        slot = start // C + n
-    return slot
 
 
 @gluon.jit

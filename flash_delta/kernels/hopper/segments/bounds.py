@@ -27,6 +27,15 @@ def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def first_slot(n, start, T, PACKED: gl.constexpr):
+    """The slot of a sequence's first chunk, as in device/chunk.py."""
+    slot = n * ((T + C - 1) // C)
+    if PACKED:
+        slot = start // C + n
+    return slot
+
+
+@gluon.jit
 def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
     """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, the sequence's two bounds, its
     number in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a
@@ -56,9 +65,7 @@ def find_chunks(length, cu_seqlens, N, T, PACKED: gl.constexpr):
     in the sequence, the number of its chunks, the first chunk's slot, its number, and whether it ends the sequence."""
     n, row, token, start, stop, number, last = find_segment(gl.program_id(0), length, cu_seqlens, N, T, PACKED)
     chunks = (gl.maximum(gl.minimum(length, stop - token), 0) + C - 1) // C
-    slot = n * ((T + C - 1) // C)
-    if PACKED:
-        slot = start // C + n
+    slot = first_slot(n, start, T, PACKED)
     return n, row, start, stop - start, token - start, chunks, slot + number * (length // C), number, last
 
 

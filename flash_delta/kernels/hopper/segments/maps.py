@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow, lead
-from flash_delta.kernels.hopper.boxes import lines, parts, ragged, rows, squares, states, token_stride
+from flash_delta.kernels.hopper.boxes import lines, ragged, rows, squares, states, strides
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
@@ -41,6 +41,7 @@ from flash_delta.kernels.hopper.rings import barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import find_map
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
+from flash_delta.kernels.runtime import arguments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.launch import Plan, launch
@@ -53,12 +54,13 @@ NEVER = gl.constexpr(2**30)
 
 @gluon.jit
 def map_role(
-    tiles, so, sbar, flags, bars, initial, B_desc, Phi_desc, cu_seqlens, length, N, T, v, HV,
-    WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    KEEP: gl.constexpr,
+    sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    sk, sv, sr, sa = tiles
+    tiles, flags, bars, initial, B_desc, Phi_desc, work, HV = shared
+    sk, sr, sa = tiles
     full, done = bars
+    cu_seqlens, T, length, N = work
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -157,7 +159,7 @@ def find_maps(
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-    so = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+    so, sv2 = gl.allocate_shared_memory(ty, [1, C, C], TILE), None
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
         so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
@@ -169,24 +171,20 @@ def find_maps(
     fence_async_shared()
     barrier()  # all warps of the program: the barriers are initialised, and the flags set
     first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
-    left, work = (sk, sv, sr, sa), (cu_seqlens, T, length, N)
+    bars, work = (full, done), (cu_seqlens, T, length, N)
     strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
+    shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, HV)
+    loads = ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), flags, bars, work, strides)
     if GROUPS == 2:
-        right = (sk, sv2, sr, sa)
         gl.warp_specialize([
-            (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
-                        HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-            (map_role, (right, so2, sbar2, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T,
-                        first + 64, HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-            (load_role, ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), flags, (full, done),
-                         work, strides, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
+            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (map_role, (sv2, so2, sbar2, shared, first + 64, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (map_role, (left, so, sbar, flags, (full, done), initial, B_desc, Phi_desc, cu_seqlens, length, N, T, first,
-                        HV, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-            (load_role, ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, None, sr, sa), flags, (full, done),
-                         work, strides, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
+            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [1], [24])  # fmt: skip
 
 
@@ -226,13 +224,12 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
     initial = w.B if x.initial_state is None else x.initial_state
     arguments = (
-        ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), states(p, initial), rows(w.B), parts(w.Phi),
-        x.cu_seqlens, w.length, p.N, p.T, token_stride(x.k), token_stride(x.v), (x.k.stride(2), x.v.stride(2)),
-        p.HV // p.H, p.HV,
+        ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), states(p, initial), rows(w.B), squares(w.Phi),
+        x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = {
         "WIDTH": p.K, "INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed,
-        "KEEP": p.needs_grad, **MAPS[p.K],
+        "KEEP": p.needs_grad, **MAPS,
     }  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length), p.HV, 2), arguments, constants)
     launch_described(c, find_maps, plan)
@@ -240,14 +237,9 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
 
 def run_compose_maps(c: Call, w: Walk) -> None:
     p, initial = c.p, c.x.initial_state
-    key, value = (3, 2) if p.state_v_first else (2, 3)
-    strides = (0,) * 4 if initial is None else tuple(initial.stride(axis) for axis in (0, 1, key, value))
+    overlap, scalars = p.device.type != "cpu", (p.N, p.T, w.length, p.HV, arguments.states(p, initial))
     constants = {
-        "K": p.K, "V": p.V, "BV": COMPOSE.BV, "PACKED": p.packed, "INITIAL": initial is not None,
-        "OVERLAP": p.device.type != "cpu",
+        "K": p.K, "V": p.V, "BV": COMPOSE.BV, "PACKED": p.packed, "INITIAL": initial is not None, "OVERLAP": overlap,
     }  # fmt: skip
-    plan = Plan(
-        (p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, (p.N, p.T, w.length, p.HV, strides), constants,
-        follows=p.device.type != "cpu",
-    )  # fmt: skip
+    plan = Plan((p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, scalars, constants, follows=overlap)
     launch(c, compose_maps, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), plan)

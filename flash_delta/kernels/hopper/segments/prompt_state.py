@@ -10,12 +10,11 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots
-from flash_delta.kernels.hopper.segments.memory import Walk
+from flash_delta.kernels.hopper.segments.memory import Walk, new_walk
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import HAND_OVER
-from flash_delta.kernels.runtime.arguments import short, table
+from flash_delta.kernels.runtime.arguments import launch_rule, table
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["T", "slots", "slot_stride", "read_row", "write_row", "has_row"]
@@ -48,31 +47,33 @@ def hand_over(
 
 
 class Prompt(NamedTuple):
-    """What a prompt has instead of slots while it is walked in segments."""
+    """A prompt that is walked in segments, and what it has instead of slots."""
 
+    walk: Walk
     first: Tensor  # the state that it starts from: float32, with the axes of the pool
     last: Tensor  # the state that it ends with
     span: Tensor  # its bounds, like ``cu_seqlens``; 64 numbers, which is a whole line of memory
 
 
-def new_prompt(p: Problem) -> Prompt:
+def new_prompt(p: Problem, length: int | None) -> Prompt | None:
+    """``length``: of its segments; None if it is not split."""
+    if length is None:
+        return None
     states = (torch.empty(1, *p.state_shape[1:], dtype=torch.float32, device=p.device) for _ in range(2))
-    return Prompt(*states, torch.empty(64, dtype=torch.int32, device=p.device))
+    return Prompt(new_walk(p._replace(N=1), length), *states, torch.empty(64, dtype=torch.int32, device=p.device))
 
 
-def run_prompt(c: Call, o: Tensor, rates: Tensor, w: Walk, prompt: Prompt) -> None:
+def run_prompt(c: Call, o: Tensor, rates: Tensor, prompt: Prompt) -> None:
     """Walks the prompt in segments. `run_hand_over` comes before it, and with ``back`` after it."""
     x = c.x._replace(initial_state=prompt.first, cu_seqlens=prompt.span)
-    run_walk(c._replace(p=c.p._replace(N=1), x=x), o, prompt.last, rates, w)
+    run_walk(c._replace(p=c.p._replace(N=1), x=x), o, prompt.last, rates, prompt.walk)
 
 
 def run_hand_over(c: Call, prompt: Prompt, slots: Slots, *, back: bool) -> None:
     p, pool = c.p, slots.state_pool
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
-    scalars = (p.T, len(pool), pool.stride(0), *(table(t)[0] for t in tables))
-    overlap = p.device.type != "cpu"
-    constants = {"SHORT": short(p), "BACK": back, "BLOCK": HAND_OVER.BV, "OVERLAP": overlap}
-    grid = (p.HV * p.K * p.V // HAND_OVER.BV, 1, 1)
     pointers = (pool, prompt.last if back else prompt.first, prompt.span, c.x.cu_seqlens, *tables)
-    plan = Plan(grid, HAND_OVER, scalars, constants, follows=back and overlap)
-    launch(c, hand_over, pointers, plan)
+    launch_rule(
+        c, hand_over, pointers, (p.HV * p.K * p.V // HAND_OVER.BV, 1, 1), HAND_OVER,
+        p.T, len(pool), pool.stride(0), *(table(t)[0] for t in tables), BACK=back, BLOCK=HAND_OVER.BV, follows=back,
+    )  # fmt: skip

@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, token_stride
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, strides
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_by, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
@@ -46,9 +46,11 @@ SCORES = gl.constexpr(2)  # slots of the ring of P
 
 
 @gluon.jit
-def score_role(tiles, bars, cu_seqlens, length, N, T, NS: gl.constexpr, PACKED: gl.constexpr):
+def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
+    tiles, bars, work = shared
     sq, sk, sr, sp = tiles
     full, pfull, done = bars
+    cu_seqlens, T, length, N = work
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
     zero = gl.zeros([C, C], gl.float32, ROWS)
@@ -68,12 +70,13 @@ def score_role(tiles, bars, cu_seqlens, length, N, T, NS: gl.constexpr, PACKED: 
 
 @gluon.jit
 def state_role(
-    o_desc, saved, tiles, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, v, HV,
-    WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr,
-    PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NO: gl.constexpr,
+    sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    sq, sk, sv, sr, sa, sp = tiles
+    o_desc, saved, tiles, sb, bars, starts, final, work, HV = shared
+    sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
+    cu_seqlens, T, length, N = work
     STAGED: gl.constexpr = WIDTH > 128  # there are no registers for S as an operand beside S itself
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
@@ -85,6 +88,7 @@ def state_role(
     row = row * T + start + size
     PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory by way of ``so``
     SENT: gl.constexpr = PARTS + 3 if SAVE else 1
+    NO: gl.constexpr = so.shape[0]
     gdc_wait()  # the kernels before this one have ended: ``starts`` is there, and what this one writes is free
     if (chunks > 0) | last:
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
@@ -148,11 +152,8 @@ def state_role(
             tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer of ``so``
             barrier()  # all warps of this state group: none writes before that
             out = so.index((t * SENT + SENT - 1) % NO)
-            out.permute([1, 0]).store(O.to(ty))
-            fence_async_shared()
-            barrier()  # all warps of this state group: O is whole in shared memory
-            box = reinterpret(out, ty, [1, 1, C, 64], BOX)
-            tma_store(o_desc, [RAGGED, row, RAGGED - size + token + t * C, hv * WIDTH + v], box)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
+            store_by(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
         if last:
             store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
@@ -177,7 +178,7 @@ def walk_segments(
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar = barriers(1, 1)
     full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
-    sb = so
+    sb, sv2 = so, None
     if WIDTH > 128:
         sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
     if GROUPS == 2:
@@ -186,43 +187,39 @@ def walk_segments(
         sbar2 = barriers(1, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    left, work = (sq, sk, sv, sr, sa, sp), (cu_seqlens, T, length, N)
+    bars, saved, work = (full, pfull, done), (s_desc, e_desc, u_desc), (cu_seqlens, T, length, N)
     strides = ((q_batch, k_batch, v_batch), heads, group)
-    bars, saved = (full, pfull, done), (s_desc, e_desc, u_desc)
+    score = ((sq, sk, sr, sp), bars, work)
+    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, work, HV)
+    loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
     if GROUPS == 2:
-        right = (sq, sk, sv2, sr, sa, sp)
         first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
         gl.warp_specialize([
-            (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
-            (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T, first, HV,
-                          WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
-            (state_role, (o_desc, saved, right, so2, sb, sbar2, bars, starts, final, cu_seqlens, length, N, T,
-                          first + 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE, NO)),
-            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done),
-                         work, strides, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
+            (score_role, (score, NS, PACKED)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
+            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP,
+                          SAVE)),
+            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
+        first = gl.program_id(2) * 64
         gl.warp_specialize([
-            (score_role, ((sq, sk, sr, sp), bars, cu_seqlens, length, N, T, NS, PACKED)),
-            (state_role, (o_desc, saved, left, so, sb, sbar, bars, starts, final, cu_seqlens, length, N, T,
-                          gl.program_id(2) * 64, HV, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE,
-                          NO)),
-            (load_role, ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, None, sr, sa), None, (full, done),
-                         work, strides, HV, gl.program_id(2) * 64, WIDTH, 64, NS, NS, PACKED, True)),
+            (score_role, (score, NS, PACKED)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
+            (load_role, (loads, HV, first, WIDTH, 64, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None) -> None:
     p, x = c.p, c.x
-    tokens, groups = (x.q, x.k, x.v), 2 if p.K == 128 else 1
+    groups = 2 if p.K == 128 else 1
     starts = final if x.initial_state is None else x.initial_state
     starts = states(p, starts) if w.starts is None else rows(w.starts)
     kept = saved(residual, p.K) if w.starts is None else saved(residual)
     arguments = (
         ragged(x.q, p.K), ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), ragged(o, HALF),
-        *kept, starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T,
-        *(token_stride(t) for t in tokens),
-        tuple(t.stride(2) for t in tokens), p.HV // p.H, p.HV,
+        *kept, starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v),
+        p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = {
         "WIDTH": p.K, "GROUPS": groups, "INITIAL": w.starts is not None or x.initial_state is not None,
