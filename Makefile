@@ -21,11 +21,11 @@ OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 demo: .venv/installed
 	rm -rf $(RUN)
 	$(BIN)/flash-delta check
-	$(BIN)/flash-delta train --out $(RUN) --mixers gdn,kda,gdn,attention --steps 600 --batch-size 4
+	$(BIN)/flash-delta train --out $(RUN) --mixers gdn,kda,gdn,attention --steps 450 --batch-size 4
 	$(BIN)/flash-delta generate $(RUN) --prompt 'def '
 	$(BIN)/flash-delta report $(RUN)
 	$(BIN)/python examples/state_tracking.py --out $(RUN)/state_tracking.svg
-	$(BIN)/python examples/transformers_layers.py --tokens 1024 --prompts 1 --rows 8 --repeats 3 --width 512 --heads 4
+	$(BIN)/python examples/transformers_layers.py --tokens 512 --prompts 1 --rows 8 --repeats 2 --width 512 --heads 4
 
 test: TESTS := -m "not long"
 test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
