@@ -21,7 +21,7 @@ OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 demo: .venv/installed
 	rm -rf $(RUN)
 	$(BIN)/flash-delta check
-	$(BIN)/flash-delta train --out $(RUN) --mixers gdn,kda,gdn,attention --steps 450 --batch-size 4
+	$(BIN)/flash-delta train --out $(RUN) --mixers gdn,kda,gdn,attention --steps 400 --batch-size 4
 	$(BIN)/flash-delta generate $(RUN) --prompt 'def '
 	$(BIN)/flash-delta report $(RUN)
 	$(BIN)/python examples/state_tracking.py --out $(RUN)/state_tracking.svg
