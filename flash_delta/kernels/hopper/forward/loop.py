@@ -43,7 +43,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_by, store_state
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
@@ -146,7 +146,7 @@ def state_role(
     ty: gl.constexpr = sk.dtype
     PARTS: gl.constexpr = WIDTH // 64
     SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles of a chunk that go to memory by way of ``so``
-    NO: gl.constexpr = so.shape[0]
+    NO: gl.constexpr = so.shape[0]  # buffers
     BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
@@ -195,7 +195,7 @@ def state_role(
             U = warpgroup_mma_wait(0, deps=[U])
             written = (U * weight).to(ty)
             read = U.to(ty)
-            if READS:  # half of q k^T
+            if READS:  # this group's half of q k^T: 32 keys
                 keys = sk.index(s).slice(v // 2, C // 2, 0).permute([1, 0])
                 reads = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
                 reads = warpgroup_mma(sq.index(s), keys, reads, use_acc=False, is_async=True)
@@ -213,7 +213,7 @@ def state_role(
             mbarrier.arrive(done.index(s), count=1)
             out = so.index((t * SENT + SENT - 1) % NO)
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
-            store_by(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
+            store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
             if pool is not None:  # noqa: SIM102 (else there is no length)
                 if len(pool) > 3:  # there are checkpoints
@@ -264,6 +264,7 @@ def forward_loop(
         if checkpoints is not None:
             pool += (checkpoints, slots, columns, interval, checkpoint_row, checkpoint_column)
     work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
+    # What the groups of a role share.
     factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
     tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
     state = (o_desc, tiles, bars, initial, final, saved, work, w)
@@ -319,16 +320,16 @@ def run_loop(
 
 
 def _run(
-    c: Call, o: Tensor, rates: Tensor, launches: Iterable[PoolLaunch], stored: tuple, listed: tuple, *, initial: bool
+    c: Call, o: Tensor, rates: Tensor, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *, initial: bool
 ) -> None:
-    """``stored``: descriptors of what is stored of chunks, and of the states before and after them. ``listed``: the
-    kernel's two lists of a pool, and the numbers that describe the pool."""
+    """``stored``: descriptors of A, of what is saved of chunks, and of the states before and after them. ``on_pool``:
+    what the kernel takes on a pool: ``walks``, ``checkpoints``, and five numbers, of which ``slots`` is the first."""
     p, x, plans = c.p, c.x, []
     q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), lines(rates)
     for t, sequences, least, most, _ in launches:
         arguments = (
-            q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *listed[:2], p.N * p.HV, p.T,
-            least, most, *listed[2:], *strides(x.q, x.k, x.v), p.HV // p.H,
+            q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *on_pool[:2], p.N * p.HV, p.T,
+            least, most, *on_pool[2:], *strides(x.q, x.k, x.v), p.HV // p.H,
         )  # fmt: skip
         constants = {
             "HV": p.HV, "WIDTH": p.K, "INITIAL": initial, "V_FIRST": p.state_v_first, "PACKED": p.packed,

@@ -95,7 +95,7 @@ def apart_all(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def store_by(tile, box, desc, at, x, TURNED: gl.constexpr):
+def store_through(tile, box, desc, at, x, TURNED: gl.constexpr):
     """Stores x to memory through the buffer ``tile``, which has to be free; TURNED: transposed. ``box`` is the same
     buffer with the axes of the descriptor."""
     if TURNED:
@@ -113,7 +113,7 @@ def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexp
     tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer
     barrier()  # all warps of this group: none writes before that
     tile = so.index(number % NO)
-    store_by(tile, tile, desc, (row, column), x, TURNED)
+    store_through(tile, tile, desc, (row, column), x, TURNED)
 
 
 @gluon.jit
@@ -142,6 +142,6 @@ def store_state(desc, S, slot, row, column, so, WIDTH: gl.constexpr, V_FIRST: gl
         barrier()  # all warps of this group: none writes before that
         part, tile = gl.convert_layout(parts[m], NARROW_ROWS).to(desc.dtype), part_of(so, desc, m, V_FIRST, NO)
         at, box = box_of(tile, slot, row, column, m, V_FIRST)
-        store_by(tile, box, desc, at, part, not V_FIRST)
+        store_through(tile, box, desc, at, part, not V_FIRST)
     tma.store_wait(0)
     barrier()  # all warps of this group: ``so`` is free for them, too

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, strides
-from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_by, store_state
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
@@ -88,7 +88,7 @@ def state_role(
     row = row * T + start + size
     PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory by way of ``so``
     SENT: gl.constexpr = PARTS + 3 if SAVE else 1
-    NO: gl.constexpr = so.shape[0]
+    NO: gl.constexpr = so.shape[0]  # buffers
     gdc_wait()  # the kernels before this one have ended: ``starts`` is there, and what this one writes is free
     if (chunks > 0) | last:
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
@@ -153,7 +153,7 @@ def state_role(
             barrier()  # all warps of this state group: none writes before that
             out = so.index((t * SENT + SENT - 1) % NO)
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
-            store_by(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
+            store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
         if last:
             store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
