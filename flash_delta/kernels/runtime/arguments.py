@@ -7,7 +7,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, precision
-from flash_delta.kernels.runtime.launch import Plan
+from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import SHORT, Problem
 
 LONG = 2**30  # tokens: more than any sequence has
@@ -23,6 +23,13 @@ def plan(
     if used is None:
         used = _constants[given] = _constants_of(c, kernel, t, own)
     return Plan(grid, t, scalars, used, follows and overlap)
+
+
+def launch_one(
+    c: Call, kernel: Any, pointers: tuple[Any, ...], grid: tuple[int, int, int], t: Tile, *scalars: Any, **own: Any
+) -> None:
+    """Launches a kernel that has one tile, whatever the sizes. ``own``: as in `plan`, with ``follows``."""
+    launch(c, kernel, pointers, lambda: [plan(c, kernel, grid, t, *scalars, **own)])
 
 
 _constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels
