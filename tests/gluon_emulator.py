@@ -8,6 +8,8 @@ expects, and who waits for whom: a role that waits for ever is an error.
 import importlib
 import sys
 import threading
+from functools import partial
+from inspect import signature
 from itertools import product as product_of
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from triton import experimental
 
 SECONDS = 60  # that a role may wait
 HERE = threading.local()  # program ids
+KERNELS = []  # all that were made: launchers know a kernel by its id, so none may be freed
 
 
 class Value:
@@ -277,7 +280,7 @@ HOPPER = {
 
 
 def emulated(package, name):
-    """The module ``package.name``, whose kernels are plain functions; ``launch`` calls them."""
+    """The module ``package.name``, whose kernels are plain functions; `Kernel` calls them."""
 
     def module(path, members):
         made = ModuleType(path)
@@ -304,19 +307,31 @@ def emulated(package, name):
     return made
 
 
-def launch(kernel, grid, *arguments, **constants):
-    """One program after the other."""
+class Kernel:
+    """A function of `emulated` as launchers take it: ``kernel[grid](...)`` runs one program after the other."""
 
+    OPTIONS = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")  # for a compiler
+
+    def __init__(self, function, note=lambda constants: None):
+        self.function, self.note, self.arg_names = function, note, list(signature(function).parameters)
+        KERNELS.append(self)
+
+    def __getitem__(self, grid):
+        return partial(self.run, (*grid, 1)[:3])
+
+    def run(self, grid, *arguments, **constants):
+        constants = {name: value for name, value in constants.items() if name not in self.OPTIONS}
+        self.note(constants)
+        arguments = [self.convert(x) for x in arguments]
+        for ids in product_of(*map(range, grid)):
+            HERE.ids = (*ids, *grid)
+            self.function(*arguments, **constants)
+
+    @staticmethod
     def convert(x):
         if hasattr(x, "block_shape"):
             return Descriptor(x)
         return Pointer(x) if isinstance(x, torch.Tensor) else x
-
-    arguments = [convert(x) for x in arguments]
-    grid = (*grid, 1)[:3]
-    for ids in product_of(*map(range, grid)):
-        HERE.ids = (*ids, *grid)
-        kernel(*arguments, **constants)
 
 
 def take_every_call(monkeypatch, forward):

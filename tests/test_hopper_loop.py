@@ -18,8 +18,7 @@ from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
-from tests.gluon_emulator import emulated, take_every_call
-from tests.gluon_emulator import launch as emulate
+from tests.gluon_emulator import Kernel, emulated, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -36,14 +35,8 @@ def small(name: str, width: int) -> Case:
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its loop emulated, as the choice of every call."""
-    kernel = emulated("flash_delta.kernels.hopper", "forward.loop").forward_loop
-
-    class Loop:
-        def __getitem__(self, grid):
-            options = ("num_warps", "enable_fp_fusion", "launch_pdl")
-            return lambda *a, **c: emulate(kernel, grid, *a, **{n: v for n, v in c.items() if n not in options})
-
-    monkeypatch.setattr(loop, "forward_loop", Loop())
+    kernel = Kernel(emulated("flash_delta.kernels.hopper", "forward.loop").forward_loop)
+    monkeypatch.setattr(loop, "forward_loop", kernel)
 
     def chosen(tile, processors):
         def forward(p, x):

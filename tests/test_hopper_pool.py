@@ -26,8 +26,7 @@ from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
 from flash_delta.ops.serving.warmup import prefill_call
 from flash_delta.problem import Inputs, Problem, Slots
-from tests.gluon_emulator import emulated
-from tests.gluon_emulator import launch as emulate
+from tests.gluon_emulator import Kernel, emulated
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
 runs = pytest.mark.skipif(
@@ -46,23 +45,11 @@ def launched(monkeypatch):
         yield lambda: None
         return
     noted = []
-
-    class Kernel:
-        def __init__(self, module, name):
-            self.kernel = getattr(emulated("flash_delta.kernels.hopper", module), name)
-
-        def __getitem__(self, grid):
-            options = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")
-
-            def run_kernel(*arguments, **constants):
-                noted.append(constants.get("GROUPS"))
-                emulate(self.kernel, grid, *arguments, **{n: v for n, v in constants.items() if n not in options})
-
-            return run_kernel
-
-    monkeypatch.setattr(loop, "forward_loop", Kernel("forward.loop", "forward_loop"))
-    for module, name in ((factor, "factor_chunks"), (maps, "find_maps"), (scan, "walk_segments")):
-        monkeypatch.setattr(module, name, Kernel(f"segments.{module.__name__.split('.')[-1]}", name))
+    kernels = ((loop, "forward_loop"), (factor, "factor_chunks"), (maps, "find_maps"), (scan, "walk_segments"))
+    for module, name in kernels:
+        package, path = "flash_delta.kernels.hopper", ".".join(module.__name__.split(".")[-2:])
+        kernel = Kernel(getattr(emulated(package, path), name), lambda constants: noted.append(constants.get("GROUPS")))
+        monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(calls, "chip_of", lambda device: Chip("interpreter", 3))
     load = _run.load_backend
     monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))

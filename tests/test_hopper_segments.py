@@ -21,8 +21,7 @@ from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 from flash_delta.testing.cases import Case
-from tests.gluon_emulator import emulated, take_every_call
-from tests.gluon_emulator import launch as emulate
+from tests.gluon_emulator import Kernel, emulated, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -55,15 +54,6 @@ CELLS = {
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call, in segments of so many chunks."""
-
-    class Kernel:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            options = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")
-            return lambda *a, **c: emulate(self.kernel, grid, *a, **{n: v for n, v in c.items() if n not in options})
-
     kernels = {
         name: getattr(emulated("flash_delta.kernels.hopper", f"segments.{module}"), name)
         for module, name in (("factor", "factor_chunks"), ("maps", "find_maps"), ("scan", "walk_segments"))

@@ -57,3 +57,12 @@ def gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr):
         return da, da * x
     else:
         return -dg * rate / (1.0 + tl.exp(tl.minimum(-x, 80.0))), dg * decay
+
+
+@triton.jit
+def store_sums(dA_log, ddt_bias, at, dA, dbias, some, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Stores what one chunk adds to the gradients of A_log and dt_bias, if the call has these parameters."""
+    if HAS_A:
+        tl.store(dA_log + at, dA, mask=some)
+    if HAS_BIAS:
+        tl.store(ddt_bias + at, dbias, mask=some)

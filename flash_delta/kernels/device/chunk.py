@@ -98,23 +98,37 @@ def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SH
 
 
 @triton.jit
+def enter_chunk(
+    cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, PARTS: tl.constexpr = 1
+):
+    """How most programs of the backward pass begin: they wait for the kernel before theirs, and find their chunk.
+
+    The grid is (slots * PARTS, heads). Returns the slot, the head, the batch row, the chunk's first token, the end of
+    its sequence, and whether the slot is empty. If it is, the program stores zeros and ends. Tokens after the last
+    sequence get these zeros; where there is no chunk at all, no row is stored.
+    """
+    lead(OVERLAP)
+    follow(OVERLAP)
+    slot, head = tl.program_id(0) // PARTS, tl.program_id(1)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    return slot, head, row, token, stop, PACKED and ((token >= stop) | (n >= N))
+
+
+@triton.jit
 def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, end, first chunk's slot, number
-    in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a segment
-    has no tokens, and is not the last."""
+    """Finds the segment in a slot of ``length`` tokens.
+
+    Returns its sequence, its batch row, its first token, its end, the slot of its first chunk, its number in the
+    sequence, and whether it is the last one there. A sequence without tokens has one segment. A slot without a segment
+    has no tokens, and is not the last one.
+    """
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, length, PACKED)
     _, _, chunk = bounds(n, cu_seqlens, N, T, C, PACKED)
     token = start + number * length
-    last = (token + length >= stop) & ((token < stop) | (number == 0))
-    return (
-        n,
-        row,
-        tl.minimum(token, stop),
-        tl.minimum(token + length, stop),
-        chunk + number * (length // C),
-        number,
-        last,
-    )
+    end = token + length
+    last = (end >= stop) & ((token < stop) | (number == 0))
+    chunk += number * (length // C)
+    return n, row, tl.minimum(token, stop), tl.minimum(end, stop), chunk, number, last
 
 
 @triton.jit

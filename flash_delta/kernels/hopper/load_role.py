@@ -103,9 +103,8 @@ def load_role(
     t = 0
     for item in range(first, items, step):
         hv, row, start, size, token, chunks, slot, valued = find_work(item, work, flags, HV, PACKED, SEGMENTS)
-        if flags is not None:  # noqa: SIM102 (a constant, then a number)
-            if chunks == 0:
-                gdc_wait()  # a kernel that waits for this one relies on it having waited for those before
+        if flags is not None and chunks == 0:
+            gdc_wait()  # a kernel that waits for this one relies on it having waited for those before
         c, going = chunks * 0, chunks > 0
         while going:
             s = t % SLOTS

@@ -1,5 +1,6 @@
 """What launchers hand to kernels: constants, tiles' widths, strides."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import SHORT, Problem
 
 LONG = 2**30  # tokens: more than any sequence has
+NO_TILE = Tile(4, 1)  # of kernels whose launchers say all that a tile would
 
 
 def launch_rule(
@@ -25,27 +27,33 @@ def launch_rule(
     **own: Any,
 ) -> None:
     """Launches a kernel with the constants of the problem that it names; ``own`` are those of this launch."""
-    given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
-    used = _constants.get(given)
-    if used is None:
-        used = _constants[given] = _constants_of(c, kernel, t, own)
+    used = constants_of(c, kernel, (*pointers, *scalars), t, **own)
     launch(c, kernel, pointers, Plan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
 
 
 _constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels
 
 
-def _constants_of(c: Call, kernel: Any, t: Tile, own: dict[str, Any]) -> dict[str, Any]:
+def constants_of(c: Call, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
+    """The parameters of a kernel after those that take ``values``, by their names: what the problem and the tile ``t``
+    say, except for ``own``, which the launcher says."""
+    given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
+    if given not in _constants:
+        known = _of_problem(c, t) | own
+        _constants[given] = {name: known[name] for name in kernel.arg_names[len(values) :] if name in known}
+    return _constants[given]
+
+
+def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
     p, x = c.p, c.x
-    constants = {
+    return {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
         "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
         "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
-        "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p),
-    } | own  # fmt: skip
-    return {name: constants[name] for name in kernel.arg_names if name in constants}
+        "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
+    }  # fmt: skip
 
 
 def short(p: Problem) -> int:

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     tile: Tile
     scalars: tuple[Any, ...]  # the parameters after the pointers
     constants: dict[str, Any]  # the constexprs
-    follows: bool  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
+    follows: bool = False  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
     contracts: bool = True  # the compiler may round a product and a sum as one
 
 

@@ -109,56 +109,37 @@ FLOAT32 = {
     "key_gradients": (Tile(8, 1, 32), Tile(8, 1, 16)),
     "halved_gradients": (Tile(4, 1, 16), Tile(4, 1, 16)),
 }
-# Heads up to 128 wide where the copy engine helps. Blocks of value columns, the narrowest first: more programs for few
-# heads, less traffic for many.
+
+
+def copied(*stages: int) -> tuple[Tile, ...]:
+    """Tiles of 16, 32, 64 and 128 value columns, whose chunks the copy engine brings: in each so many at once."""
+    widths = ((4, 16), (4, 32), (4, 64), (8, 128))
+    return tuple(Tile(warps, n, BV, tma=True) for (warps, BV), n in zip(widths, stages, strict=True))
+
+
+# Heads up to 128 wide where the copy engine helps. The narrowest tile comes first: narrow ones make more programs of
+# few heads, wide ones move less memory for many.
 SCANS = {
-    ("scan", "sm_90"): (
-        Tile(4, 4, 16, tma=True),
-        Tile(4, 4, 32, tma=True),
-        Tile(4, 3, 64, tma=True),
-        Tile(8, 3, 128, tma=True),
-    ),
-    ("scan_kept", "sm_90"): (
-        Tile(4, 4, 16, tma=True),
-        Tile(4, 4, 32, tma=True),
-        Tile(4, 2, 64, tma=True),
-        Tile(8, 2, 128, tma=True),
-    ),
-    ("scan_backward", "sm_90"): (
-        Tile(4, 4, 16, tma=True),
-        Tile(4, 4, 32, tma=True),
-        Tile(4, 3, 64, tma=True),
-        Tile(8, 2, 128, tma=True),
-    ),
-    ("scan_both", "sm_90"): (
-        Tile(4, 4, 16, tma=True),
-        Tile(4, 3, 32, tma=True),
-        Tile(4, 3, 64, tma=True),
-        Tile(8, 2, 128, tma=True),
-    ),
+    ("scan", "sm_90"): copied(4, 4, 3, 3),
+    ("scan_kept", "sm_90"): copied(4, 4, 2, 2),
+    ("scan_backward", "sm_90"): copied(4, 4, 3, 2),
+    ("scan_both", "sm_90"): copied(4, 3, 3, 2),
     ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
     ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
 }
-# The same with a decay per channel, where they load A, too (at 128 columns see `scan`).
+# The same with a decay per channel, where scans load A, too (at 128 columns see `scan`).
 CHANNEL_SCANS = {
-    ("scan", "sm_90"): (
-        Tile(4, 4, 16, tma=True),
-        Tile(4, 4, 32, tma=True),
-        Tile(4, 3, 64, tma=True),
-        Tile(8, 3, 128, tma=True),
-    ),
+    ("scan", "sm_90"): copied(4, 4, 3, 3),
+    ("scan_kept", "sm_90"): copied(3, 3, 2, 2),
+    ("scan_backward", "sm_90"): copied(3, 3, 2, 2),
+    ("scan_both", "sm_90"): copied(3, 3, 2, 2),
+    ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+    ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+    ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
+    ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
 }
-for _kernel in ("scan_kept", "scan_backward", "scan_both"):
-    CHANNEL_SCANS[_kernel, "sm_90"] = (
-        Tile(4, 3, 16, tma=True),
-        Tile(4, 3, 32, tma=True),
-        Tile(4, 2, 64, tma=True),
-        Tile(8, 2, 128, tma=True),
-    )
-for _kernel in ("scan", "scan_kept", "scan_backward", "scan_both"):
-    CHANNEL_SCANS[_kernel, "sm_100"] = (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True))
 
 
 class Pace(NamedTuple):

@@ -51,7 +51,7 @@ from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
-from flash_delta.kernels.runtime.arguments import every, table
+from flash_delta.kernels.runtime.arguments import constants_of, every, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
@@ -215,11 +215,10 @@ def state_role(
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
             store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
-            if pool is not None:  # noqa: SIM102 (else there is no length)
-                if len(pool) > 3:  # there are checkpoints
-                    slot = checkpoint(pool, n, token + C, length)
-                    if slot >= 0:
-                        store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+            if pool is not None and len(pool) > 3:  # there are checkpoints
+                slot = checkpoint(pool, n, token + C, length)
+                if slot >= 0:
+                    store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
         if pool is not None:
             if last >= 0:
                 store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
@@ -331,11 +330,10 @@ def _run(
             q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *on_pool[:2], p.N * p.HV, p.T,
             least, most, *on_pool[2:], *strides(x.q, x.k, x.v), p.HV // p.H,
         )  # fmt: skip
-        constants = {
-            "HV": p.HV, "WIDTH": p.K, "INITIAL": initial, "V_FIRST": p.state_v_first, "PACKED": p.packed,
-            "KEEP": stored[0] is not None, "SAVE": stored[1] is not None, "GROUPS": t.groups, "FACTORS": t.factors,
-            "NS": t.slots, "NV": t.values, "NX": t.maps, "NO": t.outputs, "REGISTERS": t.registers,
-        }  # fmt: skip
+        constants = constants_of(
+            c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,
+            GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values, NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
+        )  # fmt: skip
         grid = min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)
         plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, forward_loop, *plans)

@@ -57,9 +57,8 @@ def rates(
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
-    if walks is not None:  # noqa: SIM102 (a constant, then a number)
-        if slot + first == 0:
-            list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+    if walks is not None and slot + first == 0:
+        list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if token >= stop:
         return

@@ -28,6 +28,7 @@ from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates, rat
 from flash_delta.kernels.hopper.segments.bounds import find_segment
 from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.tiles import FACTOR, MEMBERS
+from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 
@@ -91,7 +92,5 @@ def run_factor_chunks(c: Call, rates: Tensor, w: Walk) -> None:
         ragged(x.k, p.K), lines(rates), squares(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
         p.HV, group, members,
     )  # fmt: skip
-    plan = DescribedPlan(
-        (count_slots(p), p.HV // members), arguments, {"WIDTH": p.K, "PACKED": p.packed, "KEEP": p.needs_grad}
-    )
-    launch_described(c, factor_chunks, plan, **FACTOR)
+    constants = constants_of(c, factor_chunks, arguments, KEEP=p.needs_grad)
+    launch_described(c, factor_chunks, DescribedPlan((count_slots(p), p.HV // members), arguments, constants), **FACTOR)

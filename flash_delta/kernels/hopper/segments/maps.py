@@ -44,7 +44,6 @@ from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
 from flash_delta.kernels.runtime import arguments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
-from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.kernels.triton.forward.scan import load_state as load_rows
 from flash_delta.kernels.triton.forward.scan import store_state as store_rows
 
@@ -71,10 +70,9 @@ def map_role(
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_ROWS))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE_ROWS))[None, :]
     S = gl.where((i + v + (1 - keys) * WIDTH) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-    if INITIAL:  # noqa: SIM102 (a constant, then a number)
-        if (number == 0) & (keys == 0):
-            head = (n * HV + gl.program_id(1)) * WIDTH
-            S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
+    if INITIAL and ((number == 0) & (keys == 0)):
+        head = (n * HV + gl.program_id(1)) * WIDTH
+        S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk is there
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -223,23 +221,17 @@ def compose_maps(
 def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
     initial = w.B if x.initial_state is None else x.initial_state
-    arguments = (
+    values = (
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), states(p, initial), rows(w.B), squares(w.Phi),
         x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = {
-        "WIDTH": p.K, "INITIAL": x.initial_state is not None, "V_FIRST": p.state_v_first, "PACKED": p.packed,
-        "KEEP": p.needs_grad, **MAPS,
-    }  # fmt: skip
-    plan = DescribedPlan((count_slots(p, w.length), p.HV, 2), arguments, constants)
-    launch_described(c, find_maps, plan)
+    started = x.initial_state is not None
+    constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, **MAPS)
+    launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length), p.HV, 2), values, constants))
 
 
 def run_compose_maps(c: Call, w: Walk) -> None:
     p, initial = c.p, c.x.initial_state
-    overlap, scalars = p.device.type != "cpu", (p.N, p.T, w.length, p.HV, arguments.states(p, initial))
-    constants = {
-        "K": p.K, "V": p.V, "BV": COMPOSE.BV, "PACKED": p.packed, "INITIAL": initial is not None, "OVERLAP": overlap,
-    }  # fmt: skip
-    plan = Plan((p.V // COMPOSE.BV, p.HV, p.N), COMPOSE, scalars, constants, follows=overlap)
-    launch(c, compose_maps, (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), plan)
+    pointers, grid = (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), (p.V // COMPOSE.BV, p.HV, p.N)
+    scalars = p.N, p.T, w.length, p.HV, arguments.states(p, initial)
+    arguments.launch_rule(c, compose_maps, pointers, grid, COMPOSE, *scalars, INITIAL=initial is not None, follows=True)

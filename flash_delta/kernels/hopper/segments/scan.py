@@ -38,6 +38,7 @@ from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import WALKS
+from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.workspace import Residual
@@ -221,10 +222,10 @@ def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk,
         *kept, starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v),
         p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = {
-        "WIDTH": p.K, "GROUPS": groups, "INITIAL": w.starts is not None or x.initial_state is not None,
-        "START_V_FIRST": w.starts is not None or p.state_v_first, "V_FIRST": p.state_v_first, "PACKED": p.packed,
-        "KEEP": p.needs_grad, "SAVE": residual is not None, **WALKS[p.K],
-    }  # fmt: skip
+    constants = constants_of(
+        c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
+        START_V_FIRST=w.starts is not None or p.state_v_first, KEEP=p.needs_grad,
+        SAVE=residual is not None, **WALKS[p.K],
+    )  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
     launch_described(c, walk_segments, plan)

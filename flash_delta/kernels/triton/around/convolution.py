@@ -104,12 +104,11 @@ def convolve(
                 z = tl.where(live, z, 0.0)
             tl.store(at + j * D, z.to(y.dtype.element_ty), mask=inside & (t + j < stop))
         window = window[G:]
-    if final_state is not None:  # noqa: SIM102  this is known when it is compiled, the other one is not
-        if (number == 0) & live:
-            for w in tl.static_range(W):
-                last = load_input(x, x_strides, initial_state, state_strides, n, stop - W + w, start, d, inside, W)
-                at = final_state + (n.to(tl.int64) * D + d) * W + w
-                tl.store(at, last.to(final_state.dtype.element_ty), mask=inside)
+    if final_state is not None and ((number == 0) & live):
+        for w in tl.static_range(W):
+            last = load_input(x, x_strides, initial_state, state_strides, n, stop - W + w, start, d, inside, W)
+            at = final_state + (n.to(tl.int64) * D + d) * W + w
+            tl.store(at, last.to(final_state.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -245,31 +244,24 @@ def count_parts(c: Call) -> int:
 
 
 def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Cut | None = None) -> None:
-    w = chosen or cut_of("convolve", c)
-
-    one = _along(c, w)
-    launch(c, convolve, (*c.x, y, final), one)
+    launch(c, convolve, (*c.x, y, final), _along(c, chosen or cut_of("convolve", c)))
 
 
 def run_convolve_backward(
     c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Cut | None = None
 ) -> None:
     """``c.more``: dy, and dfinal or None."""
-    (dy, dfinal), w = c.more, chosen or cut_of("convolve_backward", c)
-
-    one = _along(c, w, dy.stride(), strides(dfinal))
-    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), one)
+    dy, dfinal = c.more
+    plan = _along(c, chosen or cut_of("convolve_backward", c), dy.stride(), strides(dfinal))
+    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), plan)
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
     """One token of each row, x [N, D]; the state moves on in place."""
-    p, x = c.p, c.x
-    BD = min(TOKEN.BV, next_power_of_2(p.D))
-
+    p, x, BD = c.p, c.x, min(TOKEN.BV, next_power_of_2(c.p.D))
     constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
-    grid = (p.N * -(-p.D // BD), 1, 1)
-    one = Plan(grid, TOKEN, (x.x.stride(), x.initial_state.stride()), constants, follows=False)
-    launch(c, convolve_token, (x.x, x.initial_state, x.weight, x.bias, y), one)
+    plan = Plan((p.N * -(-p.D // BD), 1, 1), TOKEN, (x.x.stride(), x.initial_state.stride()), constants)
+    launch(c, convolve_token, (x.x, x.initial_state, x.weight, x.bias, y), plan)
 
 
 def strides(t: Tensor | None) -> tuple[int, ...]:
@@ -283,4 +275,4 @@ def _along(c: Call, w: Cut, *more: tuple[int, ...]) -> Plan:
     constants = {"D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
     scalars = p.N, p.T, x.x.stride(), strides(x.initial_state), *more
     grid = (count_pieces(p, w.BT) * -(-p.D // w.BD), 1, 1)
-    return Plan(grid, Tile(w.warps, 1), scalars, constants, follows=False)
+    return Plan(grid, Tile(w.warps, 1), scalars, constants)

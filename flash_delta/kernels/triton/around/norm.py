@@ -111,12 +111,10 @@ SUMMED = 128  # rows of a step of ``total``
 def run_normalize(c: Call, y: Tensor) -> None:
     """x and the gate are rows [M, D]."""
     x, BD, rows, t = c.x, *_rows(c, ROWS)
-
     M = len(x.x)
     scalars = M, c.p.eps, x.x.stride(0), batch(x.gate)
     constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
-    one = Plan((-(-M // rows), 1, 1), t, scalars, constants, follows=False)
-    launch(c, normalize, (x.x, x.gate, x.weight, y), one)
+    launch(c, normalize, (x.x, x.gate, x.weight, y), Plan((-(-M // rows), 1, 1), t, scalars, constants))
 
 
 def count_row_parts(c: Call) -> int:
@@ -128,20 +126,17 @@ def count_row_parts(c: Call) -> int:
 def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor) -> None:
     """``c.more``: dy [M, D]."""
     x, (dy,), BD, rows, t = c.x, c.more, *_rows(c, BACKWARD_ROWS)
-
     programs = len(parts)
     scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), batch(x.gate), dy.stride(0)
     constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
-    one = Plan((programs, 1, 1), t, scalars, constants, follows=False)
-    launch(c, normalize_backward, (x.x, x.gate, x.weight, dy, dx, dgate, parts), one)
+    pointers = x.x, x.gate, x.weight, dy, dx, dgate, parts
+    launch(c, normalize_backward, pointers, Plan((programs, 1, 1), t, scalars, constants))
 
 
 def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> None:
     P, rows, D = parts.shape
-
     constants = {"D": D, "W": dweight.numel() // D, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
-    one = Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants, follows=False)
-    launch(c, total, (parts, dweight, dbias), one)
+    launch(c, total, (parts, dweight, dbias), Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants))
 
 
 def _rows(c: Call, numbers: int) -> tuple[int, int, Tile]:

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters
-from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_block, rows_of, store_tile
+from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters, store_sums
+from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, store_tile
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -136,27 +136,22 @@ def channel_gradients(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dg; of one value head dq and dk (with a norm, r dy), ``[slots, HV, C, K]``, where the products with states are;
-    of A_log and dt_bias ``[slots, HV, K]``, to be summed."""
-    lead(OVERLAP)
-    follow(OVERLAP)
+    """Stores dg of W channels of one chunk and value head, and the chunk's gradients of A_log and dt_bias, ``[slots,
+    HV, K]``. In dq and dk ``[slots, HV, C, K]`` it finds the products with states, and stores all of dq and dk of this
+    value head (with a norm, r dy)."""
     BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
-    slot, hv, first = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(0) % BLOCKS * W
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP, BLOCKS)
+    first = tl.program_id(0) % BLOCKS * W
     c, t = first + tl.arange(0, W), tl.arange(0, 16)
     ty: tl.constexpr = k.dtype.element_ty
     head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
     strides, rows = (T.to(tl.int64) * HV * K, HV * K, K, 1), (0, K, 0, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
-            store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, first, K, C, W)
-            tl.store(fallen + sums, 0.0, mask=c < K)
-            if HAS_A:
-                tl.store(dA_log + sums, 0.0, mask=c < K)
-            if HAS_BIAS:
-                tl.store(ddt_bias + sums, 0.0, mask=c < K)
-            return
+    if empty:
+        store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, first, K, C, W)
+        tl.store(fallen + sums, 0.0, mask=c < K)
+        store_sums(dA_log, ddt_bias, sums, 0.0, 0.0, c < K, HAS_A, HAS_BIAS)
+        return
     q, k, g = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h), rows_of(g, g_strides, row, hv)
     dPD, taken = dPD + head * C * C, taken + head * C * C
     dq, dk, written = dq + head * C * K, dk + head * C * K, written + head * C * K
@@ -232,24 +227,21 @@ def channel_gradients(
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
         store_rows(dg + at.to(tl.int64) * (HV * K), d, first, left, HV * K, K, W)
-    if HAS_A:
-        tl.store(dA_log + sums, dA, mask=c < K)
-    if HAS_BIAS:
-        tl.store(ddt_bias + sums, dbias, mask=c < K)
+    store_sums(dA_log, ddt_bias, sums, dA, dbias, c < K, HAS_A, HAS_BIAS)
 
 
 def run_channel_gradients(
     c: Call, scores: Scores, heads: HeadGradients, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
     t: Tile | None = None,
 ) -> None:  # fmt: skip
-    """dg; dq and dk of every value head; and of A_log and dt_bias ``[slots, HV, K]``, to be summed. For bfloat16."""
+    """Finds dg, dq and dk of every value head, and of every chunk the gradients of A_log and dt_bias, ``[slots, HV,
+    K]``. The caller sums those. For bfloat16."""
     p, x = c.p, c.x
     chosen = t or tile("channel_gradients", p, c.shape.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias
     )  # fmt: skip
-    launch_rule(
-        c, channel_gradients, pointers, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
-        p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), W=W, follows=True,
-    )  # fmt: skip
+    scalars = p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g)
+    grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
+    launch_rule(c, channel_gradients, pointers, grid, chosen, *scalars, W=W, follows=True)

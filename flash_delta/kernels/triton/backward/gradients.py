@@ -20,9 +20,9 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     count_slots,
+    enter_chunk,
     find_chunk,
     follow,
-    lead,
     load_block,
     load_row,
     load_tile,
@@ -47,7 +47,11 @@ def norm_backward(z, x, r):
 
 @triton.jit
 def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
-    """Of ``t``, to be added to ``z`` (OWN_SUMS) or with z in it already: both, what t adds to <x, .>, and <x, z>."""
+    """Adds ``t`` to the accumulator ``z``. With OWN_SUMS t began with 0, without it t began with z.
+
+    Returns the new accumulator, what t has added to the row sums of x z, and ``before`` for the next call: without
+    OWN_SUMS these are the row sums of x z so far.
+    """
     sums = before
     if GATE:
         sums = tl.sum(x * t, 1)
@@ -64,20 +68,16 @@ def query_gradients(
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of the queries of one chunk and key head, and what they read, row 1 of ``parts``."""
-    lead(OVERLAP)
-    follow(OVERLAP)
-    slot, h = tl.program_id(0), tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    """Stores dq of one chunk and key head, and in row 1 of ``parts`` what its queries read."""
+    slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     GROUP: tl.constexpr = HV // H
     out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dq_rows = rows_of(dq, out_strides, row, h)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
-            store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            return
+    if empty:
+        store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+        return
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
     OWN_SUMS: tl.constexpr = ty == tl.float32  # see key_gradients
@@ -87,9 +87,7 @@ def query_gradients(
         head = slot.to(tl.int64) * HV + hv
         do_rows = rows_of(do, do_strides, row, hv)
         e_q = tl.load(rates + head * 4 * C + i)  # scale e^G r_q
-        t = z
-        if OWN_SUMS:
-            t = tl.zeros([C, BK], tl.float32)
+        t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else z
         for w in range(0, V, BV):
             s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
             dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
@@ -113,11 +111,8 @@ def key_gradients(
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk (and dp) of one chunk and key head, and what they erase and write, rows 2 and 3 of ``parts``."""
-    lead(OVERLAP)
-    follow(OVERLAP)
-    slot, h = tl.program_id(0), tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    """Stores dk (and dp) of one chunk and key head, and in rows 2 and 3 of ``parts`` what its keys erase and write."""
+    slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     GROUP: tl.constexpr = HV // H
@@ -125,12 +120,11 @@ def key_gradients(
     dk_rows = rows_of(dk, out_strides, row, h)
     if OWN_P:
         dp_rows = rows_of(dp, out_strides, row, h)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):
-            store_tile(dk_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            if OWN_P:
-                store_tile(dp_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            return
+    if empty:
+        store_tile(dk_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+        if OWN_P:
+            store_tile(dp_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+        return
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
     pp = kk
@@ -140,9 +134,9 @@ def key_gradients(
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rk = tl.load(norm + C)
-    # Row sums of what is added to an accumulator are differences of the accumulator's. That costs float32 its last
-    # digits, so it gets an accumulator for each: it spills anyway, and would spill 700 bytes in 16 bits (sm_90a, K = V
-    # = 128).
+    # What is added to an accumulator has row sums. They are differences of the accumulator's own row sums, which costs
+    # float32 its last digits. So in float32 every summand has an accumulator of its own: float32 spills anyway. In 16
+    # bits that would spill 700 bytes (sm_90a, K = V = 128).
     OWN_SUMS: tl.constexpr = ty == tl.float32
     d = tl.arange(0, BV)
     z, zp = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -155,9 +149,8 @@ def key_gradients(
             high, low = tl.load(first + C - 1) - tl.load(first + i), tl.load(first + 2 * C - 1) - tl.load(first + C + i)
             e_k = rk * tl.exp(high + low)
         e_p = tl.load(rate + C + i) * tl.load(rate + 2 * C + i)  # b e^H r_p
-        t = zp if OWN_P else z
-        if OWN_SUMS:
-            t = tl.zeros([C, BK], tl.float32)
+        erased = zp if OWN_P else z
+        t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else erased
         for w in range(0, V, BV):
             s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
             if ERASE:
@@ -177,9 +170,7 @@ def key_gradients(
                 z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
             if GATE:
                 tl.store(part + 2 * C + i, sums)
-        t = z
-        if OWN_SUMS:
-            t = tl.zeros([C, BK], tl.float32)
+        t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else z
         for w in range(0, V, BV):
             u = load_block(U + head * C * V, 0, w, C, V, C, BV)
             ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
@@ -215,7 +206,8 @@ def gates(
     HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dg of one chunk and value head from its ``parts``, and the raw gate's backward pass. Grid (slots, HV)."""
+    """Stores dg of one chunk and value head, from its ``parts``. It also runs the raw gate's backward pass. Grid
+    (slots, HV)."""
     follow(OVERLAP)
     slot, hv = tl.program_id(0), tl.program_id(1)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
@@ -223,14 +215,13 @@ def gates(
     head = slot.to(tl.int64) * HV + hv
     dg_strides = (T.to(tl.int64) * HV, HV, 1)
     dg_rows = rows_of(dg, dg_strides, row, hv)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
-            store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C)
-            if RAW_GATE:
-                tl.store(dA_log + head, 0.0)
-            if HAS_BIAS:
-                tl.store(ddt_bias + head, 0.0)
-            return
+    if PACKED and ((token >= stop) | (n >= N)):  # as in `enter_chunk`
+        store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C)
+        if RAW_GATE:
+            tl.store(dA_log + head, 0.0)
+        if HAS_BIAS:
+            tl.store(ddt_bias + head, 0.0)
+        return
     parts = parts + head * 4 * C + i
     reads, writes = tl.load(parts + C), tl.load(parts + 3 * C)
     carrying = i[:, None] <= i[None, :]  # [t, i]: what reads in row i carries gate t, what writes there does not
@@ -258,10 +249,9 @@ def run_query_gradients(
 ) -> None:
     p, x = c.p, c.x
     pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
-    launch_rule(
-        c, query_gradients, pointers, (count_slots(p), p.H, 1), t or tile("query_gradients", p, c.shape.chip),
-        p.N, p.T, strides(x.q), strides(x.k), strides(do), follows=True,
-    )  # fmt: skip
+    scalars = p.N, p.T, strides(x.q), strides(x.k), strides(do)
+    chosen = t or tile("query_gradients", p, c.shape.chip)
+    launch_rule(c, query_gradients, pointers, (count_slots(p), p.H, 1), chosen, *scalars, follows=True)
 
 
 def run_key_gradients(
@@ -272,15 +262,14 @@ def run_key_gradients(
         x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys, s.vectors, s.norms,
         f.rates, x.cu_seqlens, d.k, d.p, scores.parts,
     )  # fmt: skip
-    launch_rule(
-        c, key_gradients, pointers, (count_slots(p), p.H, 1), t or tile("key_gradients", p, c.shape.chip),
-        p.N, p.T, strides(x.q), strides(x.k), strides(c.keys), follows=True,
-    )  # fmt: skip
+    scalars = p.N, p.T, strides(x.q), strides(x.k), strides(c.keys)
+    chosen = t or tile("key_gradients", p, c.shape.chip)
+    launch_rule(c, key_gradients, pointers, (count_slots(p), p.H, 1), chosen, *scalars, follows=True)
 
 
 def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
-    """dg; and of A_log and dt_bias ``[slots, HV]``, to be summed."""
+    """Finds dg, and of every chunk the gradients of A_log and dt_bias, ``[slots, HV]``. The caller sums those."""
     p, x = c.p, c.x
     pointers = (x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias)
-    grid = (count_slots(p), p.HV, 1)
-    launch_rule(c, gates, pointers, grid, WARP, p.N, p.T, batch(x.g), tokens(x.g), follows=True)
+    scalars = p.N, p.T, batch(x.g), tokens(x.g)
+    launch_rule(c, gates, pointers, (count_slots(p), p.HV, 1), WARP, *scalars, follows=True)

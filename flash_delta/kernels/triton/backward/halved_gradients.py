@@ -20,17 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters
-from flash_delta.kernels.device.chunk import (
-    count_slots,
-    find_chunk,
-    follow,
-    lead,
-    load_block,
-    load_tile,
-    rows_of,
-    store_tile,
-)
+from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters, store_sums
+from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, load_tile, rows_of, store_tile
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -68,10 +59,12 @@ def store_channels(out, x, stride, count, c, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_gates(
-    g, strides, A_log, dt_bias, lower_bound, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
+    raw, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``[W, 32]``: the activations, their log decay, where there are any; and ``parameters``."""
+    """Of 32 tokens the activations and their log decays, ``[W, 32]``; which tokens are there; and what ``parameters``
+    returns. ``raw``: g, its strides, A_log, dt_bias and the lower bound."""
+    g, strides, A_log, dt_bias, lower_bound = raw
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     live = (token + tl.arange(0, 32) < stop)[None, :]
     a = load_channels(g, strides, token, stop, c, K, W)
@@ -229,28 +222,21 @@ def halved_gradients(
     C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    lead(OVERLAP)
-    follow(OVERLAP)
     BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
-    part, slot, hv = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP, BLOCKS)
+    part = tl.program_id(0) % BLOCKS
     o, c = tl.arange(0, 32), part * W + tl.arange(0, W)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # what e^-76 gets wrong is nothing
     head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
     strides = (T.to(tl.int64) * HV * K, HV * K, K, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
-    if ty == tl.bfloat16:  # noqa: SIM102 (a constant, then a number)
-        if tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:
-            return
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
-            store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
-            if HAS_A:
-                tl.store(dA_log + sums, 0.0, mask=c < K)
-            if HAS_BIAS:
-                tl.store(ddt_bias + sums, 0.0, mask=c < K)
-            return
+    if ty == tl.bfloat16 and tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:
+        return
+    if empty:
+        store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
+        store_sums(dA_log, ddt_bias, sums, 0.0, 0.0, c < K, HAS_A, HAS_BIAS)
+        return
     q, k = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
     g, do = rows_of(g, g_strides, row, hv), rows_of(do, do_strides, row, hv)
     U, dU, dPD, taken = U + head * C * V, dU + head * C * V, dPD + head * C * C, taken + head * C * C
@@ -262,9 +248,8 @@ def halved_gradients(
     s0 = load_block(states + head * V * K, 0, part * W, V, K, BV, W)
     ds1 = load_block(dstates + head * V * K, 0, part * W, V, K, BV, W)
     kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, V, 32, BV)
-    gi = load_gates(
-        g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
-    )[1]
+    raw = (g, g_strides, A_log, dt_bias, lower_bound)
+    gi = load_gates(raw, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
     past = tl.exp2(tl.sum(gi, 1))
     through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
     e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
@@ -276,25 +261,20 @@ def halved_gradients(
         at = token + 32 * I
         qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
         dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, V, 32, BV)
-        gi = load_gates(
-            g, g_strides, A_log, dt_bias, lower_bound, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
-        )[1]
+        gi = load_gates(raw, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
         d, written, rest = half_chunk(
             qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
             scale, dq, dk, c, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
         )  # fmt: skip
         a, decays, live, rate, bias = load_gates(  # again: fewer registers
-            g, g_strides, A_log, dt_bias, lower_bound, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+            raw, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
         )
         if RAW_GATE:
             d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
         store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, stop - at, c, K, W)
-    if HAS_A:
-        tl.store(dA_log + sums, dA, mask=c < K)
-    if HAS_BIAS:
-        tl.store(ddt_bias + sums, dbias, mask=c < K)
+    store_sums(dA_log, ddt_bias, sums, dA, dbias, c < K, HAS_A, HAS_BIAS)
 
 
 def needs_halving(p: Problem) -> bool:
@@ -306,7 +286,8 @@ def run_halved_gradients(
     c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
     dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
-    """What `channel_gradients` says; after it, only what it could not say."""
+    """Finds what `run_channel_gradients` finds. In bfloat16 it comes after that one, and computes only the channels
+    that are left to it."""
     p, x = c.p, c.x
     chosen = t or tile("halved_gradients", p, c.shape.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
@@ -314,8 +295,6 @@ def run_halved_gradients(
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
         s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
     )  # fmt: skip
-    launch_rule(
-        c, halved_gradients, pointers, (count_slots(p) * -(-p.K // W), p.HV, 1), chosen,
-        p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do),
-        W=W, BV=block(p.V), follows=True,
-    )  # fmt: skip
+    scalars = p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do)
+    grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
+    launch_rule(c, halved_gradients, pointers, grid, chosen, *scalars, W=W, BV=block(p.V), follows=True)

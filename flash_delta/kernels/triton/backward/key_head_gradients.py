@@ -9,16 +9,7 @@ would have to wait for other programs. Grid (slots, H).
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.chunk import (
-    count_slots,
-    find_chunk,
-    follow,
-    lead,
-    load_block,
-    load_tile,
-    rows_of,
-    store_tile,
-)
+from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, load_tile, rows_of, store_tile
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import HeadGradients, Solved
@@ -42,19 +33,15 @@ def key_head_gradients(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    lead(OVERLAP)
-    follow(OVERLAP)
-    slot, h = tl.program_id(0), tl.program_id(1)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
+    slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dq, dk = rows_of(dq, strides, row, h), rows_of(dk, strides, row, h)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, no row is stored
-            store_tile(dq, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            store_tile(dk, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
-            return
+    if empty:
+        store_tile(dq, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+        store_tile(dk, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+        return
     first = slot.to(tl.int64) * HV + h * (HV // H)
     z = sum_heads(dq_parts, first, HV, H, K, BK, C)
     if NORM:
@@ -71,7 +58,6 @@ def key_head_gradients(
 
 def run_key_head_gradients(c: Call, s: Solved, heads: HeadGradients, d: Inputs) -> None:
     p, x = c.p, c.x
-    launch_rule(
-        c, key_head_gradients, (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k),
-        (count_slots(p), p.H, 1), HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True
-    )  # fmt: skip
+    pointers = (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k)
+    scalars = p.N, p.T, strides(x.q), strides(x.k)
+    launch_rule(c, key_head_gradients, pointers, (count_slots(p), p.H, 1), HEADS, *scalars, follows=True)

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     count_slots,
-    find_chunk,
-    follow,
-    lead,
+    enter_chunk,
     load_block,
     load_tile,
     rows_of,
@@ -36,7 +34,7 @@ from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, HeadGradients, Residual, Scores, Solved
-from flash_delta.kernels.triton.forward.factor import decay
+from flash_delta.kernels.triton.forward.factor import decay, load_gate
 from flash_delta.kernels.triton.tiles import tile
 from flash_delta.problem import Inputs
 
@@ -98,11 +96,8 @@ def pairs(
     NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
     STATES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    lead(OVERLAP)
-    follow(OVERLAP)
-    slot, hv = tl.program_id(0), tl.program_id(1)
+    slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     h = hv // (HV // H)
-    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 3 if ty == tl.float32 else 2
@@ -110,13 +105,12 @@ def pairs(
     dv_rows = rows_of(dv, v_strides, row, hv)
     if HAS_BETA:
         dbeta_rows = rows_of(dbeta, b_strides, row, hv)
-    if PACKED:  # noqa: SIM102 (a constant, then a number)
-        if (token >= stop) | (n >= N):  # after the last sequence; without a chunk, nothing is stored
-            for w in range(0, V, BV):
-                store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
-            if HAS_BETA:
-                store_row(dbeta_rows, b_strides, tl.zeros([C], tl.float32), token, stop, C)
-            return
+    if empty:
+        for w in range(0, V, BV):
+            store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+        if HAS_BETA:
+            store_row(dbeta_rows, b_strides, tl.zeros([C], tl.float32), token, stop, C)
+        return
     head = slot.to(tl.int64) * HV + hv
     first = vectors + head * 4 * C
     b = tl.load(first + 2 * C + i)
@@ -153,11 +147,7 @@ def pairs(
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rq, rk, rp = tl.load(norm), tl.load(norm + C), tl.load(norm + 2 * C)
     if GATE:
-        high, low = tl.load(first + i), tl.load(first + C + i)
-        high_p, low_p = high, low
-        if UNDECAYED:
-            high_p = tl.load(first + i - 1, mask=i > 0, other=0.0)
-            low_p = tl.load(first + C + i - 1, mask=i > 0, other=0.0)
+        high, low, high_p, low_p, _, _ = load_gate(first, i, C, UNDECAYED)
         dP *= decay(high, low, high, low)
     dP = tl.where(lower, dP * (rq * scale)[:, None] * rk[None, :], 0.0)
     at = head * C * C + i[:, None] * C + i[None, :]
@@ -202,13 +192,10 @@ def run_pairs(
     with_states = heads.written is not None
     chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
     # Steps of loops over K. Of states 64 at least: narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
-    BK = min(chosen.BV, max(64, block(p.K))) if with_states else min(chosen.BV, block(p.K))
+    BK = min(chosen.BV, max(64, block(p.K)) if with_states else block(p.K))
     read = (
         x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens
     )  # fmt: skip
-    launch_rule(
-        c, pairs, (*read, d.v, d.beta, *scores, *heads[:4]),
-        (count_slots(p), p.HV, 1), chosen,
-        p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do),
-        BK=BK, STATES=with_states, follows=True,
-    )  # fmt: skip
+    scalars = p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do)
+    pointers, grid = (*read, d.v, d.beta, *scores, *heads[:4]), (count_slots(p), p.HV, 1)
+    launch_rule(c, pairs, pointers, grid, chosen, *scalars, BK=BK, STATES=with_states, follows=True)

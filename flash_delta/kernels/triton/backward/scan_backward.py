@@ -48,9 +48,7 @@ def scan_backward(
             return
         n -= N
     h = hv // (HV // H)
-    row = n
-    if PACKED:
-        row = n * 0
+    row = n * (1 - PACKED)
     start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = q.dtype.element_ty

@@ -322,13 +322,12 @@ def channel(
     early, j = load_block(Kd + tile, 0, 0, C, K, HALF, BK), tl.arange(0, HALF)[:, None]
     early = (early * tl.exp2(since)[None, :]).to(ty)
     tl.store(Kd + tile + j * K + c[None, :], early, mask=(c < K)[None, :])
-    if not BOUNDED:  # noqa: SIM102 (a constant, then a number)
-        if tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
-            tl.debug_barrier()  # rows that were written above are written again, by other threads
-            explicit_scores(
-                q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,
-                k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,
-            )  # fmt: skip
+    if not BOUNDED and tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
+        tl.debug_barrier()  # rows that were written above are written again, by other threads
+        explicit_scores(
+            q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,
+            k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,
+        )  # fmt: skip
 
 
 def run_channel(c: Call, s: Solved, ch: Channels) -> None:

@@ -307,10 +307,9 @@ def scan(
             )  # fmt: skip
     else:
         n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
-        if PACKED and OUTPUT:  # noqa: SIM102 (a constant, then a number)
-            if n == N:
-                store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
-                return
+        if PACKED and OUTPUT and n == N:
+            store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
+            return
         walk(
             z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
             PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,

@@ -207,13 +207,12 @@ def decode(
     if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or write_indices is None)):
         return
     write_strides = (write_row, write_token)
-    if SHORT > 0 and write_indices is not None:  # noqa: SIM102 (constants, then a number)
-        if T < 1:  # the state moves on as it is
-            slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
-            source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES)
-            at = tile + slot.to(tl.int64) * slot_stride
-            tl.store(at, load_state(source, row_slot, slot_stride, inside & stored), mask=inside & live)
-            return
+    if SHORT > 0 and write_indices is not None and T < 1:  # the state moves on as it is
+        slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
+        source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES)
+        at = tile + slot.to(tl.int64) * slot_stride
+        tl.store(at, load_state(source, row_slot, slot_stride, inside & stored), mask=inside & live)
+        return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
         q_first = load_window(conv_pool, row_slot, conv_stride, q_at, c, K, stored, CONV)
