@@ -96,6 +96,12 @@ class enable:
     Raises:
         ImportError: if there is no transformers >= 5.17.
         ValueError: if something of ``model`` would not run on this library, naming it and the reason.
+
+    Example:
+        >>> from flash_delta.integrations import transformers as integration
+        >>> with integration.enable() as report:  # without ``with`` it stays until `disable()`
+        ...     print(str(report).splitlines()[0])
+        flash_delta in transformers ...
     """
 
     def __init__(self, model: nn.Module | None = None):
@@ -141,7 +147,15 @@ class enable:
 
 
 def disable() -> None:
-    """Bind every name again to what it was bound to. A name that others have bound since then is left to them."""
+    """Bind every name again to what it was bound to. A name that others have bound since then is left to them.
+
+    Example:
+        >>> from flash_delta.integrations import transformers as integration
+        >>> report = integration.enable()
+        >>> integration.disable()
+        >>> report.replaced
+        ()
+    """
     with _lock:
         if _finder in sys.meta_path:
             sys.meta_path.remove(_finder)

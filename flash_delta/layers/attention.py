@@ -31,6 +31,13 @@ class Attention(nn.Module):
 
     Raises:
         ValueError: if the heads do not divide as above or head_dim is odd.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.layers import Attention
+        >>> layer = Attention(hidden_size=64, num_heads=4, num_kv_heads=2)
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
     """
 
     def __init__(

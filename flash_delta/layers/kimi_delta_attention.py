@@ -48,6 +48,15 @@ class KimiDeltaAttention(DeltaMixer):
 
     Raises:
         ValueError: if num_v_heads, expand_v, mode or lower_bound is not as above, or safe_gate comes without a bound.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.layers import KimiDeltaAttention, MixerState
+        >>> layer = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=16).eval()
+        >>> state, prompt, token = MixerState(), torch.randn(1, 50, 64), torch.randn(1, 1, 64)
+        >>> y = layer(prompt, state=state)  # the layer leaves its state there
+        >>> layer(token, state=state).shape
+        torch.Size([1, 1, 64])
     """
 
     def __init__(

@@ -15,6 +15,14 @@ class MixerState:
     conv: last W inputs of the q, k and v convolutions, three tensors [N, D, W]; None before the first token or
         without short convolutions.
     recurrent: the delta rule's matrix per value head, [N, HV, K, V].
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.layers import GatedDeltaNet, MixerState
+        >>> state = MixerState()
+        >>> y = GatedDeltaNet(hidden_size=64, num_heads=2, head_dim=16)(torch.randn(1, 50, 64), state=state)
+        >>> state.recurrent.shape
+        torch.Size([1, 2, 16, 32])
     """
 
     conv: tuple[Tensor, Tensor, Tensor] | None = None
@@ -35,6 +43,14 @@ class AttentionState:
 
     keys, values: [N, HKV, S, head_dim], keys already rotated.
     mask: which of them are tokens and not padding, [N, S] bool; None while no padding was ever given.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.layers import Attention, AttentionState
+        >>> state = AttentionState()
+        >>> y = Attention(hidden_size=64, num_heads=4)(torch.randn(1, 50, 64), state=state)
+        >>> state.length
+        50
     """
 
     keys: Tensor | None = None

@@ -16,6 +16,18 @@ class FlashDeltaCache(Cache):
 
     Args:
         config: the model's configuration; it says which layer needs which state.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaModel
+        >>> config = FlashDeltaConfig(
+        ...     vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=16, attention_every=2,
+        ...     num_attention_heads=4,
+        ... )
+        >>> cache = FlashDeltaCache(config)
+        >>> out = FlashDeltaModel(config).eval()(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+        >>> cache.get_seq_length()
+        3
     """
 
     is_compileable = False

@@ -33,6 +33,15 @@ class FlashDeltaConfig(PreTrainedConfig):
     Raises:
         ValueError: if the mixers are not named as above or not one per block, attention_every is not positive, or
             lower_bound is given without a KDA layer to use it.
+
+    Example:
+        >>> from flash_delta.models import FlashDeltaConfig
+        >>> config = FlashDeltaConfig(
+        ...     vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=16, attention_every=2,
+        ...     num_attention_heads=4,
+        ... )
+        >>> config.mixers
+        ['gdn', 'attention']
     """
 
     model_type = "flash_delta"

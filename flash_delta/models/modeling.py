@@ -46,7 +46,18 @@ class FlashDeltaPreTrainedModel(PreTrainedModel):
 
 
 class FlashDeltaModel(FlashDeltaPreTrainedModel):
-    """The decoder without its output layer: token ids -> hidden states."""
+    """The decoder without its output layer: token ids -> hidden states.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.models import FlashDeltaConfig, FlashDeltaModel
+        >>> model = FlashDeltaModel(FlashDeltaConfig(
+        ...     vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=16, attention_every=2,
+        ...     num_attention_heads=4,
+        ... ))
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 64])
+    """
 
     def __init__(self, config: FlashDeltaConfig) -> None:
         super().__init__(config)
@@ -136,7 +147,19 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
 
 
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
-    """The decoder with its output layer: token ids -> logits of the next token, and the loss for given labels."""
+    """The decoder with its output layer: token ids -> logits of the next token, and the loss for given labels.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
+        >>> model = FlashDeltaForCausalLM(FlashDeltaConfig(
+        ...     vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=16, attention_every=2,
+        ...     num_attention_heads=4,
+        ... ))
+        >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        >>> tokens.shape
+        torch.Size([1, 7])
+    """
 
     accepts_loss_kwargs = True  # num_items_in_batch, of Trainer
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers asks for a dict)
@@ -227,6 +250,17 @@ class FlashDeltaForSequenceClassification(GenericForSequenceClassification, Flas
     """The decoder with a linear layer on each row's last token that is not padding: token ids -> logits of a label.
 
     Rows are padded with config.pad_token_id. Labels, losses and config.num_labels are as everywhere in transformers.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.models import FlashDeltaConfig, FlashDeltaForSequenceClassification
+        >>> config = FlashDeltaConfig(
+        ...     vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=16, attention_every=2,
+        ...     num_attention_heads=4,
+        ... )
+        >>> config.num_labels, config.pad_token_id = 3, 0
+        >>> FlashDeltaForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
     """
 
     accepts_loss_kwargs = False  # its loss is a mean over rows: Trainer divides it by the batches of a step

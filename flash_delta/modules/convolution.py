@@ -57,6 +57,14 @@ def causal_conv1d(
 
     Raises:
         ValueError: naming the argument, what was expected and what came; or if the backend cannot run this.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import causal_conv1d
+        >>> x, weight = torch.randn(2, 100, 64), torch.randn(64, 4)
+        >>> y, state = causal_conv1d(x, weight, activation="silu", output_final_state=True)
+        >>> y.shape, torch.equal(state, x[:, -4:].mT)  # the state is the last 4 inputs
+        (torch.Size([2, 100, 64]), True)
     """
     if seq_idx is None:
         return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
@@ -105,6 +113,14 @@ def causal_conv1d_update(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import causal_conv1d_update
+        >>> x, state, weight = torch.randn(2, 64), torch.zeros(2, 64, 4), torch.randn(64, 4)
+        >>> y = causal_conv1d_update(x, state, weight, activation="silu")
+        >>> y.shape, torch.equal(state[:, :, -1], x)  # the state has moved on
+        (torch.Size([2, 64]), True)
     """
     return convolve_token(Convolved(x, weight, bias, state), activation, backend)
 
@@ -124,6 +140,13 @@ class ShortConvolution(nn.Module):
 
     Raises:
         ValueError: if a size, the bias or the activation is not as above.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import ShortConvolution
+        >>> y, _ = ShortConvolution(64, kernel_size=4)(torch.randn(2, 100, 64))
+        >>> y.shape
+        torch.Size([2, 100, 64])
     """
 
     def __init__(

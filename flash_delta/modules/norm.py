@@ -24,6 +24,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) 
     Raises:
         ValueError: naming the argument, what was expected and what came; or if the backend cannot run this.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import rms_norm
+        >>> rms_norm(torch.full((1, 4), 3.0), weight=torch.ones(4), eps=0.0)
+        tensor([[1., 1., 1., 1.]])
+
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     return normalize(Normalized(x, weight), "rms_norm", None, eps, backend)
@@ -41,6 +47,13 @@ def gated_rms_norm(
 
     Raises:
         ValueError: as :func:`rms_norm`.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import gated_rms_norm
+        >>> x, gate = torch.full((1, 4), 3.0), torch.zeros(1, 4)
+        >>> gated_rms_norm(x, gate, weight=torch.ones(4), eps=0.0, activation="sigmoid")
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
     _check_activation("gated_rms_norm", activation)
     return normalize(Normalized(x, weight, gate), "gated_rms_norm", ACTIVATIONS[activation], eps, backend)
@@ -56,6 +69,13 @@ class RMSNorm(nn.Module):
 
     Raises:
         ValueError: if hidden_size is below 1 or eps below 0, or they are no numbers.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import RMSNorm
+        >>> norm = RMSNorm(64)
+        >>> norm(torch.randn(2, 100, 64)).shape
+        torch.Size([2, 100, 64])
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, backend: str | None = None) -> None:
@@ -83,6 +103,13 @@ class GatedRMSNorm(RMSNorm):
 
     Raises:
         ValueError: if the activation is none of these; and as :class:`RMSNorm`.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.modules import GatedRMSNorm
+        >>> norm, x = GatedRMSNorm(64, activation="sigmoid"), torch.randn(2, 100, 64)
+        >>> norm(x, gate=torch.randn_like(x)).shape
+        torch.Size([2, 100, 64])
     """
 
     def __init__(

@@ -65,6 +65,14 @@ def explain(op: Callable, /, *args: Any, backend: str | None = None, **kwargs: A
 
     Raises:
         ValueError: as the op, for arguments that no backend takes; and if ``op`` is none of these.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_delta_rule, explain
+        >>> x = torch.randn(1, 64, 2, 32)
+        >>> explanation = explain(chunk_delta_rule, x, x, x, torch.rand(1, 64, 2))
+        >>> explanation.backend
+        'torch'
     """
     name = getattr(op, "__name__", repr(op))
     if globals().get(name) is not op or "backend" not in signature(op).parameters:

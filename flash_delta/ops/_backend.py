@@ -77,7 +77,16 @@ def choose_backend(problem: Call, wish: str | None, load: Load | None = None, wi
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do; made by :func:`flash_delta.explain`."""
+    """What a call would do; made by :func:`flash_delta.explain`.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_delta_rule, explain
+        >>> x = torch.randn(1, 64, 2, 32)
+        >>> explanation = explain(chunk_delta_rule, x, x, x, torch.rand(1, 64, 2), backend="hopper")
+        >>> explanation.backend is None, explanation.reasons["hopper"]
+        (True, 'cannot: it needs a GPU, the tensors are on the CPU')
+    """
 
     problem: Problem
     backend: str | None  # the one that would run; None: the call would be refused

@@ -12,6 +12,13 @@ class forbid_compilation:
     `flash_delta.modules`, of which a warmup knows nothing: let layers run once before. Nothing else changes, kernels of
     other libraries are none of its business, and without Triton nothing is ever compiled. See
     :func:`flash_delta.ops.serving.warmup`.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_delta_rule, forbid_compilation
+        >>> x = torch.randn(1, 64, 2, 32)
+        >>> with forbid_compilation():  # serve
+        ...     o, _ = chunk_delta_rule(x, x, x, torch.rand(1, 64, 2), use_qk_l2norm_in_kernel=True)
     """
 
     def __init__(self):

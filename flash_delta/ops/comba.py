@@ -58,6 +58,16 @@ def chunk_comba(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_comba
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> g, beta = -torch.rand(2, 100, 4), torch.rand(2, 100, 4)
+        >>> p = 0.5 * k  # what erases: a share of what writes
+        >>> o, _ = chunk_comba(q, k, v, p, g, beta)
+        >>> o.shape
+        torch.Size([2, 100, 4, 32])
+
     Source: Hu et al., Comba, arXiv:2506.02475.
     """
     op = "chunk_comba"

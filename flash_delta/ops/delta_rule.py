@@ -50,6 +50,14 @@ def chunk_delta_rule(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_delta_rule
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> o, _ = chunk_delta_rule(q, k, v, beta=torch.rand(2, 100, 4), use_qk_l2norm_in_kernel=True)
+        >>> o.shape
+        torch.Size([2, 100, 4, 32])
+
     Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484.
     """
     op = "chunk_delta_rule"

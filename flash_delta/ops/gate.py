@@ -27,6 +27,13 @@ def fused_gdn_gate(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import fused_gdn_gate
+        >>> g = fused_gdn_gate(torch.randn(2, 100, 4), A_log=torch.zeros(4), dt_bias=torch.zeros(4))
+        >>> g.shape, bool((g <= 0).all())
+        (torch.Size([2, 100, 4]), True)
+
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
     op = "fused_gdn_gate"
@@ -60,6 +67,13 @@ def fused_kda_gate(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import fused_kda_gate
+        >>> g = fused_kda_gate(torch.randn(2, 100, 4, 32), A_log=torch.zeros(4), lower_bound=-5.0)
+        >>> g.shape, bool((g > -5).all())
+        (torch.Size([2, 100, 4, 32]), True)
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """

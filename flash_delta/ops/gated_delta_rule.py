@@ -85,6 +85,17 @@ def chunk_gated_delta_rule(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_gated_delta_rule
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> g, beta = -torch.rand(2, 100, 4), torch.rand(2, 100, 4)
+        >>> o, state = chunk_gated_delta_rule(
+        ...     q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
+
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
     op = "chunk_gated_delta_rule"
@@ -155,6 +166,23 @@ def fused_recurrent_gated_delta_rule(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import fused_recurrent_gated_delta_rule
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> g, beta = -torch.rand(2, 100, 4), torch.rand(2, 100, 4)
+        >>> k = torch.nn.functional.normalize(k, dim=-1)
+        >>> whole, _ = fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta)
+        >>> tokens, state = [], None
+        >>> for t in range(100):
+        ...     token = [x[:, t : t + 1] for x in (q, k, v, g, beta)]
+        ...     o, state = fused_recurrent_gated_delta_rule(
+        ...         *token[:4], beta=token[4], initial_state=state, output_final_state=True
+        ...     )
+        ...     tokens.append(o)
+        >>> torch.equal(torch.cat(tokens, 1), whole)
+        True
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """

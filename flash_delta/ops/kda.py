@@ -91,6 +91,15 @@ def chunk_kda(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_kda
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> g, beta = -torch.rand(2, 100, 4, 32), torch.rand(2, 100, 4)  # a decay per channel
+        >>> o, state = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
+
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "chunk_kda"
@@ -169,6 +178,19 @@ def fused_recurrent_kda(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import fused_recurrent_kda
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> g, beta = -torch.rand(2, 100, 4, 32), torch.rand(2, 100, 4)
+        >>> o, state = fused_recurrent_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        >>> token = [x[:, -1:] for x in (q, k, v, g, beta)]  # one more token
+        >>> o, state = fused_recurrent_kda(
+        ...     *token, initial_state=state, use_qk_l2norm_in_kernel=True, output_final_state=True
+        ... )
+        >>> o.shape
+        torch.Size([2, 1, 4, 32])
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """

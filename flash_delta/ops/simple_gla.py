@@ -52,6 +52,14 @@ def chunk_simple_gla(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_simple_gla
+        >>> q, k, v = (torch.randn(2, 100, heads, 32) for heads in (2, 2, 4))  # [B, T, heads, width]
+        >>> o, _ = chunk_simple_gla(q, k, v, g=-torch.rand(2, 100, 4))
+        >>> o.shape
+        torch.Size([2, 100, 4, 32])
+
     Source: Yang et al., Gated Linear Attention, arXiv:2312.06635; one decay per head as in Mamba2, arXiv:2405.21060.
     """
     op = "chunk_simple_gla"

@@ -50,6 +50,19 @@ class ContextParallel(Part):
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from flash_delta import chunk_delta_rule
+        >>> from flash_delta.parallel import ContextParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun does this for many
+        >>> context = ContextParallel(dist.group.WORLD, cu_seqlens=[0, 40, 100])
+        >>> x, beta = (context.shard(t) for t in (torch.randn(1, 100, 2, 16), torch.rand(1, 100, 2)))
+        >>> o, _ = chunk_delta_rule(x, x, x, beta, use_qk_l2norm_in_kernel=True, cp_context=context)
+        >>> o.shape  # this rank's tokens
+        torch.Size([1, 100, 2, 16])
+        >>> dist.destroy_process_group()
     """
 
     def gather_tokens(self, x: Tensor, dim: int = 1) -> Tensor:

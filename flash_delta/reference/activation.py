@@ -27,6 +27,12 @@ def naive_gdn_gate(
         dt_bias: ``[HV]`` or None.
         output_dtype: dtype of the result, default float32.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import naive_gdn_gate
+        >>> naive_gdn_gate(torch.zeros(1), A_log=torch.zeros(1))  # -log 2
+        tensor([-0.6931])
+
     Source: Yang et al., Gated Delta Networks, arXiv:2412.06464 (the gate of Mamba2, arXiv:2405.21060).
     """
     x = _wide(g) if dt_bias is None else _wide(g) + _wide(dt_bias)
@@ -43,6 +49,12 @@ def naive_kda_gate(
         A_log: ``HV`` elements, any shape.
         dt_bias: ``HV * K`` elements, any shape, or None.
         output_dtype: dtype of the result, default float32.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import naive_kda_gate
+        >>> naive_kda_gate(torch.zeros(1, 2), A_log=torch.zeros(1))  # -log 2 in both channels
+        tensor([[-0.6931, -0.6931]])
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
@@ -65,6 +77,12 @@ def naive_kda_lowerbound_gate(
         dt_bias: ``HV * K`` elements, any shape, or None.
         lower_bound: the least log decay per token, in nats.
         output_dtype: dtype of the result, default float32.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import naive_kda_lowerbound_gate
+        >>> naive_kda_lowerbound_gate(torch.zeros(1, 2), lower_bound=-5.0)
+        tensor([[-2.5000, -2.5000]])
 
     Source: the safe gate of Kimi Delta Attention as fla's ``naive_kda_lowerbound_gate`` defines it.
     """

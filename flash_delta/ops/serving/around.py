@@ -25,6 +25,14 @@ class Convolution(NamedTuple):
         pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides.
         weight: ``[D, W]``, W from 1 to 4, the last tap meets the current token; any float dtype, without gaps.
         bias: ``[D]``, any float dtype, without gaps. Default None: none.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.ops.serving import Convolution
+        >>> D = 2 * 2 * 32 + 4 * 32  # channels of q, k and v: H = 2, HV = 4, K = V = 32
+        >>> convolution = Convolution(pool=torch.zeros(8, D, 4), weight=torch.randn(D, 4))
+        >>> convolution.bias is None
+        True
     """
 
     pool: Tensor
@@ -45,6 +53,13 @@ class OutputNorm(NamedTuple):
         weight: ``[V]``, any float dtype, without gaps.
         eps: added to the mean square. Default 1e-5.
         activation: "silu" ("swish" is the same) or "sigmoid". Default "silu".
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.ops.serving import OutputNorm
+        >>> norm = OutputNorm(gate=torch.randn(3, 1, 4, 32), weight=torch.ones(32))
+        >>> norm.eps, norm.activation
+        (1e-05, 'silu')
     """
 
     gate: Tensor

@@ -85,6 +85,17 @@ def decode_gated_delta_rule(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import decode_gated_delta_rule
+        >>> pool = torch.zeros(8, 4, 32, 32)  # 8 slots of 4 heads' states
+        >>> q, k, v = (torch.randn(3, 1, heads, 32) for heads in (2, 2, 4))  # one token for each of 3 sequences
+        >>> g, beta = -torch.rand(3, 1, 4), torch.rand(3, 1, 4)
+        >>> slots = torch.tensor([5, 0, 2])  # where their states are
+        >>> o = decode_gated_delta_rule(q, k, v, g, beta, pool, slots, slots, state_v_first=True)
+        >>> o.shape, [n for n in range(8) if pool[n].any()]
+        (torch.Size([3, 1, 4, 32]), [0, 2, 5])
+
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464; drafts verified as in Leviathan, Kalman,
     Matias, Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192.
     """
@@ -157,6 +168,17 @@ def decode_kda(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import decode_kda
+        >>> pool = torch.zeros(8, 4, 32, 32)  # 8 slots of 4 heads' states
+        >>> q, k, v = (torch.randn(3, 1, heads, 32) for heads in (2, 2, 4))  # one token for each of 3 sequences
+        >>> g, beta = -torch.rand(3, 1, 4, 32), torch.rand(3, 1, 4)
+        >>> slots = torch.tensor([5, 0, 2])  # where their states are
+        >>> o = decode_kda(q, k, v, g, beta, pool, slots, slots, state_v_first=True)
+        >>> o.shape, [n for n in range(8) if pool[n].any()]
+        (torch.Size([3, 1, 4, 32]), [0, 2, 5])
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """

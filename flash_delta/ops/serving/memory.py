@@ -27,6 +27,13 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.ops.serving import Serving, workspace_bytes
+        >>> spec = Serving("gated_delta_rule", H=16, HV=32, K=128, V=128, state_v_first=True)
+        >>> if torch.cuda.is_available():  # a call of 16,384 tokens in up to 64 sequences
+        ...     megabytes = workspace_bytes(spec, T=16384, N=64) / 1e6
     """
     device = torch.device(device)
     if device.type != "cuda":

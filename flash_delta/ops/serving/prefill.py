@@ -95,6 +95,20 @@ def prefill_gated_delta_rule(
     Raises:
         ValueError: naming the argument, what was expected and what came.
 
+    Example:
+        >>> import torch
+        >>> from flash_delta import prefill_gated_delta_rule
+        >>> pool = torch.zeros(8, 4, 32, 32)  # 8 slots of 4 heads' states
+        >>> q, k, v = (torch.randn(1, 90, heads, 32) for heads in (2, 2, 4))  # prompts of 70 and 20 tokens
+        >>> g, beta = -torch.rand(1, 90, 4), torch.rand(1, 90, 4)
+        >>> bounds, slots = torch.tensor([0, 70, 90]), torch.tensor([5, 0])
+        >>> o = prefill_gated_delta_rule(
+        ...     q, k, v, g, beta, pool, bounds, slots, slots,
+        ...     has_initial_state=torch.tensor([False, False]), use_qk_l2norm_in_kernel=True, state_v_first=True,
+        ... )
+        >>> o.shape, [n for n in range(8) if pool[n].any()]
+        (torch.Size([1, 90, 4, 32]), [0, 5])
+
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
@@ -167,6 +181,20 @@ def prefill_kda(
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import prefill_kda
+        >>> pool = torch.zeros(8, 4, 32, 32)  # 8 slots of 4 heads' states
+        >>> q, k, v = (torch.randn(1, 90, heads, 32) for heads in (2, 2, 4))  # prompts of 70 and 20 tokens
+        >>> g, beta = -torch.rand(1, 90, 4, 32), torch.rand(1, 90, 4)
+        >>> bounds, slots = torch.tensor([0, 70, 90]), torch.tensor([5, 0])
+        >>> o = prefill_kda(
+        ...     q, k, v, g, beta, pool, bounds, slots, slots,
+        ...     has_initial_state=torch.tensor([False, False]), use_qk_l2norm_in_kernel=True, state_v_first=True,
+        ... )
+        >>> o.shape, [n for n in range(8) if pool[n].any()]
+        (torch.Size([1, 90, 4, 32]), [0, 5])
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """

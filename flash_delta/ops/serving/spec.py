@@ -17,6 +17,12 @@ class Slice(NamedTuple):
         token: from one token to the next.
         start: of the first one. Default 0.
         head: from one head to the next. Default None: heads lie side by side.
+
+    Example:
+        >>> from flash_delta.ops.serving import Slice
+        >>> k = Slice(token=1024, start=256)  # of a projection with 1,024 outputs, k begins at number 256
+        >>> k.head is None
+        True
     """
 
     token: int
@@ -27,7 +33,14 @@ class Slice(NamedTuple):
 class DecodeCalls(NamedTuple):
     """Which indices a form of decoding calls has, and what it does around the rule: the arguments of
     :func:`flash_delta.decode_gated_delta_rule` that it gives, by their names. Writing states by row or by token
-    makes no difference here."""
+    makes no difference here.
+
+    Example:
+        >>> from flash_delta.ops.serving import DecodeCalls
+        >>> plain, drafts = DecodeCalls(), DecodeCalls(num_accepted_tokens=True)
+        >>> plain.write_indices, drafts.parent_idx
+        (True, False)
+    """
 
     write_indices: bool = True
     num_accepted_tokens: bool = False
@@ -38,7 +51,13 @@ class DecodeCalls(NamedTuple):
 
 class PrefillCalls(NamedTuple):
     """Which indices a form of prefill calls has, and how it runs: the arguments of
-    :func:`flash_delta.prefill_gated_delta_rule` that it gives, by their names."""
+    :func:`flash_delta.prefill_gated_delta_rule` that it gives, by their names.
+
+    Example:
+        >>> from flash_delta.ops.serving import PrefillCalls
+        >>> PrefillCalls(has_initial_state=True, batch_invariant=True).checkpoint_indices
+        False
+    """
 
     write_indices: bool = True
     has_initial_state: bool = False
@@ -80,6 +99,18 @@ class Serving:
         norm_activation: of its gate.
         decode: the forms of decoding calls. Default: with ``write_indices`` and no other index beside ``read_indices``.
         prefill: the forms of prefill calls. Default: the same.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.ops.serving import DecodeCalls, PrefillCalls, Serving
+        >>> spec = Serving(
+        ...     "gated_delta_rule", H=16, HV=32, K=128, V=128, state_v_first=True,
+        ...     state_dtype=torch.bfloat16, use_qk_l2norm_in_kernel=True,
+        ...     decode=(DecodeCalls(), DecodeCalls(num_accepted_tokens=True)),
+        ...     prefill=(PrefillCalls(has_initial_state=True),),
+        ... )
+        >>> len(spec.decode)
+        2
     """
 
     rule: Literal["gated_delta_rule", "kda"]

@@ -38,6 +38,13 @@ def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | No
 
     Raises:
         ValueError: by the op that cannot be called so.
+
+    Example:
+        >>> from flash_delta.ops.serving import Serving, warmup
+        >>> spec = Serving("kda", H=2, HV=2, K=16, V=16, state_v_first=True)
+        >>> seconds = warmup(spec, device="cpu")  # nothing to compile there
+        >>> sorted(seconds)
+        ['decode_kda(write_indices)', 'prefill_kda(write_indices)']
     """
     seconds = {}
     for name, op, arguments in calls(spec, torch.device(device)):
