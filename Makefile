@@ -4,8 +4,9 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
-# make docs   the documentation site: the guide, API pages, benchmarks, notes and a search, to be read as files; needs no network
-# make docs-links asks every external address of the site; this one needs a network
+# make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
+#             Python 3.11. Broken links and docstrings fail. The build needs no network
+# make docs-links asks every external address of the site: needs a network
 # make clean  removes what these made
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,19 +40,22 @@ triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
 
-# Everything is read anew. A broken link or a docstring that does not parse fails.
-SITE = $(BIN)/python -m sphinx -E -a -q -n -W --keep-going -c docs -d build/doctrees
+SITE := $(BIN)/python -m sphinx -E -a -q -n -W --keep-going -c docs/site -d build/doctrees
 
-docs: .venv/installed
+docs: .venv/docs
 	$(SITE) -b html . build/docs
 	@echo "open build/docs/index.html"
 
-docs-links: .venv/installed
+docs-links: .venv/docs
 	$(SITE) -b linkcheck . build/links
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/docs: .venv/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 .venv/triton-%: | .venv/installed
