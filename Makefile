@@ -40,9 +40,10 @@ triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
 
-SITE := $(BIN)/python -m sphinx -E -a -q -n -W --keep-going -c docs/site -d build/doctrees
+SITE := $(BIN)/python -m sphinx -E -q -n -W --keep-going -c docs/site -d build/doctrees
 
 docs: .venv/docs
+	rm -rf build/docs
 	$(SITE) -b html . build/docs
 	@echo "open build/docs/index.html"
 
