@@ -1,4 +1,4 @@
-"""What a code host does by itself: links to folders and to code, pictures that follow the theme; and formulas."""
+"""What a code host does by itself: links to folders and code, pictures by theme, plain blocks. And the formulas."""
 
 import os
 import re
@@ -12,6 +12,7 @@ SITE = Path(__file__).parent
 ROOT = SITE.parent.parent
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([\w./-]+)\)")
 PICTURE = re.compile(r'<picture>\s*<source .*?srcset="(.*?)">\s*<img (.*?)src="(.*?)"(.*?)>\s*</picture>', re.DOTALL)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGES_BELOW = {"docs/notes/README": "*", "flash_delta/kernels/README": "**/README"}
 LANGUAGES = {".py": "python", ".c": "c"}
 
@@ -34,6 +35,7 @@ def read(app, name, source):
         return f'<a href="{os.path.relpath(ROOT / "code" / file, folder)}.html">{text}</a>'
 
     text = PICTURE.sub(r'<img class="only-light" \2src="\3"\4>\n<img class="only-dark" \2src="\1"\4>', source[0])
+    text = FENCE.sub(lambda block: f"```{block[1] or 'text'}\n{block[2]}```", text)
     source[0] = LINK.sub(link, text)
     if name == app.config.root_doc:
         source[0] += (SITE / "contents.md").read_text()

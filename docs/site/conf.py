@@ -27,7 +27,6 @@ extensions = [
 myst_enable_extensions = ["html_image"]
 myst_heading_anchors = 3
 default_role = "literal"  # `name` in a docstring
-highlight_language = "none"  # of blocks that do not name theirs
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
