@@ -4,6 +4,9 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
+# make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
+#             Python 3.11. Broken links and docstrings fail. The build needs no network
+# make docs-links asks every external address of the site: needs a network
 # make clean  removes what these made
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +19,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton clean
+.PHONY: demo test test-all triton docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -37,13 +40,27 @@ triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
 
+SITE := $(BIN)/python -m sphinx -E -q -n -W --keep-going -c docs/site -d build/doctrees
+
+docs: .venv/docs
+	rm -rf build/docs
+	$(SITE) -b html . build/docs
+	@echo "open build/docs/index.html"
+
+docs-links: .venv/docs
+	$(SITE) -b linkcheck . build/links
+
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/docs: .venv/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 .venv/triton-%: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ triton==$*
 
 clean:
-	rm -rf .venv $(RUN)
+	rm -rf .venv build $(RUN)

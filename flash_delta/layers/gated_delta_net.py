@@ -17,7 +17,7 @@ from flash_delta.ops._check.options import as_bool
 class GatedDeltaNet(DeltaMixer):
     """Gated DeltaNet (arXiv:2412.06464): a delta rule whose state decays by one number per head and token.
 
-    Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t)):
+    Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t))::
 
         g_t = -exp(A_log) * softplus(a_proj(x_t) + dt_bias)
         S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t

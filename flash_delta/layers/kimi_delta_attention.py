@@ -19,7 +19,7 @@ from flash_delta.ops._check.options import as_bool, as_lower_bound
 class KimiDeltaAttention(DeltaMixer):
     """Kimi Delta Attention (arXiv:2510.26692): a delta rule whose state decays by one number per key channel and token.
 
-    Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t)):
+    Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t))::
 
         g_t = -exp(A_log) * softplus(f_proj(x_t) + dt_bias)                                     [K]
               or, with lower_bound,  lower_bound * sigmoid(exp(A_log) * (f_proj(x_t) + dt_bias))

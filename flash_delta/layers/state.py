@@ -12,9 +12,10 @@ from torch import Tensor
 class MixerState:
     """The state of a delta-rule layer: a fixed size, whatever the number of tokens seen. Both start as None.
 
-    conv: last W inputs of the q, k and v convolutions, three tensors [N, D, W]; None before the first token or
-        without short convolutions.
-    recurrent: the delta rule's matrix per value head, [N, HV, K, V].
+    Attributes:
+        conv: last W inputs of the q, k and v convolutions, three tensors [N, D, W]; None before the first token or
+            without short convolutions.
+        recurrent: the delta rule's matrix per value head, [N, HV, K, V].
 
     Example:
         >>> import torch

@@ -29,7 +29,7 @@ def causal_conv1d(
     backend: str | None = None,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Convolve every sequence with its channel's W taps:
+    """Convolve every sequence with its channel's W taps::
 
         y[t, d] = act(bias[d] + sum_{w=0}^{W-1} weight[d, w] x[t - (W-1) + w, d])
 

@@ -12,7 +12,7 @@ from flash_delta.problem import Inputs
 
 
 class ContextParallel(Part):
-    r"""How one packed row of tokens is split over the ranks of a group, made once per batch:
+    r"""How one packed row of tokens is split over the ranks of a group, made once per batch::
 
         context = ContextParallel(mesh["cp"], cu_seqlens=[0, 70_000, 131_072])
         o, _ = chunk_kda(*(context.shard(x) for x in (q, k, v, g, beta)), cp_context=context)
@@ -40,13 +40,15 @@ class ContextParallel(Part):
             after is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
 
     Attributes:
-        rank, size: this rank's place in the group, and the number of ranks.
+        rank: this rank's place in the group.
+        size: the number of ranks.
         tokens: how many tokens this rank holds.
         sequences: which of the N sequences are its rows, as a range. An empty one is a row of one rank.
         bounds: those sequences' bounds, counted from this rank's first token.
         continued: whether the first row began on an earlier rank.
         continues: whether the last row continues on a later rank.
-        left, right: the ranks that hold the first row's beginning, and the last row's rest, as ranges.
+        left: the ranks that hold the first row's beginning, as a range.
+        right: the ranks that hold the last row's rest, as a range.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

@@ -48,6 +48,8 @@ MEMBERS = {
 
 @dataclass(frozen=True)
 class Case:
+    """A named problem, and why it is among them."""
+
     name: str
     why: str
     B: int = 2

@@ -76,6 +76,7 @@ class Isolated:
 
 
 def first_line(error: Exception) -> str:
+    """The error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

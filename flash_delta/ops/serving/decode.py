@@ -73,9 +73,11 @@ def decode_gated_delta_rule(
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        convolution: a short convolution and its SiLU, which q, k and v go through first (:class:`Convolution`). With
-            ``output_norm`` the call is all of a layer's step between its projections. Default None.
-        output_norm: a gated norm, which o goes through last (:class:`OutputNorm`). Default None.
+        convolution: a short convolution and its SiLU, which q, k and v go through first
+            (:class:`flash_delta.ops.serving.Convolution`). With ``output_norm`` the call is all of a layer's step
+            between its projections. Default None.
+        output_norm: a gated norm, which o goes through last (:class:`flash_delta.ops.serving.OutputNorm`). Default
+            None.
         state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
         backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
 
