@@ -30,47 +30,20 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from inspect import Parameter, getclosurevars, isclass, isfunction, signature
+from inspect import Parameter, isclass, signature
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from flash_delta.integrations._documents import separating, walks_layers
 from flash_delta.integrations._functions import CONVOLUTIONS, RULES, gated_norm
 from flash_delta.integrations._imports import AfterImport
+from flash_delta.integrations._report import Refused, Replaced
 
 MODELLING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 NORM = re.compile(r"\w+RMSNormGated")
 OLDEST = (5, 17)
-
-
-class Replaced(NamedTuple):
-    """``owner.name`` was ``old`` and is ``new``."""
-
-    owner: ModuleType | type
-    name: str
-    old: Any
-    new: Callable
-
-    @property
-    def module(self) -> str:
-        return self.owner.__module__ if isclass(self.owner) else self.owner.__name__
-
-    def __str__(self) -> str:
-        name = f"{self.owner.__name__}.{self.name}" if isclass(self.owner) else self.name
-        return f"{name}: {_describe(self.old)} -> {_describe(self.new)}"
-
-
-class Refused(NamedTuple):
-    """A module that keeps all it has, because of one name in it."""
-
-    module: str
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.module}: {self.name}: {self.reason}"
 
 
 _lock = threading.RLock()
@@ -251,14 +224,6 @@ def _check_forward(path: str, layer: nn.Module, ours: Callable | None) -> None:
     forward = layer.forward if hooked is None else hooked
     if ours is not None and getattr(forward, "__func__", None) is not ours:
         raise ValueError(f"model: {path}: expected {ours}, got {forward}: enable() before the model is made")
-
-
-def _describe(function: Any) -> str:
-    """Who computes it: behind transformers' wrapper there is fla's op wherever fla can be imported."""
-    if isfunction(function):
-        function = getclosurevars(function).nonlocals.get("implementation", function)
-    label = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{label} of {function.__module__.split('.')[0]}"
 
 
 _finder = AfterImport(MODELLING, _replace)

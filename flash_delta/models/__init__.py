@@ -9,11 +9,8 @@ except ModuleNotFoundError as error:
 
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
-from flash_delta.models.modeling import (
-    FlashDeltaForCausalLM,
-    FlashDeltaForSequenceClassification,
-    FlashDeltaModel,
-)
+from flash_delta.models.heads import FlashDeltaForCausalLM, FlashDeltaForSequenceClassification
+from flash_delta.models.modeling import FlashDeltaModel
 
 AutoConfig.register(FlashDeltaConfig.model_type, FlashDeltaConfig)
 AutoModel.register(FlashDeltaConfig, FlashDeltaModel)

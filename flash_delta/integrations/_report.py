@@ -1,0 +1,44 @@
+"""What was replaced in other libraries' modules, and what was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import getclosurevars, isclass, isfunction
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class Replaced(NamedTuple):
+    """``owner.name`` was ``old`` and is ``new``."""
+
+    owner: ModuleType | type
+    name: str
+    old: Any
+    new: Callable
+
+    @property
+    def module(self) -> str:
+        return self.owner.__module__ if isclass(self.owner) else self.owner.__name__
+
+    def __str__(self) -> str:
+        name = f"{self.owner.__name__}.{self.name}" if isclass(self.owner) else self.name
+        return f"{name}: {_describe(self.old)} -> {_describe(self.new)}"
+
+
+class Refused(NamedTuple):
+    """A module that keeps all it has, because of one name in it."""
+
+    module: str
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.name}: {self.reason}"
+
+
+def _describe(function: Any) -> str:
+    """Who computes it: behind transformers' wrapper there is fla's op wherever fla can be imported."""
+    if isfunction(function):
+        function = getclosurevars(function).nonlocals.get("implementation", function)
+    label = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{label} of {function.__module__.split('.')[0]}"
