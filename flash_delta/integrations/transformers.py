@@ -52,10 +52,10 @@ _refused: list[Refused] = []
 
 
 class enable:
-    """From now on, in all threads, models of transformers run on this library; see the module for which and how.
+    """From now on, in all threads, models of transformers run on this library. The module says which ones, and how.
 
-    ``enable()`` is until :func:`disable`; ``with enable():`` until the end of the block, where what held before holds
-    again. To enable what is enabled changes nothing. Printed, it says what has been replaced by then, and what will be.
+    ``enable()`` lasts until :func:`disable`, ``with enable():`` until the end of the block. A second ``enable()``
+    changes nothing. Printed, it says what has been replaced so far, and what will be.
 
     Args:
         model: a model that has to run on this library, or is refused. Its classes may also be defined outside of
@@ -120,7 +120,7 @@ class enable:
 
 
 def disable() -> None:
-    """Bind every name again to what it was bound to. A name that others have bound since then is left to them.
+    """Bind every name to what it was before. If somebody else has bound a name since then, it stays as it is.
 
     Example:
         >>> from flash_delta.integrations import transformers as integration

@@ -27,7 +27,7 @@ class Attention(nn.Module):
         num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
         head_dim: width per head, even; None means hidden_size / num_heads.
         rope_theta: base of the rotary frequencies. Default 10000.
-        layer_idx: the layer's place in its model, for the caller's use.
+        layer_idx: the place of the layer in its model. The layer does not use it.
 
     Raises:
         ValueError: if the heads do not divide as above or head_dim is odd.

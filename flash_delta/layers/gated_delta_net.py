@@ -22,7 +22,7 @@ class GatedDeltaNet(DeltaMixer):
         g_t = -exp(A_log) * softplus(a_proj(x_t) + dt_bias)
         S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
 
-    followed by y_t = o_proj(RMSNorm(o_t) * act(g_proj(x_t))). `A_log` and `dt_bias` are [HV], used in fp32.
+    and then y_t = o_proj(RMSNorm(o_t) * act(g_proj(x_t))). `A_log` and `dt_bias` are [HV], used in fp32.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.
@@ -37,10 +37,10 @@ class GatedDeltaNet(DeltaMixer):
         allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
-        layer_idx: the layer's place in its model, for the caller's use.
+        layer_idx: the place of the layer in its model. The layer does not use it.
         norm_eps: eps of the output norm. Default 1e-5.
         output_gate_activation: "swish" (= "silu") or "sigmoid". Default "swish".
-        backend: of the ops, the convolutions and the norm; None lets them choose.
+        backend: the backend of the ops, the convolutions and the norm. Default None: each chooses.
 
     Raises:
         ValueError: if num_v_heads, expand_v, mode or output_gate_activation is not as above.

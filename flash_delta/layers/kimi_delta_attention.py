@@ -25,7 +25,7 @@ class KimiDeltaAttention(DeltaMixer):
               or, with lower_bound,  lower_bound * sigmoid(exp(A_log) * (f_proj(x_t) + dt_bias))
         S_t = (I - beta_t k_t k_t^T) diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
 
-    followed by y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. `A_log` is [HV],
+    and then y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. `A_log` is [HV],
     `dt_bias` [HV * K], both used in fp32.
 
     Args:
@@ -39,12 +39,12 @@ class KimiDeltaAttention(DeltaMixer):
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
         safe_gate: promises the op that log decays lie in [lower_bound, 0); A_log then starts at 0. Default False.
-        lower_bound: the least log decay per token, in [-5, 0); None means none (the softplus gate).
+        lower_bound: the least log decay per token, in [-5, 0). Default None: no bound, the softplus gate.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
-        layer_idx: the layer's place in its model, for the caller's use.
+        layer_idx: the place of the layer in its model. The layer does not use it.
         norm_eps: eps of the output norm. Default 1e-5.
-        backend: of the ops, the convolutions and the norm; None lets them choose.
+        backend: the backend of the ops, the convolutions and the norm. Default None: each chooses.
 
     Raises:
         ValueError: if num_v_heads, expand_v, mode or lower_bound is not as above, or safe_gate comes without a bound.

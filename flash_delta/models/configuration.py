@@ -27,7 +27,7 @@ class FlashDeltaConfig(PreTrainedConfig):
         tie_word_embeddings: whether the output layer is the embedding. Default False.
         initializer_range: standard deviation of fresh linear and embedding weights. Default 0.02.
         use_cache: whether inference returns a cache by default. Default True.
-        backend: of ops, convolutions and norms; None lets them choose.
+        backend: the backend of ops, convolutions and norms. Default None: each chooses.
         pad_token_id, bos_token_id, eos_token_id: as everywhere in transformers. Default None.
 
     Raises:

@@ -38,18 +38,19 @@ def causal_conv1d(
     Args:
         x: inputs [B, T, D], float16, bfloat16, float32 or float64; half precision is accumulated in fp32.
         weight: taps [D, W], the last one meets the current token; any of these dtypes, as bias and states.
-        bias: [D], or None for none.
+        bias: [D]. Default None: no bias.
         activation: "silu" or None.
-        initial_state: last W inputs of each sequence [N, D, W], oldest first; None means zeros. N = B unless packed.
+        initial_state: the last W inputs of each sequence [N, D, W], oldest first. Default None: zeros. N = B unless
+            packed.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
-            (B = 1): from 0, not decreasing, at most T; on a GPU that is not checked. Sequences may be empty. Rows
-            after cu_seqlens[-1] are ignored, NaN included.
-        backend: "triton", "torch", or as an op's ("hopper", which has no convolution of its own: Triton's); it is
-            obeyed or refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
-        seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, each next one by one
-            more; a token's inputs are those of its own document. For documents that nobody counted: it costs W
-            convolutions, and cu_seqlens one. Without states.
+            (B = 1): from 0, not decreasing, at most T. On a GPU that is not checked. Sequences may be empty. Rows after
+            cu_seqlens[-1] are ignored, even if they are NaN.
+        backend: "triton", "torch" or "hopper", which runs Triton's convolution. It runs the call or refuses it. Default
+            None: the one that ``FLASH_DELTA_BACKEND`` names, or else the first that can run the call.
+        seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, in steps of one. A
+            token's inputs are those of its own document. It is for documents whose bounds are not known: it takes W
+            convolutions, where cu_seqlens takes one. Not with states.
 
     Returns:
         y [B, T, D] in x's dtype, exactly 0 after cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
@@ -96,17 +97,18 @@ def causal_conv1d_update(
     activation: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """One token per sequence: shift it into `state`, in place, and return the convolution's output there.
+    """Shift one token per sequence into ``state``, in place, and return the output of the convolution at that token.
 
-    Equal to `causal_conv1d(x[:, None], weight, bias, activation, state, True)`, but no gradient reaches the state.
+    It equals ``causal_conv1d(x[:, None], weight, bias, activation, state, True)``, except that no gradient reaches the
+    state.
 
     Args:
         x: one input per sequence [N, D].
         state: last W inputs of each sequence [N, D, W], oldest first; overwritten with the new last W.
         weight: taps [D, W].
-        bias: [D], or None for none.
+        bias: [D]. Default None: no bias.
         activation: "silu" or None.
-        backend: as above.
+        backend: as in :func:`causal_conv1d`.
 
     Returns:
         y [N, D] in x's dtype.

@@ -18,8 +18,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) 
         x: float16, bfloat16, float32 or float64.
         weight: [D], any of these dtypes.
         eps: added to the mean square; at least 0.
-        backend: "triton", "torch", or as an op's ("hopper", which has no norm of its own: Triton's); it is obeyed or
-            refused. None: the environment's FLASH_DELTA_BACKEND, else the first that can.
+        backend: "triton", "torch" or "hopper", which runs Triton's norm. It runs the call or refuses it. Default None:
+            the one that ``FLASH_DELTA_BACKEND`` names, or else the first that can run the call.
 
     Raises:
         ValueError: naming the argument, what was expected and what came; or if the backend cannot run this.
@@ -43,7 +43,7 @@ def gated_rms_norm(
     Args:
         gate: of x's shape, any float dtype.
         activation: "silu" ("swish" is the same) or "sigmoid".
-        x, weight, eps, backend: as :func:`rms_norm`'s.
+        x: as in :func:`rms_norm`; so are weight, eps and backend.
 
     Raises:
         ValueError: as :func:`rms_norm`.
@@ -65,7 +65,7 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
-        backend: as :func:`rms_norm`'s. Default None.
+        backend: as in :func:`rms_norm`. Default None.
 
     Raises:
         ValueError: if hidden_size is below 1 or eps below 0, or they are no numbers.
@@ -99,7 +99,7 @@ class GatedRMSNorm(RMSNorm):
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
         activation: "silu" ("swish" is the same) or "sigmoid". Default "silu".
-        backend: as :func:`rms_norm`'s. Default None.
+        backend: as in :func:`rms_norm`. Default None.
 
     Raises:
         ValueError: if the activation is none of these; and as :class:`RMSNorm`.

@@ -49,19 +49,20 @@ __all__ = [
 
 
 def explain(op: Callable, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
-    """Tell which backend the call ``op(*args, **kwargs)`` would take and why not the others, without running it.
+    """Tell which backend the call ``op(*args, **kwargs)`` would take, and why not the others. The call does not run.
 
-    ``print(explain(chunk_kda, q, k, v, g, beta))``. Tensors may be on the meta device; the arguments are checked as in
-    a real call.
+    Its arguments are checked as in a real call. Tensors may be on the meta device. Printed, the answer has a line for
+    each backend: ``print(explain(chunk_kda, q, k, v, g, beta))``.
 
     Args:
         op: one of the delta rule ops of this module: ``chunk_*``, ``fused_recurrent_*``, ``decode_*`` or ``prefill_*``.
         backend: as given to the op. Default None.
-        args, kwargs: the op's other arguments.
+        args: the op's arguments.
+        kwargs: the op's arguments by name.
 
     Returns:
-        an :class:`Explanation`: ``backend``, a name, or None where the call would be refused; ``reasons`` by backend;
-        and the ``problem``, which describes the call. Printed, it is a line for each.
+        The :class:`Explanation` has ``backend``, the name, or None if the call would be refused. It has the ``reasons``
+        by backend, and the ``problem``, which describes the call.
 
     Raises:
         ValueError: as the op, for arguments that no backend takes; and if ``op`` is none of these.

@@ -4,14 +4,13 @@ from types import ModuleType
 
 
 class forbid_compilation:
-    """From now on, in all threads, a call of an op that would have to compile a kernel raises RuntimeError instead.
+    """From now on, in all threads, an op raises RuntimeError if it would have to compile a kernel.
 
-    ``forbid_compilation()`` is for good; ``with forbid_compilation():`` until the end of the block, where what held
-    before holds again. The error names the op, the kernel, and what the call has that no call before had: a dtype,
-    strides that divide by 16 in another way, an address. The same holds for convolutions and norms of
-    `flash_delta.modules`, of which a warmup knows nothing: let layers run once before. Nothing else changes, kernels of
-    other libraries are none of its business, and without Triton nothing is ever compiled. See
-    :func:`flash_delta.ops.serving.warmup`.
+    ``forbid_compilation()`` lasts for good. ``with forbid_compilation():`` lasts until the end of the block. The error
+    names the op, the kernel, and what is new in the call: a dtype, strides that divide by 16 in another way, an
+    address. It also holds for the convolutions and norms of `flash_delta.modules`. A warmup does not compile these, so
+    let layers run once before. Kernels of other libraries are not concerned. Without Triton nothing is compiled at all.
+    See :func:`flash_delta.ops.serving.warmup`.
 
     Example:
         >>> import torch

@@ -40,16 +40,16 @@ def chunk_comba(
     .. math::
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top p_t)^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
-    The erase reads :math:`S_{t-1}`, the state before the decay, as the public kernels of the ecosystem do.
+    The keys p erase from :math:`S_{t-1}`, the state before its decay, as the kernels of fla do.
     Every argument that is not named here is that of :func:`flash_delta.chunk_gated_delta_rule`.
 
     Args:
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
         k: write keys ``[B, T, H, K]``, dtype of q.
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H.
-        p: erase keys ``[B, T, H, K]``, dtype of q; None: k.
+        p: erase keys ``[B, T, H, K]``, dtype of q. None means k.
         g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
-        beta: write strength ``[B, T, HV]``, any float dtype; None: 1.
+        beta: write strength ``[B, T, HV]``, any float dtype. Default None: 1.
         use_qk_l2norm_in_kernel: divide q, k and p by their L2 norms (eps 1e-6 inside the root). Default False.
 
     Returns:

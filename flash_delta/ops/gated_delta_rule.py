@@ -66,18 +66,20 @@ def chunk_gated_delta_rule(
             not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
             The host does not read bounds on a GPU. If they are wrong, results are undefined, but no kernel touches
             memory outside of the call's tensors.
-        cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.
-        chunk_indices: not needed (the plan comes from cu_seqlens); taken so that calls written for fla run.
-        cp_context: a :class:`flash_delta.parallel.ContextParallel`, with which every tensor is this rank's part of one
-            packed row, and ``cu_seqlens`` stays None. Default None: one device.
+        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked.
+        chunk_indices: ignored, since kernels find chunks from cu_seqlens. It is here so that calls written for fla run.
+        cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
+            row, and ``cu_seqlens`` stays None. Default None: one device.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
-        disable_recompute: keep more for the backward pass (A and one state per chunk) instead of recomputing it.
-        transpose_state_layout: older name of ``state_v_first``.
-        head_first: must be False, as fla's older calls may say.
-        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+        disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
+            Default False.
+        transpose_state_layout: an older name of ``state_v_first``.
+        head_first: must be False. It is here because older calls of fla pass it.
+        backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
+            names, or else the first that can run the call.
 
     Returns:
         ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
@@ -144,22 +146,24 @@ def fused_recurrent_gated_delta_rule(
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Gated delta rule token by token, for decoding; its backward is that of the chunked op.
+    r"""Gated delta rule token by token, for decoding. The backward pass is that of the chunked op.
 
     .. math::
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    T calls with one token each, handing the state on, give bitwise what one call with T tokens gives. Every argument
-    that is not named here is that of :func:`chunk_gated_delta_rule`.
+    T calls with one token each, which pass the state on, give the bits of one call with T tokens. Every argument that
+    is not named here is that of :func:`chunk_gated_delta_rule`.
 
     Args:
-        q, k: queries and keys ``[B, T, H, K]``.
+        q: queries ``[B, T, H, K]``.
+        k: keys ``[B, T, H, K]``.
         v: values ``[B, T, HV, V]``.
-        g: log decay ``[B, T, HV]``, or None: no decay.
-        gk: log decay per key channel ``[B, T, HV, K]``, added to g; None: none. Not with ``use_gate_in_kernel``.
-        gv: must be None; a decay per value channel is not part of this family.
-        beta: write strength ``[B, T, HV]``; None: 1.
+        g: log decay in nats ``[B, T, HV]``. Default None: no decay.
+        gk: log decay per key channel ``[B, T, HV, K]``, which is added to g. Default None. Not with
+            ``use_gate_in_kernel``.
+        gv: must be None. A decay per value channel is not part of this family.
+        beta: write strength ``[B, T, HV]``. Default None: 1.
 
     Returns:
         ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).

@@ -63,26 +63,29 @@ def chunk_kda(
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        safe_gate: the caller's word that the log decay is at least ``lower_bound``; lets a backend take a faster path.
-            With ``use_gate_in_kernel`` it needs ``lower_bound``. Default False.
+        safe_gate: the caller promises that the log decay is at least ``lower_bound``. With ``use_gate_in_kernel`` it
+            needs ``lower_bound``. Default False.
         lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
-        disable_recompute: keep more for the backward pass (A and one state per chunk) instead of recomputing it.
-        return_intermediate_states: also return the state at every chunk's start; for inference.
+        disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
+            Default False.
+        return_intermediate_states: also return the state at the start of every chunk, for inference. Default False.
         state_v_first: states are ``[N, HV, V, K]``. Default False.
         cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
             not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
             The host does not read bounds on a GPU. If they are wrong, results are undefined, but no kernel touches
             memory outside of the call's tensors.
-        cu_seqlens_cpu: the same bounds on the host. Where cu_seqlens is on a GPU, they are checked only with these.
-        cp_context: a :class:`flash_delta.parallel.ContextParallel`, with which every tensor is this rank's part of one
-            packed row, and ``cu_seqlens`` stays None. Default None: one device.
-        use_graph: not needed (no launch depends on what cu_seqlens holds); taken so that calls written for fla run.
-        max_num_seqs: None or the number of sequences, which cu_seqlens' shape says; taken for the same reason.
+        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked.
+        cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
+            row, and ``cu_seqlens`` stays None. Default None: one device.
+        use_graph: ignored, since no launch depends on what cu_seqlens holds. It is here so that calls written for fla
+            run.
+        max_num_seqs: None, or the number of sequences, which the shape of cu_seqlens says as well.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
         dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
-        transpose_state_layout: older name of ``state_v_first``.
-        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+        transpose_state_layout: an older name of ``state_v_first``.
+        backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
+            names, or else the first that can run the call.
 
     Returns:
         ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs). With
@@ -159,16 +162,18 @@ def fused_recurrent_kda(
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Kimi Delta Attention token by token, for decoding; its backward is that of the chunked op.
+    r"""Kimi Delta Attention token by token, for decoding. The backward pass is that of the chunked op.
 
     .. math::
         S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    T calls with one token each, handing the state on, give bitwise what one call with T tokens gives.
+    T calls with one token each, which pass the state on, give the bits of one call with T tokens. Every argument is
+    that of :func:`chunk_kda`.
 
     Args:
-        q, k: queries and keys ``[B, T, H, K]``, as every argument those of :func:`chunk_kda`.
+        q: queries ``[B, T, H, K]``.
+        k: keys ``[B, T, H, K]``.
         v: values ``[B, T, HV, V]``.
         g: log decay in nats ``[B, T, HV, K]``, or the raw activation.
         beta: write strength ``[B, T, HV]``, or its logit.

@@ -38,9 +38,9 @@ def chunk_simple_gla(
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
         k: keys ``[B, T, H, K]``, dtype of q.
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H.
-        g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype; None: none.
-        g_gamma: log decay per head ``[HV]``, the same for every token (RetNet), added to g; None: none.
-        disable_recompute: keep one state per chunk for the backward pass instead of recomputing it.
+        g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype. Default None: no decay.
+        g_gamma: log decay per head ``[HV]``, the same for every token (RetNet). It is added to g. Default None.
+        disable_recompute: save one state per chunk for the backward pass, which then does not compute them again.
 
     ``scale``, ``initial_state``, ``output_final_state``, ``state_v_first`` (older name ``transpose_state_layout``),
     ``cu_seqlens``, ``cu_seqlens_cpu``, ``cp_context``, ``chunk_size``, ``head_first`` and ``backend`` are those of

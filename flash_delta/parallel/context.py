@@ -18,20 +18,20 @@ class ContextParallel(Part):
         o, _ = chunk_kda(*(context.shard(x) for x in (q, k, v, g, beta)), cp_context=context)
         y = layer(context.shard(hidden_states), cp_context=context)
 
-    Every rank makes it from the same numbers, on the host, and calls the same ops in the same order; where one of them
-    needs gradients all do, and all run the backward pass. Tokens are split as they lie: any number per rank, none
-    included, sequences may go through any number of ranks. A rank's rows of ``initial_state`` and ``final_state`` (and
-    of a layer's states) are its ``sequences``:
+    Every rank makes it from the same numbers, on the host. All ranks call the same ops in the same order. If one of
+    them needs gradients, all do, and all run the backward pass. Tokens are split in their order. A rank may have any
+    number of them, also none, and a sequence may go through any number of ranks. A rank's rows of ``initial_state`` and
+    ``final_state`` (and of a layer's states) are its ``sequences``:
 
-    * the initial state of a sequence is read on the rank where it begins; on the others its row is not read, and gets
-      no gradient;
-    * the final state's row holds the state after the sequence's last token *here*; on the rank where it ends this is
-      its final state.
+    * The rank where a sequence begins reads its initial state. The other ranks do not read that row, and it gets no
+      gradient there.
+    * The row of a final state holds the state after the sequence's last token on this rank. On the rank where the
+      sequence ends, that is its final state.
 
-    Gradients of what all ranks share, such as ``A_log`` and a layer's weights, are a rank's part: their sum is the
-    gradient, as with data parallelism (where FSDP2 and DDP take the mean, the loss has to make up for it). Ranks
-    exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and for a layer's convolutions their last inputs;
-    nothing of it depends on the number of tokens, and no call waits for the device.
+    Each rank has its part of the gradients of what all ranks share, such as ``A_log`` and the weights of a layer. Their
+    sum is the gradient, as with data parallelism. FSDP2 and DDP take the mean, so there the loss has to be multiplied
+    by the number of ranks. Ranks exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and the last inputs
+    of a layer's convolutions. None of that depends on the number of tokens, and no call waits for the device.
 
     Args:
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).

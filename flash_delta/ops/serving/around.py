@@ -13,18 +13,18 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 class Convolution(NamedTuple):
-    r"""A short convolution of q, k and v before the rule, its windows in the slots of a pool.
+    r"""A short convolution of q, k and v before the rule. Its windows are in the slots of a pool.
 
     .. math::
         y_{t,d} = \mathrm{silu}(b_d + \sum_{i<W} w_{d,i} \, x_{t-(W-1)+i,d})
 
-    in float32. Channels d are those of q, then k, then v: D = 2 H K + HV V. A window goes with its state: it is read
-    from, and written to, the slots of the same indices.
+    in float32. The channels are those of q, then of k, then of v: D = 2 H K + HV V. The same indices say where a row's
+    window and its state are read and written.
 
     Args:
         pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides.
         weight: ``[D, W]``, W from 1 to 4, the last tap meets the current token; any float dtype, without gaps.
-        bias: ``[D]``, any float dtype, without gaps. Default None: none.
+        bias: ``[D]``, any float dtype, without gaps. Default None: no bias.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ class OutputNorm(NamedTuple):
     .. math::
         y = \frac{o}{\sqrt{\mathrm{mean}(o^2) + \mathrm{eps}}} \cdot w \cdot \mathrm{act}(\mathrm{gate})
 
-    in float32, of o before it is rounded.
+    in float32, from o before o is rounded.
 
     Args:
         gate: ``[B, T, HV, V]``, any float dtype and strides.

@@ -37,12 +37,12 @@ def decode_gated_delta_rule(
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    in float32, S rounded to the pool's dtype after every token. So T tokens in one call give bitwise what T calls give
-    of which each reads the slot that the one before it wrote, and what a row gives depends on no other row.
+    in float32. S is rounded to the dtype of the pool after every token. So T tokens in one call give the bits of T
+    calls of which each reads what the one before it wrote. No row changes a bit of another one.
 
-    A row reads its state from ``read_indices[b]``. Or, where a draft of an earlier call was accepted in part,
-    from column ``num_accepted_tokens[b] - 1`` of ``read_indices[b]``: with one table [B, T] of slots given to every
-    call as ``read_indices`` and as ``write_indices``, each call continues from the last token that was accepted.
+    A row reads its state from ``read_indices[b]``. If a draft of an earlier call was accepted in part, it reads it from
+    column ``num_accepted_tokens[b] - 1`` of ``read_indices[b]``. A server can give one table [B, T] of slots to every
+    call, as ``read_indices`` and as ``write_indices``: then each call continues from the last token that was accepted.
 
     No index is trusted, and the host reads none, so a call can be captured in a CUDA graph. An index below 0 or from
     ``slots`` on is padding, and so is a count outside of 1 .. W: no memory is touched for it. A row without a slot to
@@ -60,8 +60,8 @@ def decode_gated_delta_rule(
             float16, any strides (slots may be padded); written in place.
         read_indices: the slots of the rows' states ``[B]``, int32 or int64, as all indices; with
             ``num_accepted_tokens`` ``[B, W]``.
-        write_indices: where states go: ``[B]``, the state after the last token; ``[B, T]``, after every token; None:
-            nowhere. May be the slot that the row reads. Default None.
+        write_indices: where states go. ``[B]``: the state after the last token. ``[B, T]``: the states after every
+            token. Default None: nowhere. A row may write the slot that it reads.
         num_accepted_tokens: ``[B]``, from 1 to W. Default None.
         parent_idx: of a draft tree, ``[B, T]``: token t continues from the state after token ``parent_idx[b, t]``,
             which is before t, or for -1 from the state that the row reads. Any other index is padding. It needs
@@ -76,10 +76,11 @@ def decode_gated_delta_rule(
         convolution: a short convolution and its SiLU, which q, k and v go through first
             (:class:`flash_delta.ops.serving.Convolution`). With ``output_norm`` the call is all of a layer's step
             between its projections. Default None.
-        output_norm: a gated norm, which o goes through last (:class:`flash_delta.ops.serving.OutputNorm`). Default
+        output_norm: a gated norm, through which o goes last (:class:`flash_delta.ops.serving.OutputNorm`). Default
             None.
-        state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
-        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+        state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
+        backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
+            names, or else the first that can run the call.
 
     Returns:
         ``o [B, T, HV, V]`` in q's dtype, without gradient.

@@ -10,18 +10,19 @@ from flash_delta.problem import Inputs
 
 
 def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = "cuda") -> int:
-    """The device memory that one call allocates beside its output, in bytes: what is to be planned for at the most.
+    """The most device memory that one call allocates besides its output, in bytes.
 
-    Decoding needs none. Prefill asks torch's allocator for one buffer, in which its kernels hand each other what they
-    made of a chunk, and for the copy engine's descriptors or, where it cannot describe q, k or v, for copies of them;
-    all is free again when the call returns, for the stream that it ran on. The number is the sum of what is asked for.
-    The allocator rounds each up to 512 bytes, and of memory that it kept it may take up to 1 MB more for each. The
-    output, ``[1, T, HV, V]`` in ``dtype``, comes on top, and copies of A_log and dt_bias where their numbers do not lie
-    side by side.
+    Decoding needs none. Prefill asks torch's allocator for one buffer, through which its kernels pass results to each
+    other, and for the descriptors of the copy engine. Where the copy engine cannot describe q, k or v, it asks for
+    copies of them. All of it is free again for the stream of the call when the call returns.
+
+    The number is the sum of these requests. The allocator rounds each up to 512 bytes. It may use up to 1 MB more for
+    each, from memory that it has kept. The output, ``[1, T, HV, V]`` in ``dtype``, is not counted, nor are copies of
+    A_log and dt_bias that have gaps.
 
     Args:
-        spec: how the server calls; of several forms of prefill the one that needs most counts.
-        T: tokens of a prefill call, of all sequences together.
+        spec: how the server calls. Of several forms of prefill, the one that needs most counts.
+        T: tokens of a prefill call, all sequences together.
         N: sequences of a prefill call.
         device: where the calls run, a GPU.
 

@@ -32,13 +32,13 @@ def prefill_gated_delta_rule(
     state_v_first: bool,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Run N sequences of any lengths, packed in one row, on from their states in a pool. For inference only.
+    r"""Continue N sequences of any lengths, packed in one row, from their states in a pool. For inference only.
 
     .. math::
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    chunk by chunk, with float32 states in between. Sequence n starts from the state in slot ``read_indices[n]``, or
+    chunk by chunk. States between chunks are float32. Sequence n starts from the state in slot ``read_indices[n]``, or
     from zeros, and leaves its last state in slot ``write_indices[n]``. A sequence of length 0 copies its state. A
     sequence of 1 to 16 tokens runs token by token, so a batch may hold prompts and decoding rows. ``max_prompts`` says
     how many longer sequences there are at most; that saves a GPU the search for them.
@@ -67,10 +67,10 @@ def prefill_gated_delta_rule(
             the last one give zeros, whatever they are. Wrong bounds on a GPU give undefined results; of the pool only
             the slots that ``write_indices`` and ``checkpoint_indices`` name may change then.
         read_indices: the slots of initial states ``[N]``, int32 or int64, as all indices.
-        write_indices: the slots of final states ``[N]``; None: they are written nowhere. May be the slot that the
-            sequence reads. Default None.
-        has_initial_state: ``[N]``, bool; where False the sequence starts from zeros, and its read index is not looked
-            at. Default None: all have one.
+        write_indices: the slots of final states ``[N]``. Default None: they are not written. A sequence may write the
+            slot that it reads.
+        has_initial_state: ``[N]``, bool. A sequence with False starts from zeros, and its read index is ignored.
+            Default None: all have a state.
         checkpoint_indices: ``[N, M]``; the state after ``(m + 1) * checkpoint_every`` tokens of sequence n goes to slot
             ``checkpoint_indices[n, m]``, if the sequence is that long. Default None: no checkpoints.
         checkpoint_every: tokens from one checkpoint to the next, a multiple of 64; needed beside
@@ -85,9 +85,10 @@ def prefill_gated_delta_rule(
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        batch_invariant: as above; short sequences take longer. Default False.
-        state_v_first: the layout of ``state_pool``. No default: where K = V, no shape would tell a mistake.
-        backend: run on this one or refuse; None (and no ``FLASH_DELTA_BACKEND``) takes the first that can.
+        batch_invariant: as above. Short sequences then take longer. Default False.
+        state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
+        backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
+            names, or else the first that can run the call.
 
     Returns:
         ``o [1, T, HV, V]`` in q's dtype, without gradient.
@@ -158,7 +159,7 @@ def prefill_kda(
     state_v_first: bool,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Run sequences on from their states in a pool, with Kimi Delta Attention: one decay per key channel.
+    r"""Continue sequences from their states in a pool, with Kimi Delta Attention: one decay per key channel.
 
     .. math::
         S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad

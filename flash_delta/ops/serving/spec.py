@@ -11,7 +11,8 @@ from flash_delta.ops.serving.around import Convolution, OutputNorm
 
 
 class Slice(NamedTuple):
-    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection, in numbers of it.
+    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection. Its unit is one
+    number.
 
     Args:
         token: from one token to the next.
@@ -31,9 +32,8 @@ class Slice(NamedTuple):
 
 
 class DecodeCalls(NamedTuple):
-    """Which indices a form of decoding calls has, and what it does around the rule: the arguments of
-    :func:`flash_delta.decode_gated_delta_rule` that it gives, by their names. Writing states by row or by token
-    makes no difference here.
+    """One form of decoding calls: which optional arguments of :func:`flash_delta.decode_gated_delta_rule` they give, by
+    their names. It makes no difference here whether ``write_indices`` are [B] or [B, T].
 
     Example:
         >>> from flash_delta.ops.serving import DecodeCalls
@@ -50,8 +50,8 @@ class DecodeCalls(NamedTuple):
 
 
 class PrefillCalls(NamedTuple):
-    """Which indices a form of prefill calls has, and how it runs: the arguments of
-    :func:`flash_delta.prefill_gated_delta_rule` that it gives, by their names.
+    """One form of prefill calls: which optional arguments of :func:`flash_delta.prefill_gated_delta_rule` they give, by
+    their names.
 
     Example:
         >>> from flash_delta.ops.serving import PrefillCalls
@@ -67,9 +67,9 @@ class PrefillCalls(NamedTuple):
 
 @dataclass(frozen=True)
 class Serving:
-    """All that compiled code and memory depend on; B, T, N, the number of slots, ``scale`` and ``allow_neg_eigval`` do
-    not belong to it. Tensors start at multiples of 16 bytes, as torch allocates them, unless a :class:`Slice` says
-    otherwise.
+    """How a server calls: all that compiled code and memory depend on. They do not depend on B, T, N, the number of
+    slots, ``scale`` or ``allow_neg_eigval``. Tensors start at multiples of 16 bytes, as torch allocates them, unless a
+    :class:`Slice` says otherwise.
 
     For the sizes and the flags see :func:`flash_delta.decode_gated_delta_rule` and :func:`flash_delta.decode_kda`.
 

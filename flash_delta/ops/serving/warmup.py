@@ -19,25 +19,26 @@ PREFILL = {"gated_delta_rule": prefill_gated_delta_rule, "kda": prefill_kda}
 def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | None = None) -> dict[str, float]:
     """Compile all that calls as ``spec`` describes them can need, whatever their B, T, N and number of slots.
 
-    It makes such calls, on a few tokens that are all padding: a CUDA context is made, nothing of the caller is touched,
-    and what the calls allocated is free again. Call it in every process, outside of a CUDA graph's capture, for each of
-    a model's ways to call. :func:`flash_delta.forbid_compilation` makes sure that nothing was forgotten.
+    It makes such calls, on a few tokens that are all padding. That makes a CUDA context. It touches nothing of the
+    caller's, and what the calls allocate is free again. Run it in every process, outside of the capture of a CUDA
+    graph, once for each way in which a model calls. :func:`flash_delta.forbid_compilation` then shows whether something
+    was forgotten.
 
-    In the end it takes all that the process holds out of Python's garbage collection (``gc.freeze``), since a full
-    collection walks through every object of every library, which stops requests for some 100 ms. Objects are freed as
-    before when nothing refers to them, but no longer in cycles that were there before; ``gc.unfreeze()`` takes it back.
+    At its end it calls ``gc.freeze()``: a full garbage collection walks through every object of every library, and
+    stops requests for some 100 ms. After that Python still frees objects to which nothing refers, except cycles that
+    existed before. ``gc.unfreeze()`` undoes it.
 
     Args:
         spec: how the server calls.
-        device: where it will.
+        device: where the server will call.
         backend: as given to the ops. Default None.
 
     Returns:
-        Seconds by call, such as ``{"decode_kda(write_indices)": 1.9}``: compilations, or next to nothing where Triton
-        found them on disk, or an earlier call had made them.
+        Seconds by call, such as ``{"decode_kda(write_indices)": 1.9}``. It is next to nothing if Triton has the kernels
+        on disk, or if an earlier call has compiled them.
 
     Raises:
-        ValueError: by the op that cannot be called so.
+        ValueError: the op says what is wrong with such a call.
 
     Example:
         >>> from flash_delta.ops.serving import Serving, warmup
