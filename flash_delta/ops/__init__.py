@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-def explain(op: Callable, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
     """Tell which backend the call ``op(*args, **kwargs)`` would take and why not the others, without running it.
 
     ``print(explain(chunk_kda, q, k, v, g, beta))``. Tensors may be on the meta device; the arguments are checked as in

@@ -14,7 +14,7 @@ class forbid_compilation:
     :func:`flash_delta.ops.serving.warmup`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.switch = _switch()
         self.before = self.switch is not None and self.switch.forbid(True)
 
