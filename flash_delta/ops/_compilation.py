@@ -2,6 +2,8 @@
 
 from types import ModuleType
 
+from flash_delta.kernels import require_triton
+
 
 class forbid_compilation:
     """From now on, in all threads, a call of an op that would have to compile a kernel raises RuntimeError instead.
@@ -29,9 +31,9 @@ class forbid_compilation:
 def _switch() -> ModuleType | None:
     """Of the kernels, which only Triton compiles."""
     try:
-        from flash_delta.kernels.runtime import forbid
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+        require_triton()
+    except ModuleNotFoundError:
         return None
+    from flash_delta.kernels.runtime import forbid
+
     return forbid
