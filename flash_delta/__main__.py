@@ -1,7 +1,5 @@
 """`flash-delta` and `python -m flash_delta`."""
 
-import sys
-
 
 def main() -> None:
     try:
@@ -9,9 +7,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        print(f"flash-delta: {error.name} is missing; pip install 'flash-delta[train]' brings it", file=sys.stderr)
-        sys.exit(2)
-    app()
+        from flash_delta.cli import plain
+
+        plain.main(error.name)
+    else:
+        app()
 
 
 if __name__ == "__main__":

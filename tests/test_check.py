@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from flash_delta.bench import Peer, PeerAnswer
 from flash_delta.bench.judging import Answer
-from flash_delta.cli import check
+from flash_delta.cli import checking
 from flash_delta.cli.app import app
 from flash_delta.testing import CASES, MEMBERS
 from flash_delta.testing.matrix import STRESS, Cell, Judge, Stress
@@ -85,10 +85,10 @@ def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
     ]
     peers = {"fla": PeerAnswer({"o": 4e-3}, "no backward"), "cudnn": PeerAnswer({}, "it cannot")}
     answer = Answer("gdn", "bfloat16", "ragged", cells, peers=peers)
-    columns = [list(column.cells) for column in check._table([answer], "here").columns]
-    assert columns[2] == ["ours", "torch", "fla, 1 cases"]
-    assert columns[3] == ["[default]3e-03", "[default]2e-03", "[default]4e-03"]
-    assert columns[5] == ["[red]9e-03", "", ""]
+    columns = list(zip(*checking._table([answer], "here").rows, strict=True))
+    assert columns[2] == ("ours", "torch", "fla, 1 cases")
+    assert columns[3] == ("3e-03", "2e-03", "4e-03")
+    assert columns[5] == ("9e-03!", "", "")
     assert not answer.right
 
 

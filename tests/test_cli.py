@@ -9,10 +9,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import flash_delta
 from flash_delta.cli.app import app
+from flash_delta.cli.environment import THREADS, calm_threads
 from flash_delta.cli.train import train_command
 from flash_delta.training import Run, load_model, require_checkpoint
 
@@ -177,10 +179,88 @@ def test_help_needs_no_transformers_and_no_matplotlib():
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_its_libraries_the_command_says_what_to_install(missing, tmp_path):
+def test_without_its_libraries_two_commands_run_and_others_say_what_to_install(missing, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(missing=missing))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-m", "flash_delta", "info"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    def without(*arguments):
+        command = [sys.executable, "-m", "flash_delta", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    result = without("train")
     assert result.returncode == 2
-    assert result.stderr.strip() == f"flash-delta: {missing} is missing; pip install 'flash-delta[train]' brings it"
+    words = f"{missing} is missing, which all other commands need: pip install 'flash-delta[train]' brings it"
+    assert result.stderr.strip() == f"flash-delta: {words}"
+    assert without("info").stdout == flash("info").output
+    result = without("check", "--case", "one-token")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"(\d+) of \1 tensors are right", result.stdout)
+    result = without("check", "--case", "nope")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: case: expected one of ragged, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "width"),
+    [
+        *((arguments, width) for arguments in ("info", "check --case one-token", "--help") for width in (40, 60)),
+        *((arguments, 60) for arguments in ("bench --help", "train --help")),
+    ],
+)
+def test_a_narrow_terminal_cuts_nothing(arguments, width):
+    """No line is too long, and none of the words that are there at any width is missing or cut."""
+    outputs = [
+        CliRunner().invoke(app, arguments.split(), env={"COLUMNS": str(columns), "TERMINAL_WIDTH": str(columns)})
+        for columns in (width, 200)
+    ]
+    narrow, wide = (result.output for result in outputs)
+    assert outputs[0].exit_code == 0
+    assert max(map(len, narrow.splitlines())) <= width
+    assert "\u2026" not in narrow
+    words, found = (set(re.findall(r"\w+", text)) for text in (wide, narrow))
+    assert words - found <= {"dp", "dA_log", "ddt_bias"}, "columns that are empty here are left out"
+
+
+@pytest.mark.parametrize("arguments", ["info", "train --help", "train --resume --seq-len 9"])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_color(arguments, terminal):
+    """With NO_COLOR no escape code, on a terminal as in a pipe; and in a pipe none without it."""
+    environment = {n: v for n, v in os.environ.items() if n not in ("NO_COLOR", "FORCE_COLOR", "GITHUB_ACTIONS")}
+    environment |= {"NO_COLOR": "1", "TERM": "xterm-256color"} if terminal else {"TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "flash_delta", *arguments.split()]
+    if not terminal:
+        written = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment).stdout
+    else:
+        pty = pytest.importorskip("pty")
+        mine, theirs = pty.openpty()
+        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        written = b""
+        try:
+            while part := os.read(mine, 65536):
+                written += part
+        except OSError:  # the other side is closed
+            pass
+        process.wait()
+        os.close(mine)
+    assert written
+    assert not re.search(rb"\x1b\[[\d;]*[34]\d", written), "a colour"
+    assert terminal or b"\x1b" not in written
+
+
+@pytest.mark.parametrize(
+    ("environment", "device", "hidden_size", "threads"),
+    [({}, "cpu", 128, 1), ({"OMP_NUM_THREADS": "7"}, "cpu", 128, 7), ({}, "cpu", 1024, 7), ({}, "meta", 128, 7)],
+)
+def test_a_small_model_takes_one_thread_unless_it_is_said(environment, device, hidden_size, threads, monkeypatch):
+    for name in THREADS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        calm_threads(torch.device(device), hidden_size)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

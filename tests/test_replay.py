@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from flash_delta.kernels.runtime import launch
+from flash_delta.kernels.runtime import calls, launch
 from flash_delta.kernels.runtime.calls import Call, Shape
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
@@ -62,6 +62,17 @@ def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
     assert len(loaded) == 1
     assert loaded[0] is not threading.current_thread()
     assert len(call.shape.replay) == 2
+
+
+def test_an_older_torch_has_no_c(call, monkeypatch):
+    """Without the interface by which C reads tensors nothing loads it, and Triton's launcher launches."""
+    assert calls._direct(torch.device("cuda"))
+    monkeypatch.setattr(calls.fastcall, "API", None)
+    monkeypatch.setattr(calls.fastcall, "load", lambda: pytest.fail("C cannot be loaded"))
+    monkeypatch.setattr(launch, "_ready", set())
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
+    assert not calls._direct(torch.device("cuda"))
+    launch._compile(call, lambda c: None)
 
 
 def test_copies_are_made_again(call, known):

@@ -1,5 +1,8 @@
 """The `flash-delta` application: its commands, and what an error looks like."""
 
+import re
+import shutil
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -15,11 +18,14 @@ from flash_delta.cli.report import report
 from flash_delta.cli.train import train
 from flash_delta.cli.tune import tune
 
+WIDEST = 100  # of help, which is hard to read in longer lines
+
 
 class Commands(typer.core.TyperGroup):
     """Says what the user did wrong in one line, without a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], parent=None, **extra) -> typer.Context:
+        extra.setdefault("terminal_width", min(shutil.get_terminal_size().columns, WIDEST))
         with one_line_each(debug="--debug" in args):
             return super().make_context(info_name, args, parent, **extra)
 
@@ -28,16 +34,22 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
 
 
+def first_sentence(command: Callable[..., None]) -> str:
+    """What a command does, whole: the parser would cut it."""
+    return re.split(r"[.;:] |\.?\n", command.__doc__)[0]
+
+
 app = typer.Typer(
     cls=Commands,
     help="Gated-delta-rule linear attention: what runs here, whether it is right, and small models end to end.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its panels cut words on a narrow terminal
 )
 for command in (info, check, bench, tune, train, generate, report):
-    app.command()(command)
-app.command("compile")(compile_kernels)
+    app.command(short_help=first_sentence(command))(command)
+app.command("compile", short_help=first_sentence(compile_kernels))(compile_kernels)
 
 
 def _show_version(asked: bool) -> None:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+SMALL = 256  # hidden size; up to here one thread was measured to be faster than two
+
 
 def require_device(name: str) -> "torch.device":
     import torch
@@ -20,6 +23,15 @@ def require_device(name: str) -> "torch.device":
     if device.type == "meta":
         raise ValueError(f"device: expected one that computes, got {name!r}")
     return device
+
+
+def calm_threads(device: "torch.device", hidden_size: int) -> None:
+    """A small model computes with one thread of the CPU, since several wait for each other longer than they compute.
+    A number of threads that the environment asks for stays."""
+    import torch
+
+    if device.type == "cpu" and hidden_size <= SMALL and not any(map(os.environ.get, THREADS)):
+        torch.set_num_threads(1)
 
 
 def require_modules(names: list[str]) -> None:

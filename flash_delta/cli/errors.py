@@ -1,5 +1,6 @@
 """What a user did wrong, in one line; a bug of ours keeps its traceback."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ def one_line_each(debug: bool) -> Iterator[None]:
         line = _line(error)
         if debug or line is None:
             raise
-        typer.secho(f"error: {line}", fg="red", err=True)
+        typer.secho(f"error: {line}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
         raise typer.Exit(2) from error
 
 

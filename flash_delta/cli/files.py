@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import typer
-
 
 def to_path(text: str | Path) -> Path:
     """Refuses what a shell makes of a variable that is not set: Path("") would be the folder that one is in."""
     if str(text) == "":
-        raise typer.BadParameter("expected a path, got nothing")
+        from typer import BadParameter
+
+        raise BadParameter("expected a path, got nothing")
     return Path(text)
 
 

@@ -4,8 +4,7 @@ import platform
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+from flash_delta.cli.tables import Table, show
 
 if TYPE_CHECKING:
     import torch
@@ -16,20 +15,15 @@ def info() -> None:
     import torch
 
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    console = Console()
-    for table in (_versions(), _machine(devices), _backends(devices)):
-        console.print(table)
+    show([_versions(), _machine(devices), _backends(devices)])
 
 
 def _versions() -> Table:
     import flash_delta
 
-    table = Table("installed", "version")
-    table.add_row("flash_delta", flash_delta.__version__)
-    table.add_row("python", platform.python_version())
-    for package in ("torch", "triton", "transformers"):
-        table.add_row(package, _version(package))
-    return table
+    rows = [("flash_delta", flash_delta.__version__), ("python", platform.python_version())]
+    rows += [(package, _version(package)) for package in ("torch", "triton", "transformers")]
+    return Table(("installed", "version"), rows)
 
 
 def _version(package: str) -> str:
@@ -42,16 +36,16 @@ def _version(package: str) -> str:
 def _machine(devices: list["torch.device"]) -> Table:
     import torch
 
-    table = Table("device", "what it is")
+    rows = []
     for device in devices:
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-            table.add_row(str(device), f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {memory:.0f} GiB")
+            rows.append((str(device), f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {memory:.0f} GiB"))
         else:
             capability = torch.backends.cpu.get_cpu_capability()
-            table.add_row(str(device), f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
-    return table
+            rows.append((str(device), f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads"))
+    return Table(("device", "what it is"), rows)
 
 
 def _backends(devices: list["torch.device"]) -> Table:
@@ -60,7 +54,7 @@ def _backends(devices: list["torch.device"]) -> Table:
 
     import flash_delta
 
-    table = Table("device", "op at K = V = 128, bfloat16", "backend", "why")
+    rows = []
     gates = {flash_delta.chunk_gated_delta_rule: (), flash_delta.chunk_kda: (128,)}
     for device in devices:
         for op, channels in gates.items():
@@ -68,5 +62,5 @@ def _backends(devices: list["torch.device"]) -> Table:
             g = torch.zeros(1, 64, 1, *channels, device=device)
             explained = flash_delta.explain(op, qkv, qkv, qkv, g=g, beta=qkv[..., 0])
             why = "\n".join(f"{name}: {reason}" for name, reason in explained.reasons.items())
-            table.add_row(str(device), op.__name__, explained.backend or "none", why)
-    return table
+            rows.append((str(device), op.__name__, explained.backend or "none", why))
+    return Table(("device", "op at K = V = 128, bfloat16", "backend", "why"), rows)

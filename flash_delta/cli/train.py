@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from flash_delta.cli.environment import quiet_transformers, require_device
+from flash_delta.cli.environment import calm_threads, quiet_transformers, require_device
 from flash_delta.cli.files import PATH, PATHS
 from flash_delta.cli.new_model import model_config, new_model, require_memory
 
@@ -56,7 +56,8 @@ def train(
 ) -> None:
     """Train a byte-level language model, on all ranks of torchrun if it is there; --out gets checkpoints and curves.
 
-    Ctrl-C and SIGTERM end it after the step that it is in, with a checkpoint.
+    Ctrl-C and SIGTERM end it after the step that it is in, with a checkpoint. A small model takes one thread of the
+    CPU, unless OMP_NUM_THREADS says otherwise.
     """
     from flash_delta.training import Corpus, Layout, Trainer, process_group
 
@@ -75,6 +76,7 @@ def train(
             require_memory(sizes, config, layout, own_device)
             corpus = Corpus.read(paths or ())
             trainer = Trainer.start(out, new_model(sizes, seed).to(own_device), corpus, config, layout, keep)
+        calm_threads(own_device, trainer.model.config.hidden_size)
         console = Console(quiet=not trainer.ranks.first)
         _run(console, trainer)
         stopped_by = trainer.stopped_by

@@ -14,7 +14,7 @@ class Replaced(NamedTuple):
     owner: ModuleType | type
     name: str
     old: Any
-    new: Callable
+    new: Callable[..., Any]
 
     @property
     def module(self) -> str:

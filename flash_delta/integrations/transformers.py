@@ -150,7 +150,7 @@ def _version() -> str:
     return version
 
 
-def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable]]:
+def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable[..., Any]]]:
     """All that is ours to replace: where, which name, by what. Nothing in modules without one of our rules."""
     if RULES.keys().isdisjoint(vars(module)):
         return
@@ -182,7 +182,7 @@ def _replace(module: ModuleType) -> None:
             setattr(owner, name, new)
 
 
-def _unlike(owner: ModuleType | type, name: str, new: Callable) -> str | None:
+def _unlike(owner: ModuleType | type, name: str, new: Callable[..., Any]) -> str | None:
     """Why ``new`` cannot take the place of what is there: a call of it might be another one of ours."""
     old = getattr(owner, name)
     theirs = signature(old.forward if isinstance(old, nn.Module) else old).parameters  # of hub kernels: a module
@@ -216,7 +216,7 @@ def _is_norm(cls: Any, module: str) -> bool:
     return isclass(cls) and cls.__module__ == module and NORM.fullmatch(cls.__name__) is not None
 
 
-def _check_forward(path: str, layer: nn.Module, ours: Callable | None) -> None:
+def _check_forward(path: str, layer: nn.Module, ours: Callable[..., Any] | None) -> None:
     """Refuse what an instance was given in place of its class' forward: by hub kernels, or before it was ours."""
     hooked = vars(layer).get("_old_forward")  # by accelerate, which calls this one
     if hooked is None and "forward" in vars(layer):

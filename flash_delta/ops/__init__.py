@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-def explain(op: Callable, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
     """Tell which backend the call ``op(*args, **kwargs)`` would take, and why not the others. The call does not run.
 
     Its arguments are checked as in a real call. Tensors may be on the meta device. Printed, the answer has a line for

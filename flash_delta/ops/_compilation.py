@@ -2,6 +2,8 @@
 
 from types import ModuleType
 
+from flash_delta.kernels import require_triton
+
 
 class forbid_compilation:
     """From now on, in all threads, an op raises RuntimeError if it would have to compile a kernel.
@@ -20,7 +22,7 @@ class forbid_compilation:
         ...     o, _ = chunk_delta_rule(x, x, x, torch.rand(1, 64, 2), use_qk_l2norm_in_kernel=True)
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.switch = _switch()
         self.before = self.switch is not None and self.switch.forbid(True)
 
@@ -35,9 +37,9 @@ class forbid_compilation:
 def _switch() -> ModuleType | None:
     """Of the kernels, which only Triton compiles."""
     try:
-        from flash_delta.kernels.runtime import forbid
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+        require_triton()
+    except ModuleNotFoundError:
         return None
+    from flash_delta.kernels.runtime import forbid
+
     return forbid

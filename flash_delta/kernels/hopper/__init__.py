@@ -1,0 +1,3 @@
+from flash_delta.kernels import require_triton
+
+require_triton()

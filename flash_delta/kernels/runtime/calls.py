@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip, chip_of
 from flash_delta.kernels.runtime.compile_key import ModuleFlags, flags_of, key_of, laid_out
 from flash_delta.kernels.runtime.cuda_driver import Replay, Step
@@ -81,8 +82,8 @@ def make_module_call(
 
 
 def _direct(device: torch.device) -> bool:
-    """Whether past Triton's own launcher, which launches all on AMD's GPUs."""
-    return device.type == "cuda" and torch.version.hip is None and not profiled()
+    """Whether past Triton's own launcher, which launches all on AMD's GPUs, and all under an older torch."""
+    return device.type == "cuda" and torch.version.hip is None and fastcall.API is not None and not profiled()
 
 
 def profiled() -> bool:

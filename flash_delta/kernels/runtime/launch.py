@@ -73,11 +73,12 @@ def _compile(c: Call, kernels: Callable[[Call], None]) -> None:
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
         triton.AsyncCompileMode(threads),
     ):
-        loading = threads.submit(fastcall.load)  # takes as long as a small kernel
+        loading = threads.submit(fastcall.load) if fastcall.API else None  # takes as long as a small kernel
         kernels(c._replace(direct=False, compiling=found))
     for key, kernel in found.items():
         _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
-    loading.result()
+    if loading is not None:
+        loading.result()
     _ready.add(c.shape.key)
 
 

@@ -146,7 +146,7 @@ class Serving:
     decode: tuple[DecodeCalls, ...] = (DecodeCalls(),)
     prefill: tuple[PrefillCalls, ...] = (PrefillCalls(),)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rule not in ("gated_delta_rule", "kda"):
             refuse("Serving", "rule", "'gated_delta_rule' or 'kda'", repr(self.rule))
         if self.lower_bound is not None and self.rule != "kda":

@@ -3,6 +3,9 @@
 `key` is Python's until a GPU's kernels are loaded, and from then on C's (key.c), which takes a tenth of the time and
 asks Python about whatever is no plain tensor. Where there is no GPU nothing is compiled, nor is Triton needed. The two
 never agree on a key, one being bytes: at the worst a call is looked at once more.
+
+C reads tensors through an interface that torch has from 2.10 on. An older torch keeps Python's key, and Triton's own
+launcher launches.
 """
 
 import os
@@ -17,6 +20,7 @@ from torch import Tensor
 from flash_delta.problem import ENVIRONMENT, needs_gradient, signature
 
 SOURCES = ("key.c", "frame.c", "build.c", "module.c")  # one module; each stands on those before it
+API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # how C reads tensors; None: torch is older than 2.10
 _loaded: ModuleType | None = None
 _lock = Lock()
 
@@ -42,7 +46,6 @@ def load() -> ModuleType:
 
             source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
             module = compile_module_from_src(source, "flash_delta_known")
-            api = torch.Tensor.__dlpack_c_exchange_api__
-            module.setup(api, torch.Tensor, torch.nn.Parameter, ENVIRONMENT.encode(), look)
+            module.setup(API, torch.Tensor, torch.nn.Parameter, ENVIRONMENT.encode(), look)
             _loaded, key = module, module.key
     return _loaded

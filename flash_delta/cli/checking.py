@@ -1,0 +1,120 @@
+"""What `flash-delta check` does: it judges the cases and prints a table of their worst errors."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from flash_delta.cli.environment import require_device
+from flash_delta.cli.files import reading, require_writable
+from flash_delta.cli.tables import Table, show
+
+if TYPE_CHECKING:
+    import torch
+
+    from flash_delta.bench.judging import Answer, Job
+
+T = TypeVar("T")
+COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+def all_right(
+    device: str,
+    full: bool,
+    case: str | None,
+    backend: str | None = None,
+    peers: str | None = None,
+    processes: int = 4,
+    results: Path | None = None,
+    resume: bool = False,
+) -> bool:
+    """Judges and prints; whether everything is right. The arguments are the options of `flash-delta check`."""
+    from flash_delta.bench.judging import judge, names_of, read, write
+
+    where = require_device(device)
+    jobs = list(_jobs(full, case, where))
+    order = {names_of(job): number for number, job in enumerate(jobs)}
+    answers: list[Answer] = []
+    if resume:
+        with reading("json", results, "flash-delta check"):
+            answers = read(results, where)
+    if results is not None:
+        require_writable("json", results)
+    done = {answer.names for answer in answers}
+    jobs = [job for job in jobs if names_of(job) not in done]
+    for answer in _counted(judge(jobs, where, backend, peers, processes), len(jobs)):
+        answers.append(answer)
+        answers.sort(key=lambda answer: order.get(answer.names, len(order)))
+        if results is not None:
+            write(results, answers, where)
+    show([_table(answers, str(where))])
+    for answer in answers:
+        _print_wrong(answer)
+    cells = [cell for answer in answers for cell in answer.cells]
+    print(f"{sum(cell.right for cell in cells):,} of {len(cells):,} tensors are right")
+    return all(answer.right for answer in answers)
+
+
+def _jobs(full: bool, only: str | None, device: "torch.device") -> "Iterator[Job]":
+    from flash_delta.testing import CASES, MEMBERS
+    from flash_delta.testing.matrix import STRESS
+
+    cases = [case for case in CASES if (full or case.smoke if only is None else case.name == only)]
+    if not cases:
+        raise ValueError(f"case: expected one of {', '.join(case.name for case in CASES)}, got {only!r}")
+    for name, member in MEMBERS.items():
+        for dtype in DTYPES:
+            yield from (("case", (name, case, dtype)) for case in cases if case.applies(member))
+    if full and not only and device.type == "cuda":
+        yield from (("stress", (stress,)) for stress in STRESS)
+
+
+def _counted(items: Iterable[T], total: int) -> Iterator[T]:
+    """On a terminal a line says how many there were; it is gone at the end."""
+    for number, item in enumerate(items, 1):
+        if sys.stderr.isatty():
+            text = f"checking: {number} of {total}"
+            print(f"\r{text}" if number < total else f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
+        yield item
+
+
+def _table(answers: "list[Answer]", where: str) -> Table:
+    """The worst error of each tensor, over all cases, of outputs with and without gradients ("inferred o"); beside ours
+    the torch backend's and the peers'."""
+    cases, rows = len({answer.case for answer in answers}), []
+    for op, dtype in dict.fromkeys((answer.op, answer.dtype) for answer in answers):
+        mine = [a for a in answers if (a.op, a.dtype) == (op, dtype)]
+        cells = [cell for a in mine for cell in a.cells if cell.case != "repeats"]
+        shown = (_worst([(c.error, c.right) for c in cells if c.tensor.split()[-1] == t]) for t in COLUMNS)
+        rows.append((op, dtype, "ours", *shown))
+        references = [cell for cell in cells if cell.reference is not None]
+        if references:
+            shown = (_worst([(c.reference, True) for c in references if c.tensor == t]) for t in COLUMNS)
+            rows.append((op, dtype, "torch", *shown))
+        for peer in dict.fromkeys(name for a in mine for name in a.peers):
+            errors = [a.peers[peer].errors for a in mine if peer in a.peers and a.peers[peer].errors]
+            if errors:
+                shown = (_worst([(e[t], True) for e in errors if t in e]) for t in COLUMNS)
+                rows.append((op, dtype, f"{peer}, {len(errors)} cases", *shown))
+    names = (column.replace("dinitial_state", "dS0").replace("final_state", "S") for column in COLUMNS)
+    title = f"worst relative L2 error over {cases} cases on {where}; one that is too large is marked with !"
+    return Table(("op", "dtype", "whose", *names), rows, title)
+
+
+def _worst(errors: list[tuple[float, bool]]) -> str:
+    if not errors:
+        return ""
+    error, right = max(errors, key=lambda e: (not e[1], e[0]))
+    return f"{error:.0e}{'' if right else '!'}"
+
+
+def _print_wrong(answer: "Answer") -> None:
+    place = f"{answer.op} {answer.dtype}, case {answer.case!r}"
+    if answer.failure is not None:
+        print(f"{place}: {answer.failure}")
+    for cell in answer.cells:
+        if cell.case == "repeats" and not cell.right:
+            print(f"{place}: {cell.tensor} differed in {cell.error:g} of the repeats")
+        elif not cell.right:
+            print(f"{place}: {cell.tensor} is off by {cell.error:.1e}, {cell.allowed:.1e} is allowed")
