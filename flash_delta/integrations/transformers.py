@@ -39,7 +39,8 @@ from torch import nn
 from flash_delta.integrations._documents import separating, walks_layers
 from flash_delta.integrations._functions import CONVOLUTIONS, RULES, gated_norm
 from flash_delta.integrations._imports import AfterImport
-from flash_delta.integrations._report import Refused, Replaced
+from flash_delta.integrations._report import Refused as Refused
+from flash_delta.integrations._report import Replaced as Replaced
 
 MODELLING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 NORM = re.compile(r"\w+RMSNormGated")

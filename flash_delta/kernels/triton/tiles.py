@@ -117,6 +117,7 @@ def copied(*stages: int) -> tuple[Tile, ...]:
     return tuple(Tile(warps, n, BV, tma=True) for (warps, BV), n in zip(widths, stages, strict=True))
 
 
+SCAN_KINDS = ("scan", "scan_kept", "scan_backward", "scan_both")
 # Heads up to 128 wide where the copy engine helps. The narrowest tile comes first: narrow ones make more programs of
 # few heads, wide ones move less memory for many.
 SCANS = {
@@ -124,22 +125,14 @@ SCANS = {
     ("scan_kept", "sm_90"): copied(4, 4, 2, 2),
     ("scan_backward", "sm_90"): copied(4, 4, 3, 2),
     ("scan_both", "sm_90"): copied(4, 3, 3, 2),
-    ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
-    ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
-    ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
-    ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)),
-}
+} | {(kind, "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)) for kind in SCAN_KINDS}
 # The same with a decay per channel, where scans load A, too (at 128 columns see `scan`).
 CHANNEL_SCANS = {
     ("scan", "sm_90"): copied(4, 4, 3, 3),
     ("scan_kept", "sm_90"): copied(3, 3, 2, 2),
     ("scan_backward", "sm_90"): copied(3, 3, 2, 2),
     ("scan_both", "sm_90"): copied(3, 3, 2, 2),
-    ("scan", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
-    ("scan_kept", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
-    ("scan_backward", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
-    ("scan_both", "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)),
-}
+} | {(kind, "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)) for kind in SCAN_KINDS}
 
 
 class Pace(NamedTuple):

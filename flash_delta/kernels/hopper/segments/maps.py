@@ -220,12 +220,11 @@ def compose_maps(
 
 def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
-    initial = w.B if x.initial_state is None else x.initial_state
+    initial, started = (w.B, False) if x.initial_state is None else (x.initial_state, True)
     values = (
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), states(p, initial), rows(w.B), squares(w.Phi),
         x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    started = x.initial_state is not None
     constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, **MAPS)
     launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length), p.HV, 2), values, constants))
 
