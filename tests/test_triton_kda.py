@@ -35,6 +35,8 @@ CELLS = [
     ("negative-eigenvalues", "float32", {"HV": 2, "T": 7}),
     ("grouped-by-3", "float32", {"HV": 3, "T": 7}),
     ("state-v-first", "bfloat16", {"HV": 2, "T": 7}),
+    ("odd-widths", "bfloat16", {"HV": 3, "T": 20}),
+    ("widest-values", "float32", {"HV": 1, "T": 20, "K": 12}),
     ("wide-keys", "float32", {"HV": 1, "T": 7}),
     ("wide-keys", "bfloat16", {"HV": 1, "T": 20}),
     ("saved", "bfloat16", {"HV": 1, "T": 66}),

@@ -35,6 +35,9 @@ CELLS = [
     *(("gdn", case, "float32", ROW) for case in ("extreme-decay", "zero-keys")),
     *(("gdn", case, "float32", {}) for case in ("no-tokens", "no-sequences", "all-empty")),
     ("gdn", "ragged", "float16", {}),
+    *(("gdn", "odd-widths", dtype, {"T": 66, "H": 1, "HV": 1}) for dtype in ("bfloat16", "float32")),
+    ("comba", "odd-widths", "bfloat16", {"T": 66, "H": 1, "HV": 1}),
+    ("gdn", "widest-values", "bfloat16", {"T": 66, "HV": 1, "K": 12}),
     *((member, "packed", "float32", HEADS) for member in ("delta-rule", "comba", "simple-gla")),
     *((member, "ragged", "bfloat16", HEADS) for member in ("delta-rule", "comba", "simple-gla")),
     ("comba", "in-kernel-packed", "float32", HEADS),
@@ -137,7 +140,7 @@ def test_descriptors_and_pointers_load_the_same():
 @pytest.mark.parametrize(
     ("op", "changes", "reason"),
     [
-        ("chunk_gated_delta_rule", {"k": 12}, "K and V have to be multiples of 8 up to 256, they are 12 and 16"),
+        ("chunk_gated_delta_rule", {"k": 7}, "in torch.float32 K has to be from 8 to 128 and V from 8 to 512, they are 7 and 16"),
         ("chunk_gated_delta_rule", {"dtype": torch.float64}, "it computes in float32, the tensors are torch.float64"),
         ("chunk_kda", {"return_intermediate_states": True}, "it does not return the states of chunks"),
         ("fused_recurrent_gated_delta_rule", {"g": None}, "token by token it runs the delta rule with a decay"),

@@ -27,6 +27,8 @@ CELLS = [
     ("gdn", "no-initial-state", {"B": 1, "H": 1, "HV": 2, "T": 66}),
     ("gdn", "grouped-by-3", {"B": 1, "T": 24}),
     ("gdn", "extreme-decay", {"B": 1, "H": 1, "HV": 2, "T": 80}),
+    ("gdn", "odd-widths", {"H": 1, "HV": 1, "T": 20}),
+    ("gdn", "widest-values", {"HV": 1, "T": 7, "K": 12}),
     ("kda", "short", {"B": 1}),
     ("kda", "packed", {"H": 1, "HV": 1, "T": 72, "lengths": (0, 1, 0, 65, 0)}),
     ("kda", "in-kernel-packed", {"H": 1, "HV": 2, "T": 16, "lengths": (0, 5, 9)}),

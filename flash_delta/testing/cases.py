@@ -90,6 +90,8 @@ CASES = [
     Case("grouped-by-3", "a group that is no power of two", H=2, HV=6),
     Case("heads-of-64", "the narrower of the usual widths", B=1, T=200, K=64, V=64),
     Case("heads-of-128", "the usual width, and the only one of some peers", B=1, T=200, K=128, V=128, smoke=True),
+    Case("odd-widths", "rows that are no multiple of 16 bytes: the widths of fla's own tests", B=1, T=130, K=60, V=100),
+    Case("widest-values", "the widths of fla's default layers", B=1, T=130, H=1, HV=2, K=256, V=512),
     Case("wide-keys", "K > V", K=40, V=8),
     Case("wide-values", "V > K", K=8, V=40),
     Case("zero-decay", "g = 0 everywhere", decay="zero"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import block, every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import CPU, chip_of
+from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP
 from flash_delta.kernels.runtime.launch import remember, replayed, run
 from flash_delta.kernels.runtime.workspace import (
@@ -47,7 +47,7 @@ from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.tiles import plan_segments, widest_float32
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
-WIDTHS = range(8, 257, 8)
+NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
@@ -70,13 +70,10 @@ def unsupported(problem: Problem) -> str | None:
             return reason
     if problem.keep_states:
         return "it does not return the states of chunks"
-    if problem.K not in WIDTHS or problem.V not in WIDTHS:
-        return f"K and V have to be multiples of 8 up to 256, they are {problem.K} and {problem.V}"
-    if problem.dtype != torch.float32:
-        return None
-    widest = widest_float32(chip_of(problem.device))
-    if max(problem.K, problem.V) > widest:
-        return f"in float32 K and V fit this chip up to {widest}, they are {problem.K} and {problem.V}"
+    widest = WIDEST_KEY if problem.dtype != torch.float32 else widest_float32(chip_of(problem.device))
+    if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):
+        limits = f"K has to be from {NARROWEST} to {widest} and V from {NARROWEST} to {WIDEST_VALUE}"
+        return f"in {problem.dtype} {limits}, they are {problem.K} and {problem.V}"
     return None
 
 
@@ -87,11 +84,14 @@ def preference(problem: Problem) -> tuple[int, str | None]:
 
 def remark(p: Problem) -> str | None:
     """What sizes and chip decide."""
-    split = None if p.recurrent else plan_segments(p, chip_of(p.device))
-    if split is None:
-        return None
-    number = triton.cdiv(p.T, split.length)
-    return f"it walks sequences in segments of {split.length} tokens, up to {number} of them side by side"
+    chip = chip_of(p.device)
+    split, said = None if p.recurrent else plan_segments(p, chip), []
+    if split is not None:
+        number = triton.cdiv(p.T, split.length)
+        said.append(f"it walks sequences in segments of {split.length} tokens, up to {number} of them side by side")
+    if takes_tma(chip) and not p.recurrent and (p.K % 8 or p.V % 8):
+        said.append("rows that are no multiples of 16 bytes are loaded without the copy engine, which is slower")
+    return "; ".join(said) or None
 
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
@@ -254,8 +254,8 @@ def _cannot_decode(p: Problem) -> str | None:
         return f"token by token it runs {DECODED}"
     if p.pool is None and p.B * p.T * max(p.H * p.K, p.HV * p.V, p.HV * p.K) >= 2**31:
         return f"token by token it counts a tensor's numbers in 32 bits, there are {p.B} x {p.T} tokens"
-    if not 0 < min(p.K, p.V) <= max(p.K, p.V) <= WIDTHS[-1]:
-        return f"K and V have to be from 1 to {WIDTHS[-1]}, they are {p.K} and {p.V}"
+    if p.K > WIDEST_KEY or p.V > WIDEST_VALUE:
+        return f"token by token K can be up to {WIDEST_KEY} and V up to {WIDEST_VALUE}, they are {p.K} and {p.V}"
     if (p.taps or p.eps is not None) and block(p.K) * block(p.V) > WHOLE:
         return (
             f"with a convolution or a norm a program holds states of up to {WHOLE} numbers, K and V are {p.K} and {p.V}"
