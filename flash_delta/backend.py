@@ -169,7 +169,7 @@ def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Call
         ValueError: if the name is taken.
     """
     if name in _entries:
-        raise ValueError(f"name: expected one that is not taken ({', '.join(_entries)}), got {name!r}")
+        raise ValueError(f"name: expected a name that is not taken ({', '.join(_entries)}), got {name!r}")
     _entries[name] = Entry(rule, around, takes_cpu)
 
 

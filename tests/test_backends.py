@@ -59,7 +59,7 @@ def test_what_is_said_of_it(added):
     assert found.reasons["recurrence"] == "chosen, as asked for; one token after the other"
     with pytest.raises(ValueError, match="backend 'recurrence' cannot run this: it runs dense rows, and no pools"):
         flash_delta.chunk_delta_rule(q, q, q, torch.rand(1, 6, 2), cu_seqlens=bounds, backend="recurrence")
-    with pytest.raises(ValueError, match="name: expected one that is not taken"):
+    with pytest.raises(ValueError, match="name: expected a name that is not taken"):
         backend.register("recurrence", "recurrence")
 
 

@@ -72,7 +72,7 @@ def test_a_broken_run_goes_on_with_what_was_not_right(judge, tmp_path):
 
 def test_results_of_another_machine_are_no_start(judge, tmp_path):
     path = tmp_path / "check.json"
-    assert "resume: expected --json with the file to go on with" in run("--resume", "--json", path).output
+    assert "resume: expected --json with an existing file to continue" in run("--resume", "--json", path).output
     path.write_text('{"machine": {"gpu": "another"}, "cases": []}')
     assert "resume: expected results of this machine" in run("--resume", "--json", path).output
 

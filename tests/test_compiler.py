@@ -114,7 +114,7 @@ def test_the_command_compares_with_what_is_recorded(tmp_path):
     ("arguments", "message"),
     [
         (["--target", "sm_75"], "target: expected one of sm_80, "),
-        (["nothing.here"], "modules: expected what can be imported from "),
+        (["nothing.here"], "modules: expected a module that can be imported from "),
     ],
 )
 def test_the_command_refuses(arguments, message):

@@ -138,9 +138,9 @@ def test_what_is_refused():
         for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(x)}):
             with pytest.raises(ValueError, match="position_ids: expected one document per row beside a cache or atten"):
                 model(x, position_ids=POSITIONS, **options)
-        with pytest.raises(ValueError, match=r"position_ids: expected positions .* beside seq_idx, got none"):
+        with pytest.raises(ValueError, match=r"position_ids: expected positions .* with seq_idx, got None"):
             model(x, seq_idx=seq_idx, use_cache=False)
-        with pytest.raises(ValueError, match="seq_idx: expected None beside a cache or attention_mask"):
+        with pytest.raises(ValueError, match="seq_idx: expected None with a cache or attention_mask"):
             model(x, seq_idx=seq_idx, position_ids=POSITIONS, use_cache=True)
         model.model.forward = model.model.forward  # as hooks do
         with pytest.raises(ValueError, match="model: model: expected the forward of its class"):

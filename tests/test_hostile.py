@@ -85,7 +85,7 @@ def test_train_refuses(option, run):
 def test_sizes_that_no_memory_holds(sizes, named, run):
     error = one_line(flash("train", "text.txt", "--out", "new", *TINY.split(), *sizes.split()))
     assert error.startswith(f"error: {named}: expected sizes that fit into the "), error
-    assert "GB of cpu, got such that need" in error
+    assert "GB of cpu, got sizes that need at least" in error
 
 
 def test_the_memory_that_is_asked_for_is_not_overrated(run, monkeypatch):

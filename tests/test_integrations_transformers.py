@@ -247,7 +247,7 @@ def test_report_and_restoring():
 def test_refusals(monkeypatch):
     module = modelling("qwen3_5")
     with pytest.raises(
-        ValueError, match=r"model: expected layers on torch_chunk_gated_delta_rule.*got a Linear without"
+        ValueError, match=r"model: expected layers that call torch_chunk_gated_delta_rule.*got a Linear without"
     ):
         enable(torch.nn.Linear(2, 2))
     assert integration._finder not in sys.meta_path

@@ -119,7 +119,10 @@ def test_fresh_gates_start_in_their_ranges(name, low, high):
             r"lower_bound: expected a number in \[-5, 0\), got 1.0",
         ),
         (lambda: KimiDeltaAttention(**HEADS, lower_bound=-7.0), "lower_bound: expected .* got -7.0"),
-        (lambda: KimiDeltaAttention(**HEADS, safe_gate=True), "safe_gate: expected a lower_bound"),
+        (
+            lambda: KimiDeltaAttention(**HEADS, safe_gate=True),
+            r"lower_bound: expected a number in \[-5, 0\) with safe_gate=True, got None",
+        ),
         (lambda: Attention(D, num_heads=4, num_kv_heads=3), "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
         (lambda: Attention(D, num_heads=5), "num_heads: expected a divisor of hidden_size = 12, got 5"),
         (lambda: Attention(D, num_heads=4), "head_dim: expected an even width .* got 3"),

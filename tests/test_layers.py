@@ -177,7 +177,7 @@ def test_padding_is_packed_without_reading_a_value():
         (  # an additive one, which was read the wrong way round
             {"attention_mask": torch.zeros(2, 9)},
             r"attention_mask: expected bool or integers, .* got torch.float32: give `attention_mask != 0` if .* `atten"
-            "tion_mask == 0` if it is additive",
+            "tion_mask == 0` if the mask is additive",
         ),
         ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens: expected B = 1 .* got B = 2"),
         ({"cu_seqlens": [0, 9]}, r"cu_seqlens: expected a tensor \[N \+ 1\], got a list"),

@@ -257,7 +257,7 @@ def test_attention_on_one_rank_is_the_packed_one(alone):
 
 
 def test_shard_refuses(alone):
-    with pytest.raises(ValueError, match=r"x: expected 9 tokens, .* in axis 1, got \[1, 8\]"):
+    with pytest.raises(ValueError, match=r"x: expected 9 tokens, .* in axis 1, got shape \[1, 8\]"):
         ContextParallel(alone, [0, 9]).shard(torch.zeros(1, 8))
 
 

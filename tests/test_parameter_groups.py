@@ -97,7 +97,7 @@ def test_wrapped_models(one_rank):
 @pytest.mark.filterwarnings("ignore")  # torch's own, of an interface that it keeps for old code
 def test_flattened_parameters_are_refused(one_rank):
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 4), device_id=torch.device("cpu")))
-    with pytest.raises(ValueError, match="model: expected one before FullyShardedDataParallel flattens it"):
+    with pytest.raises(ValueError, match="model: expected a model that FullyShardedDataParallel has not flattened"):
         parameter_groups(model, 0.1)
 
 

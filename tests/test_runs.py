@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tex
     (tmp_path / "blocked" / "checkpoints").touch()
     at_step(monkeypatch, 1, lambda trainer: pytest.fail("a step was computed"))
     error = one_line(flash("train", text, "--out", tmp_path / name, *TINY.split()))
-    assert error.startswith(f"error: folder: expected one that can be written to, got {tmp_path / name} (")
+    assert error.startswith(f"error: folder: expected a folder that can be written to, got {tmp_path / name} (")
 
 
 def test_a_folder_is_written_to_before_the_first_step(text, tmp_path, monkeypatch):
@@ -160,7 +160,9 @@ def test_a_folder_is_written_to_before_the_first_step(text, tmp_path, monkeypatc
 
     monkeypatch.setattr(claim.os, "fsync", full)
     error = one_line(flash("train", text, "--out", tmp_path, *TINY.split()))
-    assert error == f"error: folder: expected one that can be written to, got {tmp_path} (No space left on device)\n"
+    assert (
+        error == f"error: folder: expected a folder that can be written to, got {tmp_path} (No space left on device)\n"
+    )
 
 
 def test_a_folder_without_room_for_a_checkpoint(text, tmp_path, monkeypatch):
@@ -211,7 +213,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(corpus, tmp_path, mo
 def test_a_folder_belongs_to_one_trainer_at_a_time(corpus, tmp_path):
     first, second = (Trainer.start(tmp_path, tiny_model(), corpus, CONFIG) for _ in range(2))
     records = first.run()
-    with pytest.raises(ValueError, match=f"folder: expected one that no other process trains in, got {tmp_path}"):
+    with pytest.raises(ValueError, match=f"folder: expected a folder that no other process trains in, got {tmp_path}"):
         second.run()
     list(records)
     with pytest.raises(ValueError, match=r"folder: expected no checkpoint as the newest, got step-00000004: another"):
@@ -231,7 +233,7 @@ def test_another_process_is_refused_and_a_killed_one_blocks_nothing(text, tmp_pa
     with subprocess.Popen([*command, *steps], stdout=subprocess.DEVNULL) as process:
         try:
             wait_for(lambda: latest_checkpoint(tmp_path), process)
-            expected = f"error: folder: expected one that no other process trains in, got {tmp_path}\n"
+            expected = f"error: folder: expected a folder that no other process trains in, got {tmp_path}\n"
             assert one_line(flash("train", "--resume", "--out", tmp_path)) == expected
         finally:
             process.kill()

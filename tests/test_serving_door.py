@@ -28,7 +28,10 @@ WRONG = [  # changed arguments, what the message must contain
     ({"state_v_first": False}, "state_pool: expected a tensor [slots, 2, 16, 24], got shape [9, 2, 24, 16]"),
     ({"state_pool": z(9, 2, 24, 16, dtype=INDEX)}, "state_pool: expected a dtype among torch.float16, "),
     ({"state_pool": z(9, 2, 24, 16, device="meta")}, "state_pool: expected a tensor on cpu like q, got one on meta"),
-    ({"state_pool": z(1, 2, 24, 16).expand(9, -1, -1, -1)}, "state_pool: expected slots with memory of their own, got"),
+    (
+        {"state_pool": z(1, 2, 24, 16).expand(9, -1, -1, -1)},
+        "state_pool: expected no stride of 0, since the call writes to each slot, got",
+    ),
     ({"state_pool": None}, "state_pool: expected a tensor [slots, 2, 24, 16], got None"),
     ({"read_indices": [0, 1]}, "read_indices: expected a tensor [2], got list"),
     ({"read_indices": index(3)}, "read_indices: expected a tensor [2], got shape [3]"),
@@ -43,10 +46,10 @@ WRONG = [  # changed arguments, what the message must contain
     ({"write_indices": index(2, 2)}, "write_indices: expected a tensor [2, 3], got shape [2, 2]"),
     ({"write_indices": index(2).to("meta")}, "write_indices: expected a tensor on cpu like q, got one on meta"),
     ({"parent_idx": index(2)}, "parent_idx: expected a tensor [2, 3], got shape [2]"),
-    ({"parent_idx": index(2, 3)}, "write_indices: expected a tensor [2, 3] beside parent_idx: tokens go on from "),
+    ({"parent_idx": index(2, 3)}, "write_indices: expected a tensor [2, 3] with parent_idx: tokens continue from "),
     (
         {"parent_idx": index(2, 3), "write_indices": index(2)},
-        "write_indices: expected a tensor [2, 3] beside parent_idx: tokens go on from these slots, got shape [2]",
+        "write_indices: expected a tensor [2, 3] with parent_idx: tokens continue from these slots, got shape [2]",
     ),
     (
         {"scale": torch.tensor(1.0)},
@@ -79,7 +82,7 @@ SEQUENCES = [  # the same of prefill: T = 73, N = 2
     ({"has_initial_state": z(3).bool()}, "has_initial_state: expected a tensor [2], got shape [3]"),
     ({"has_initial_state": z(2).bool().to("meta")}, "has_initial_state: expected a tensor on cpu like q, got one on m"),
     ({"checkpoint_every": 64}, "checkpoint_indices: expected a tensor [2, M], got None"),
-    ({"checkpoint_indices": index(2, 1)}, "checkpoint_every: expected a multiple of 64 beside checkpoint_indices, got"),
+    ({"checkpoint_indices": index(2, 1)}, "checkpoint_every: expected a multiple of 64 with checkpoint_indices, got"),
     (
         {"checkpoint_indices": index(2), "checkpoint_every": 64},
         "checkpoint_indices: expected a tensor [2, M], got shap",
@@ -98,7 +101,7 @@ SEQUENCES = [  # the same of prefill: T = 73, N = 2
     ),
     (
         {"max_prompts": 1, "batch_invariant": True},
-        "max_prompts: expected None with batch_invariant=True: all sequences run as prompts, got 1",
+        "max_prompts: expected None with batch_invariant=True, which runs all sequences as prompts, got 1",
     ),
     (
         {"state_pool": z(6, 2, 24, 16).mT.contiguous()},

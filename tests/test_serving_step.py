@@ -199,7 +199,7 @@ WRONG = {
     "bias": ("convolution.bias: expected a tensor", lambda c, n: (c._replace(bias=c.bias[1:]), n)),
     "gate": ("output_norm.gate: expected a tensor", lambda c, n: (c, n._replace(gate=n.gate[:, :1]))),
     "weight": ("output_norm.weight: expected a tensor", lambda c, n: (c, n._replace(weight=None))),
-    "eps": ("output_norm.eps: expected a number from 0 on", lambda c, n: (c, n._replace(eps=-1.0))),
+    "eps": ("output_norm.eps: expected a number of at least 0", lambda c, n: (c, n._replace(eps=-1.0))),
     "activation": ("output_norm.activation: expected one of", lambda c, n: (c, n._replace(activation="relu"))),
     "tuple": ("convolution: expected a Convolution", lambda c, n: (tuple(c), n)),
 }

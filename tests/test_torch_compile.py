@@ -201,7 +201,11 @@ def test_operators_are_what_they_say(name, case):
 BAD = [  # member, changed arguments, what the message must contain
     ("kda", {"beta": torch.zeros(2, 150)}, "chunk_kda: beta: expected a tensor [2, 150, 4]"),
     ("kda", {"k": torch.zeros(2, 149, 2, 16)}, "chunk_kda: k: expected a tensor [2, 150, 2, 16]"),
-    ("gdn", {"v": torch.zeros(2, 150, 3, 24)}, "v: expected a number of heads (axis 2) that is a multiple of q's 2"),
+    (
+        "gdn",
+        {"v": torch.zeros(2, 150, 3, 24)},
+        "v: expected a number of heads (axis 2) that is a multiple of q's 2 heads",
+    ),
     ("gdn", {"g": None}, "chunk_gated_delta_rule: g: expected a tensor [2, 150, 4]"),
     ("gdn", {"backend": "nonsense"}, "backend: expected one of"),
 ]

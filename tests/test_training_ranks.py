@@ -73,7 +73,7 @@ def test_ranks_end_together_though_one_is_wrong(ranks):
     _, folder, (first, last) = ranks
     assert first["diverged"] == last["diverged"]
     assert first["diverged"].startswith("step 2: parameters: nan: the run diverged, lower --lr")
-    held = f"folder: expected one that no other process trains in, got {folder / 'locked'}"
+    held = f"folder: expected a folder that no other process trains in, got {folder / 'locked'}"
     assert first["locked"] == last["locked"] == held
 
 

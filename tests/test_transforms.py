@@ -288,7 +288,7 @@ def test_serving_without_values(kind):
         assert o.shape == shape
         with pytest.raises(ValueError, match="state_pool: expected a tensor"):
             serve(kind, state_pool=torch.zeros(4, H, K, 15))
-    with pytest.raises(ValueError, match="it reads the indices of slots on the host, they are on meta"):
+    with pytest.raises(ValueError, match="it reads the indices of slots on the host, but they are on meta"):
         serve(kind, "meta")
     with torch.device("meta"):
         assert serve(kind, "cpu").device.type == "cpu"
@@ -322,7 +322,7 @@ def test_layers_without_values(name, mask):
         assert y.shape == x.shape
         y.sum().backward()
     else:
-        with pytest.raises(ValueError, match="it plans packed sequences on the host and cu_seqlens is on meta"):
+        with pytest.raises(ValueError, match="it plans packed sequences on the host, but cu_seqlens is on meta"):
             meta(x.to("meta"), **{n: t.to("meta") for n, t in given.items()})
 
 

@@ -150,7 +150,7 @@ def write(path: Path, answers: list[Answer], device: torch.device) -> None:
 def read(path: Path | None, device: torch.device) -> list[Answer]:
     """What ``write`` wrote on such a machine, of cases where everything is right."""
     if path is None or not path.exists():
-        raise ValueError(f"resume: expected --json with the file to go on with, got {path}")
+        raise ValueError(f"resume: expected --json with an existing file to continue, got {path}")
     written = json.loads(path.read_text())
     if written["machine"] != machine(device):
         raise ValueError(f"resume: expected results of this machine, {machine(device)}, got {written['machine']}")

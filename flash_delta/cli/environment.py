@@ -19,9 +19,9 @@ def require_device(name: str) -> "torch.device":
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device: expected one that torch can use here, got {name!r} ({reason})") from error
+        raise ValueError(f"device: expected a device that torch can use here, got {name!r} ({reason})") from error
     if device.type == "meta":
-        raise ValueError(f"device: expected one that computes, got {name!r}")
+        raise ValueError(f"device: expected a device that computes, got {name!r}")
     return device
 
 
@@ -37,7 +37,7 @@ def calm_threads(device: "torch.device", hidden_size: int) -> None:
 def require_modules(names: list[str]) -> None:
     """Modules of kernels: Triton is installed and they can be imported from here, as with ``python -m``."""
     if find_spec("triton") is None:
-        raise ValueError("triton: expected it to be installed, it is not (pip install triton)")
+        raise ValueError("triton: expected an installed package, got none (pip install triton)")
     if os.getcwd() not in sys.path:  # a console script looks in its own folder instead
         sys.path.append(os.getcwd())
     for name in names:
@@ -46,7 +46,7 @@ def require_modules(names: list[str]) -> None:
         except (ImportError, ValueError):  # its package is missing, or it is not a module's name
             found = None
         if found is None:
-            raise ValueError(f"modules: expected what can be imported from {os.getcwd()}, got {name!r}")
+            raise ValueError(f"modules: expected a module that can be imported from {os.getcwd()}, got {name!r}")
 
 
 def quiet_transformers() -> None:

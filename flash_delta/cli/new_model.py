@@ -55,8 +55,10 @@ def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "La
         ("batch_size, seq_len", max(passed, 16 * tokens)),  # the batch itself lies on the host
     ):
         if needed > room:
-            what = f"expected sizes that fit into the {room / 1e9:,.0f} GB of {device}"
-            raise ValueError(f"{names}: {what}, got such that need {needed / 1e9:,.0f} GB at least")
+            has = f"the {room / 1e9:,.0f} GB of {device}"
+            raise ValueError(
+                f"{names}: expected sizes that fit into {has}, got sizes that need at least {needed / 1e9:,.0f} GB"
+            )
 
 
 def _config(pattern: list[str], hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":

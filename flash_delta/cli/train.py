@@ -127,7 +127,7 @@ def _given(ctx: typer.Context) -> set[str]:
 
 def _refuse_settings(given: set[str]) -> None:
     for name in sorted(given - FREE_TO_CHANGE):
-        raise ValueError(f"{name}: expected no value beside --resume, which keeps the run's own, got one")
+        raise ValueError(f"{name}: expected no value with --resume, which keeps the run's own, got one")
 
 
 def _description(trainer: "Trainer") -> Table:

@@ -39,7 +39,8 @@ def tune(
     require_modules([name])
     stages = vars(importlib.import_module(name)).get("STAGES", {})
     if stage not in stages:
-        raise ValueError(f"stage: expected one of {', '.join(stages) or 'none in this module'}, got {stage!r}")
+        known = f"one of {', '.join(stages)}" if stages else f"a module with STAGES, which {name} has not"
+        raise ValueError(f"stage: expected {known}, got {stage!r}")
     if results is not None:
         require_writable("json", results)
     target, gpu = target_and_name(where)

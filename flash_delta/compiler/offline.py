@@ -54,7 +54,7 @@ class _Driver:
 def offline(target: str) -> Iterator[list[Compiled]]:
     """Yields a list that grows with every compilation; a launch that finds its kernel compiled adds nothing."""
     if knobs.runtime.interpret:
-        raise ValueError("TRITON_INTERPRET: expected unset where kernels are compiled, got '1'")
+        raise ValueError("TRITON_INTERPRET: expected no value where kernels are compiled, got '1'")
     compiled: list[Compiled] = []
     run, do_compile = JITFunction.run, JITFunction._do_compile
 

@@ -59,11 +59,13 @@ def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
     for name in modules:
         module = importlib.import_module(name)
         if not hasattr(module, "launches"):
-            raise ValueError(f"modules: expected one that has launches(target), got {name!r}")
+            raise ValueError(f"modules: expected a module that has launches(target), got {name!r}")
         for target in targets:
             launches = [launch.name for launch in module.launches(target)]
             if len(set(launches)) < len(launches):
-                raise ValueError(f"{name}.launches({target!r}): expected a name for each, got {', '.join(launches)}")
+                raise ValueError(
+                    f"{name}.launches({target!r}): expected a different name for each, got {', '.join(launches)}"
+                )
             jobs += [Job(name, launch, target) for launch in launches]
     return triton.__version__, jobs
 

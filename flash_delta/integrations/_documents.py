@@ -55,19 +55,21 @@ def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     if given.get("cu_seq_lens_q") is not None or (seq_idx is None and (positions is None or positions.shape[-1] == 1)):
         return given
     if positions is None:  # attention sees nothing else
-        raise ValueError("position_ids: expected positions [B, T] that restart at 0 beside seq_idx, got none")
+        raise ValueError("position_ids: expected positions [B, T] that restart at 0 with seq_idx, got None")
     if given.get("use_cache") is None and given.get("past_key_values") is None:
         given = given | {"use_cache": False}  # beside a cache attention mixes documents, and who wants one says so
     mask = given.get("attention_mask")
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2
     if is_padded or _has_cache(model, given):
         if seq_idx is not None:
-            raise ValueError("seq_idx: expected None beside a cache or attention_mask, got a tensor")
+            raise ValueError("seq_idx: expected None with a cache or attention_mask, got a tensor")
         refuse_restarts(positions, mask if is_padded else None, beside="a cache or attention_mask")
         return given
     if not _separates(model):
         name = type(model).__name__
-        raise ValueError(f"position_ids: expected None: the indexed attention of {name} mixes a row's documents")
+        raise ValueError(
+            f"position_ids: expected None (the indexed attention of {name} mixes a row's documents), got a tensor"
+        )
     return given | {"seq_idx": number_documents(positions).int() if seq_idx is None else seq_idx}
 
 

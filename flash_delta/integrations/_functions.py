@@ -150,7 +150,7 @@ def causal_conv1d_fn(
             raise ValueError(f"causal_conv1d: hidden_states: expected more than {W} packed tokens, got {W}")
     if seq_idx is not None and seq_idx.shape[-1] != T:
         # With a cache models put inputs of earlier calls, or zeros, before a row.
-        raise ValueError(f"causal_conv1d: seq_idx: expected [B, T] of {T} tokens, got {list(seq_idx.shape)}")
+        raise ValueError(f"causal_conv1d: seq_idx: expected shape [B, {T}], got {list(seq_idx.shape)}")
     x = hidden_states.transpose(1, 2)
     y, _ = causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seq_lens_q, seq_idx=seq_idx)
     return y.transpose(1, 2)

@@ -198,7 +198,7 @@ def _check_model(model: nn.Module) -> None:
     modules = {cls.__module__ for layer in model.modules() for cls in type(layer).__mro__}
     modules = {name for name in modules if name in sys.modules and any(_names(sys.modules[name]))}
     if not modules:
-        raise ValueError(f"model: expected layers on {', '.join(RULES)}, got a {type(model).__name__} without")
+        raise ValueError(f"model: expected layers that call {', '.join(RULES)}, got a {type(model).__name__} without")
     for name in sorted(modules):
         _replace(sys.modules[name])
     for entry in _refused:
@@ -224,7 +224,7 @@ def _check_forward(path: str, layer: nn.Module, ours: Callable[..., Any] | None)
         raise ValueError(f"model: {path}: expected the forward of its class, got {layer.forward}")
     forward = layer.forward if hooked is None else hooked
     if ours is not None and getattr(forward, "__func__", None) is not ours:
-        raise ValueError(f"model: {path}: expected {ours}, got {forward}: enable() before the model is made")
+        raise ValueError(f"model: {path}: expected {ours}, got {forward}: call enable() before the model is made")
 
 
 _finder = AfterImport(MODELLING, _replace)

@@ -92,7 +92,8 @@ class Attention(nn.Module):
         """
         if state is not None and (cu_seqlens is not None or cp_context is not None):
             raise ValueError(
-                "state: expected None together with cu_seqlens or cp_context, attention caches unpacked batches only"
+                "state: expected None together with cu_seqlens or cp_context (attention caches unpacked batches only), "
+                f"got {type(state).__name__}"
             )
         past = AttentionState() if state is None else state
         key_mask = None

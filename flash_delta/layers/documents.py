@@ -59,8 +59,8 @@ def refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None, beside:
         return
     if bool((number_documents(position_ids, attention_mask) > 0).any()):
         raise ValueError(
-            f"position_ids: expected one document per row beside {beside}, got positions that restart at 0: leave that "
-            "out (use_cache=False), or give every document a row of its own"
+            f"position_ids: expected one document per row beside {beside}, got positions that restart at 0: call "
+            f"without {beside} (use_cache=False), or give every document a row of its own"
         )
 
 

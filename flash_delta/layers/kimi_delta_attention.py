@@ -95,7 +95,7 @@ class KimiDeltaAttention(DeltaMixer):
         lower_bound = None if lower_bound is None else as_lower_bound(layer, lower_bound)
         safe_gate = as_bool(layer, "safe_gate", safe_gate)
         if safe_gate and lower_bound is None:
-            raise ValueError("safe_gate: expected a lower_bound with it, got lower_bound=None")
+            raise ValueError("lower_bound: expected a number in [-5, 0) with safe_gate=True, got None")
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.f_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_k_dim, bias=False)
         self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)

@@ -74,7 +74,7 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
     B, T, _ = hidden_states.shape
     if cu_seqlens is not None:
         if attention_mask is not None:
-            raise ValueError("attention_mask: expected None together with cu_seqlens, which already says what counts")
+            raise ValueError("attention_mask: expected None together with cu_seqlens, got a tensor")
         if not isinstance(cu_seqlens, Tensor):
             raise ValueError(f"cu_seqlens: expected a tensor [N + 1], got a {type(cu_seqlens).__name__}")
         if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -93,8 +93,8 @@ def refuse_floats(name: str, mask: Tensor) -> None:
     """Refuse a mask that is not of bool or integers: 0 is padding in one convention of floats, a token in another."""
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(
-            f"{name}: expected bool or integers, nonzero for a token, got {mask.dtype}: give `{name} != 0` if it has 1 "
-            f"for a token and 0 for padding, `{name} == 0` if it is additive, with 0 for a token and -inf for padding"
+            f"{name}: expected bool or integers, nonzero for a token, got {mask.dtype}: give `{name} != 0` if tokens "
+            f"are 1 and padding is 0, or `{name} == 0` if the mask is additive (tokens are 0 and padding is -inf)"
         )
 
 

@@ -42,8 +42,10 @@ class MixerState:
 class AttentionState:
     """The state of a softmax-attention layer: it grows with the S tokens seen. All start as None.
 
-    keys, values: [N, HKV, S, head_dim], keys already rotated.
-    mask: which of them are tokens and not padding, [N, S] bool; None while no padding was ever given.
+    Attributes:
+        keys: [N, HKV, S, head_dim], already rotated.
+        values: [N, HKV, S, head_dim].
+        mask: which of them are tokens and not padding, [N, S] bool; None while no padding was ever given.
 
     Example:
         >>> import torch

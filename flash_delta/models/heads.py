@@ -19,6 +19,9 @@ from flash_delta.parallel import ContextParallel
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
     """The decoder with its output layer: token ids -> logits of the next token, and the loss for given labels.
 
+    Args:
+        config: the sizes, and which layer mixes tokens how.
+
     Example:
         >>> import torch
         >>> from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
@@ -89,10 +92,12 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         """
         if cu_seq_lens_q is not None:
             if cu_seqlens is not None:
-                raise ValueError("cu_seqlens: expected None with cu_seq_lens_q, another name for the same, got both")
+                raise ValueError("cu_seqlens: expected None with cu_seq_lens_q, its other name, got both")
             cu_seqlens = cu_seq_lens_q
         if labels is not None and cp_context is not None:
-            raise ValueError("labels: expected None with cp_context, where a target may be another rank's token")
+            raise ValueError(
+                "labels: expected None with cp_context (a target may be another rank's token), got a tensor"
+            )
         if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ValueError(f"logits_to_keep: expected 0 with labels, which need every logit, got {logits_to_keep}")
         output = self.model(
@@ -120,6 +125,9 @@ class FlashDeltaForSequenceClassification(GenericForSequenceClassification, Flas
     """The decoder with a linear layer on each row's last token that is not padding: token ids -> logits of a label.
 
     Rows are padded with config.pad_token_id. Labels, losses and config.num_labels are as everywhere in transformers.
+
+    Args:
+        config: the sizes, and which layer mixes tokens how.
 
     Example:
         >>> import torch

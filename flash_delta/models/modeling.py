@@ -45,6 +45,9 @@ class FlashDeltaPreTrainedModel(PreTrainedModel):
 class FlashDeltaModel(FlashDeltaPreTrainedModel):
     """The decoder without its output layer: token ids -> hidden states.
 
+    Args:
+        config: the sizes, and which layer mixes tokens how.
+
     Example:
         >>> import torch
         >>> from flash_delta.models import FlashDeltaConfig, FlashDeltaModel
@@ -107,12 +110,13 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
                 shape or, on a CPU, start anew within a row that continues a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids: expected either input_ids or inputs_embeds, got both or neither")
+            got = "neither" if input_ids is None else "both"
+            raise ValueError(f"input_ids: expected either input_ids or inputs_embeds, got {got}")
         documents = position_ids is not None and position_ids.shape[-1] > 1
         packed = cu_seqlens is not None or cp_context is not None or documents
         cache = self._cache(past_key_values, use_cache, packed)
         if cache is not None and cp_context is not None:
-            raise ValueError("use_cache: expected False with cp_context, where a rank has its own sequences only")
+            raise ValueError("use_cache: expected False with cp_context (a rank has its own sequences only), got True")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if output_attentions if output_attentions is not None else self.config.output_attentions:
@@ -139,5 +143,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         if not use_cache:
             return None
         if self.training and torch.is_grad_enabled() and self.gradient_checkpointing:
-            raise ValueError("use_cache: expected False under gradient checkpointing, which runs every block twice")
+            raise ValueError(
+                "use_cache: expected False under gradient checkpointing (it runs every block twice), got True"
+            )
         return FlashDeltaCache(self.config) if past_key_values is None else past_key_values

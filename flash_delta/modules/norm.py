@@ -41,9 +41,9 @@ def gated_rms_norm(
     """y = x / sqrt(mean(x^2) + eps) * weight * act(gate); x, gate [..., D], weight [D] -> y, in x's dtype.
 
     Args:
+        x: as in :func:`rms_norm`; so are weight, eps and backend.
         gate: of x's shape, any float dtype.
         activation: "silu" ("swish" is the same) or "sigmoid".
-        x: as in :func:`rms_norm`; so are weight, eps and backend.
 
     Raises:
         ValueError: as :func:`rms_norm`.

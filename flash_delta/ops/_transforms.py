@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from flash_delta.ops._check.options import refuse
 
 UNWRAPPED = "a tensor outside of torch.func (torch.autograd.grad for grad and vjp, a batch axis for vmap)"
-TANGENTLESS = "a tensor without a tangent (there are no forward-mode derivatives)"
+TANGENTLESS = "a tensor without a tangent (forward-mode derivatives are not supported)"
 
 
 def is_traced(t: Any) -> bool:

@@ -193,7 +193,7 @@ def fused_recurrent_gated_delta_rule(
     op = "fused_recurrent_gated_delta_rule"
     refuse_unless_none(op, "gv", gv, "a decay per value channel is not part of this family")
     if use_gate_in_kernel:
-        refuse_unless_none(op, "gk", gk, "use_gate_in_kernel computes the decay from g alone")
+        refuse_unless_none(op, "gk", gk, "with use_gate_in_kernel=True the decay comes from g alone")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     kind = "none" if g is None and not use_gate_in_kernel else "scalar"
     if gk is not None:

@@ -23,7 +23,7 @@ class Part:
         self.group = _process_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise ValueError("group: expected one that this process belongs to, got one without it")
+            raise ValueError("group: expected a group that this process belongs to, got one without it")
         bounds = _host_bounds(cu_seqlens)
         self.split = Split(bounds, (0, *accumulate(_shares(tokens_per_rank, self.size, bounds[-1]))))
         self.tokens = self.split.tokens(self.rank)
@@ -38,7 +38,9 @@ class Part:
         """This rank's tokens of ``x``, which holds the whole row's along ``dim``. A view."""
         total = self.split.starts[-1]
         if x.shape[dim] != total:
-            raise ValueError(f"x: expected {total} tokens, all ranks' together, in axis {dim}, got {list(x.shape)}")
+            raise ValueError(
+                f"x: expected {total} tokens, those of all ranks, in axis {dim}, got shape {list(x.shape)}"
+            )
         return x.narrow(dim, self.split.starts[self.rank], self.tokens)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
@@ -56,7 +58,7 @@ class Part:
         """What a layer's other arguments have to be."""
         for name, value in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
             if value is not None:
-                raise ValueError(f"{name}: expected None with cp_context, which says what counts, got a tensor")
+                raise ValueError(f"{name}: expected None with cp_context, which has the bounds, got a tensor")
         if hidden_states.dim() != 3 or hidden_states.shape[:2] != (1, self.tokens):
             expected = f"this rank's tokens [1, {self.tokens}, D]"
             raise ValueError(

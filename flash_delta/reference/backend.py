@@ -12,15 +12,15 @@ __all__ = ["backward", "decode", "forward", "preference", "prefill", "remark", "
 def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.pool is not None and problem.device.type != "cpu":
-        return f"it reads the indices of slots on the host, they are on {problem.device}"
+        return f"it reads the indices of slots on the host, but they are on {problem.device}"
     if problem.gate == "channel" and problem.erase == "undecayed":
         return "with a decay per channel it erases from the decayed state"
     if problem.erase is None and problem.erase_keys:
-        return "there are erase keys, and nothing is erased"
+        return "it has no use for erase keys (p) in a rule that erases nothing"
     if problem.pool is not None and not problem.decodable:
-        return "on a pool it runs the delta rule with a decay, whose keys erase what they write"
+        return "on a pool it runs Gated DeltaNet and Kimi Delta Attention only"
     if problem.lengths is None:
-        return f"it plans packed sequences on the host and cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
+        return f"it plans packed sequences on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
     return None
 
 

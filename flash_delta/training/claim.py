@@ -39,11 +39,11 @@ def claim_folder(folder: Path, newest: Path | None, checkpoint_bytes: int) -> Fi
             os.fsync(file.fileno())
         disk = shutil.disk_usage(folder)
     except Timeout:
-        raise ValueError(f"folder: expected one that no other process trains in, got {folder}") from None
+        raise ValueError(f"folder: expected a folder that no other process trains in, got {folder}") from None
     except (OSError, NotImplementedError) as error:  # the latter from file systems that cannot lock
         lock.release()
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"folder: expected one that can be written to, got {folder} ({reason})") from error
+        raise ValueError(f"folder: expected a folder that can be written to, got {folder} ({reason})") from error
     wrong = None
     if disk.free < checkpoint_bytes:
         wrong = f"expected {checkpoint_bytes / 1e9:.3g} GB of room for a checkpoint, got {disk.free / 1e9:.3g} GB"

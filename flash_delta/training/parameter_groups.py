@@ -32,7 +32,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ValueError("model: expected one before FullyShardedDataParallel flattens it, got it wrapped already")
+        raise ValueError("model: expected a model that FullyShardedDataParallel has not flattened, got one that it has")
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("model: expected parameters that need a gradient, got none")

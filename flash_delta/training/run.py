@@ -58,9 +58,9 @@ class Run:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file}: expected what `flash-delta train` wrote, got: {reason}") from error
         if not all(_is_number(value) for record in records for value in vars(record).values()):
-            raise ValueError(f"{file}: expected records of numbers, got others")
+            raise ValueError(f"{file}: expected records of numbers, got other values")
         if [record.step for record in records] != list(range(1, len(records) + 1)):
-            raise ValueError(f"{file}: expected records of steps 1 to {len(records)}, got others")
+            raise ValueError(f"{file}: expected records of steps 1 to {len(records)}, got other steps")
         return cls(config, records, seconds, paths, digest, corpus)
 
     def as_json(self) -> dict[str, Any]:

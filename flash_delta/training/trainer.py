@@ -87,7 +87,7 @@ class Trainer:
         keep: int = 2,
     ) -> "Trainer":
         if checkpoint := latest_checkpoint(folder):
-            raise ValueError(f"folder: expected one without a run, got {folder} with {checkpoint.name}: resume it")
+            raise ValueError(f"folder: expected a folder without a run, got {folder} with {checkpoint.name}: resume it")
         return cls(Path(folder), model, corpus, config, layout or Layout(), keep=keep)
 
     @classmethod
@@ -109,7 +109,9 @@ class Trainer:
         checkpoint, run = require_checkpoint(folder), Run.read(folder).going_on(steps, learning_rate)
         corpus = Corpus.read(run.paths)
         if corpus.digest != run.corpus_digest:
-            raise ValueError(f"corpus: expected the bytes that {folder} started with, got others from {corpus.name}")
+            raise ValueError(
+                f"corpus: expected the bytes that {folder} started with, got other bytes from {corpus.name}"
+            )
         model = load_model(checkpoint).to(device)
         trainer = cls(Path(folder), model, corpus, run.config, layout or Layout(), run.records, run.seconds, keep)
         load_optimizer(checkpoint, trainer.optimizer)

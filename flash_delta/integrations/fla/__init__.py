@@ -2,6 +2,18 @@
 
 A code base written for fla changes its import lines, ``fla.`` to ``flash_delta.integrations.fla.``. docs/fla.md has
 every argument, and what differs.
+
+Example:
+    >>> import torch
+    >>> from flash_delta.integrations.fla.layers import GatedDeltaNet  # before: from fla.layers import GatedDeltaNet
+    >>> from flash_delta.integrations.fla.modules import ShortConvolution
+    >>> from flash_delta.integrations.fla.ops import fused_recurrent_delta_rule
+    >>> y, _, cache = GatedDeltaNet(hidden_size=64, num_heads=2, head_dim=16)(torch.randn(2, 50, 64))
+    >>> z, _ = ShortConvolution(64, kernel_size=4)(y)
+    >>> x = torch.randn(2, 50, 2, 32)
+    >>> o, _ = fused_recurrent_delta_rule(x, x, x, torch.rand(2, 50, 2), use_qk_l2norm_in_kernel=True)
+    >>> y.shape, z.shape, o.shape
+    (torch.Size([2, 50, 64]), torch.Size([2, 50, 64]), torch.Size([2, 50, 2, 32]))
 """
 
 from flash_delta.integrations.fla.layers import GatedDeltaNet, KimiDeltaAttention

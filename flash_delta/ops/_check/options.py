@@ -87,7 +87,7 @@ def as_lower_bound(op: str, value: Any) -> float:
 
 
 def as_eps(op: str, name: str, value: Any) -> float:
-    return as_float(op, name, value, "a number from 0 on", 0.0)
+    return as_float(op, name, value, "a number of at least 0", 0.0)
 
 
 def as_int(op: str, name: str, value: Any, expected: str, lowest: int, step: int = 1) -> int:

@@ -30,7 +30,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         if 0 in t.shape[2:]:
             refuse(op, name, "at least one head and one channel (axes 2 and 3)", "shape " + str(list(t.shape)))
     if HV % H:
-        refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H}", HV)
+        refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H} heads", HV)
     if x.p is not None:
         check_shape(op, "p", x.p, B, T, H, K)
     if x.beta is not None or not (options.optional_beta or erase is None):
@@ -41,9 +41,9 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     refuse_transforms(op, x._fields, x)
     _check_gate(op, x, raw_gate, options.lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
     if options.raw_beta and x.beta is None:
-        refuse(op, "use_beta_sigmoid_in_kernel", "a beta beside it", "None")
+        refuse(op, "beta", f"{wanted((B, T, HV))} with use_beta_sigmoid_in_kernel=True", "None")
     if options.neg_eigval and not options.raw_beta:
-        refuse(op, "allow_neg_eigval", "use_beta_sigmoid_in_kernel=True beside it", "False")
+        refuse(op, "allow_neg_eigval", "False without use_beta_sigmoid_in_kernel=True", "True")
     N = B if x.cu_seqlens is None else check_cu_seqlens(op, x.cu_seqlens, x.q, "q")
     if is_traced(x.q):  # values are not there yet, and B may be a symbol: the operator reads them
         if x.cu_seqlens is None:
@@ -103,7 +103,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> int:
     (count,) = check_shape(op, "cu_seqlens", cu_seqlens, "N + 1")
     check_kind(op, "cu_seqlens", cu_seqlens, x.device, INDEX_DTYPES, name)
     if count == 0:
-        refuse(op, "cu_seqlens", "at least the bound 0", "no bounds")
+        refuse(op, "cu_seqlens", "at least one bound, which is 0", "an empty tensor")
     if len(x) != 1:
         refuse(op, name, "batch size 1 with cu_seqlens: pack the sequences into one row", f"batch size {len(x)}")
     return count - 1
@@ -114,14 +114,14 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
-        refuse(op, "transpose_state_layout", "None beside state_v_first, its new name", transpose_state_layout)
+        refuse(op, "transpose_state_layout", "None with state_v_first=True, its new name", transpose_state_layout)
     return as_bool(op, "transpose_state_layout", transpose_state_layout)
 
 
 def refuse_head_first(op: str, head_first: bool) -> None:
     """The older layout of fla, [B, H, T, ...], in which every check of a shape would name the wrong argument."""
     if head_first:
-        refuse(op, "head_first", "False (tensors are [B, T, H, ...], which x.transpose(1, 2) makes of yours)", True)
+        refuse(op, "head_first", "False (tensors are [B, T, H, ...]: pass x.transpose(1, 2))", True)
 
 
 def _check_dtypes_and_devices(op: str, x: Inputs) -> None:

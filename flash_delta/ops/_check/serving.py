@@ -48,7 +48,8 @@ def _check_strides(op: str, name: str, t: Tensor) -> None:
     """Kernels count rows and tokens in 32 bits, in units of 16 numbers if their strides are multiples of that."""
     (B, T), (row, token) = t.shape[:2], t.stride()[:2]
     if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
-        refuse(op, name, "tokens less than 2^31 numbers apart, or in multiples of 16", f"strides {list(t.stride())}")
+        apart = "tokens less than 2^31 numbers apart (2^35 if the strides of axes 0 and 1 are multiples of 16)"
+        refuse(op, name, apart, f"strides {list(t.stride())}")
 
 
 def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
@@ -56,9 +57,9 @@ def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
     check_kind(p.op, name, pool, p.device)
     axes = list(zip(pool.shape, pool.stride(), strict=True))
     if any(size > 1 and stride == 0 for size, stride in axes):
-        refuse(p.op, name, "slots with memory of their own", f"strides {list(pool.stride())}")
+        refuse(p.op, name, "no stride of 0, since the call writes to each slot", f"strides {list(pool.stride())}")
     if sum((size - 1) * stride for size, stride in axes[1:]) >= 2**31:
-        refuse(p.op, name, "slots that span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
+        refuse(p.op, name, "every slot to span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
 
 
 def _is_plain(pool: Tensor) -> bool:
@@ -88,7 +89,7 @@ def _check_rows(p: Problem, s: Slots) -> None:
         check_shape(op, "parent_idx", s.parent_idx, B, T)
         if s.write_indices is None or s.write_indices.dim() == 1:
             got = "None" if s.write_indices is None else f"shape {list(s.write_indices.shape)}"
-            refuse(op, "write_indices", f"a tensor [{B}, {T}] beside parent_idx: tokens go on from these slots", got)
+            refuse(op, "write_indices", f"a tensor [{B}, {T}] with parent_idx: tokens continue from these slots", got)
 
 
 def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
@@ -98,13 +99,13 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
     if every is not None or s.checkpoint_indices is not None:
         check_shape(p.op, "checkpoint_indices", s.checkpoint_indices, p.N, "M")
         if every is None:
-            refuse(p.op, "checkpoint_every", f"a multiple of {p.chunk_size} beside checkpoint_indices", "None")
+            refuse(p.op, "checkpoint_every", f"a multiple of {p.chunk_size} with checkpoint_indices", "None")
 
 
 def _check_prompts(op: str, options: Options) -> None:
     most = options.max_prompts
     if most is not None and options.batch_invariant:
-        refuse(op, "max_prompts", "None with batch_invariant=True: all sequences run as prompts", most)
+        refuse(op, "max_prompts", "None with batch_invariant=True, which runs all sequences as prompts", most)
 
 
 def _check_indices(p: Problem, s: Slots) -> None:

@@ -87,7 +87,7 @@ def around_of(
     if norm.activation not in ACTIVATIONS:
         refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
     if norm.eps is None:  # which to a problem is no norm
-        refuse(op, "output_norm.eps", "a number from 0 on", "None")
+        refuse(op, "output_norm.eps", "a number of at least 0", "None")
     return Around(*conv, norm.gate, norm.weight), norm.eps, ACTIVATIONS[norm.activation]
 
 
@@ -115,4 +115,4 @@ def check_around(p: Problem, s: Slots, around: Around) -> None:
         if t is not None:
             check_kind(op, name, t, p.device)
         if t is not None and t is not pool and t is not gate and not t.is_contiguous():
-            refuse(op, name, "numbers that lie side by side", f"strides {list(t.stride())}")
+            refuse(op, name, "a contiguous tensor", f"strides {list(t.stride())}")

@@ -32,8 +32,14 @@ class Slice(NamedTuple):
 
 
 class DecodeCalls(NamedTuple):
-    """One form of decoding calls: which optional arguments of :func:`flash_delta.decode_gated_delta_rule` they give, by
-    their names. It makes no difference here whether ``write_indices`` are [B] or [B, T].
+    """One form of decoding calls: which optional arguments of :func:`flash_delta.decode_gated_delta_rule` they give.
+
+    Args:
+        write_indices: whether calls give them; [B] and [B, T] make no difference here. Default True.
+        num_accepted_tokens: whether calls give it. Default False.
+        parent_idx: whether calls give it. Default False.
+        convolution: whether calls give one. Default False.
+        output_norm: whether calls give one. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import DecodeCalls
@@ -50,8 +56,13 @@ class DecodeCalls(NamedTuple):
 
 
 class PrefillCalls(NamedTuple):
-    """One form of prefill calls: which optional arguments of :func:`flash_delta.prefill_gated_delta_rule` they give, by
-    their names.
+    """One form of prefill calls: which optional arguments of :func:`flash_delta.prefill_gated_delta_rule` they give.
+
+    Args:
+        write_indices: whether calls give them. Default True.
+        has_initial_state: whether calls give it. Default False.
+        checkpoint_indices: whether calls give them. Default False.
+        batch_invariant: whether calls set it to True. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import PrefillCalls
@@ -99,6 +110,9 @@ class Serving:
         norm_activation: of its gate.
         decode: the forms of decoding calls. Default: with ``write_indices`` and no other index beside ``read_indices``.
         prefill: the forms of prefill calls. Default: the same.
+
+    Raises:
+        ValueError: if rule is neither of the two, or if lower_bound is given without rule "kda".
 
     Example:
         >>> import torch

@@ -47,7 +47,7 @@ class FlaForward:
         if output_attentions:
             refuse(name, "output_attentions", "False (a delta rule has no attention weights)", output_attentions)
         if past_key_values is not None and self.layer_idx is None:
-            refuse(name, "layer_idx", "a number, given to the layer that is called with past_key_values", "None")
+            refuse(name, "layer_idx", "a number if the layer is called with past_key_values", "None")
         state = None if past_key_values is None else self._read(past_key_values)
         y = super().forward(hidden_states, attention_mask, state, cu_seqlens)
         if state is not None and use_cache:

@@ -29,8 +29,8 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`flash_delta.modules.causal_conv1d` with the arguments of fla's; docs/fla.md has each of them."""
     op = "causal_conv1d"
-    refuse_unless_none(op, "cp_context", cp_context, "a whole layer of flash_delta.layers takes it")
-    refuse_unless_none(op, "seq_idx", seq_idx, "say with cu_seqlens where sequences begin")
+    refuse_unless_none(op, "cp_context", cp_context, "only whole layers of flash_delta.layers take it")
+    refuse_unless_none(op, "seq_idx", seq_idx, "give the bounds of sequences as cu_seqlens")
     _check(op, weight, backend)
     y, state = modules.causal_conv1d(
         _flat(x, weight), weight, bias, _silu(activation), initial_state, bool(output_final_state), cu_seqlens
@@ -90,7 +90,7 @@ class ShortConvolution(modules.ShortConvolution):
         """``(y [B, T, D], state [N, D, W] or None)``; without gradients one token per sequence updates ``cache``."""
         if mask is not None:
             if cu_seqlens is not None:
-                refuse("ShortConvolution", "mask", "None beside cu_seqlens", "a tensor")
+                refuse("ShortConvolution", "mask", "None with cu_seqlens", "a tensor")
             check_shape("ShortConvolution", "mask", mask, *x.shape[:2])
             refuse_floats("mask", mask)
             x = x * mask.unsqueeze(-1)
