@@ -48,8 +48,7 @@ def _check_strides(op: str, name: str, t: Tensor) -> None:
     """Kernels count rows and tokens in 32 bits, in units of 16 numbers if their strides are multiples of that."""
     (B, T), (row, token) = t.shape[:2], t.stride()[:2]
     if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
-        apart = "tokens less than 2^31 numbers apart (2^35 if the strides of axes 0 and 1 are multiples of 16)"
-        refuse(op, name, apart, f"strides {list(t.stride())}")
+        refuse(op, name, "tokens less than 2^31 numbers apart (2^35 in steps of 16)", f"strides {list(t.stride())}")
 
 
 def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
