@@ -404,3 +404,17 @@ def test_state_dict_is_that_of_fla(fla, kind):
     parts = [ours(part, past_key_values=cache, use_cache=True)[0] for part in x.split([11, 9], 1)]
     assert_close([torch.cat(parts, 1)], ours(x)[:1])
     assert cache.get_seq_length(HEADS["layer_idx"]) == 20
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("norm", [modules.RMSNorm, modules.FusedRMSNormGated])
+def test_what_code_for_fla_reads_of_a_norm(norm, affine):
+    """It looks at ``bias``, ``hidden_size`` and ``elementwise_affine``, and initialises again."""
+    made = norm(6, elementwise_affine=affine)
+    assert made.bias is None
+    assert (made.hidden_size, made.elementwise_affine) == (6, affine)
+    assert "bias" not in made.state_dict()
+    with torch.no_grad():
+        made.weight.zero_()
+    made.reset_parameters()
+    assert made.weight.eq(1).all()

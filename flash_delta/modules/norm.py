@@ -82,7 +82,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         op = type(self).__name__
         self.eps, self.backend = as_eps(op, "eps", eps), backend
-        self.weight = nn.Parameter(torch.ones(as_size(op, "hidden_size", hidden_size)))
+        self.weight = nn.Parameter(torch.empty(as_size(op, "hidden_size", hidden_size)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""

@@ -67,6 +67,8 @@ def _place(norm: modules.RMSNorm, affine: bool, device: torch.device | str | Non
         weight = norm.weight.detach()
         del norm.weight
         norm.register_buffer("weight", weight, persistent=False)
+    norm.hidden_size, norm.elementwise_affine = norm.weight.shape[0], affine
+    norm.register_parameter("bias", None)  # code for fla looks whether there is one
     norm.to(device=device, dtype=dtype)
 
 
