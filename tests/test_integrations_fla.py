@@ -14,10 +14,13 @@ import flash_delta
 from flash_delta import layers as own_layers
 from flash_delta import modules as own_modules
 from flash_delta.integrations.fla import layers, modules, ops
+from flash_delta.integrations.fla.modules import l2norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from flash_delta.integrations.fla.ops import comba, gated_delta_rule
 from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
 from flash_delta.integrations.fla.ops.kda import gate as kda_gate
+from flash_delta.integrations.fla.ops.kda import naive as kda_naive
+from flash_delta.integrations.fla.ops.simple_gla import naive as gla_naive
 
 HERE = "flash_delta.integrations.fla"
 DOC = (Path(__file__).parent.parent / "docs" / "fla.md").read_text()
@@ -81,7 +84,7 @@ def test_documented_paths(path, names):
     }
     exported = set(getattr(module, "__all__", defined))
     documented = {row[0][0] for section in ("Ops", "Gates", "Modules", "Layers") for row in table(section, "function")}
-    aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule"}
+    aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule", "l2_norm"}
     if path == ".ops":
         names = [name for p, group in PATHS if p.count(".") == 2 and p.startswith(".ops") for name in group]
         names = [name for name in names if not name.startswith("naive")]
@@ -155,6 +158,28 @@ def test_naive_references(x):
     expected = flash_delta.chunk_comba(**x)
     assert_close(comba.naive_chunk_comba(**x, chunk_size=32), expected)
     assert_close(comba.naive_recurrent_comba(**x), expected)
+    per_channel = gdn | {"g": x["g"][..., None].expand(-1, -1, -1, K)}
+    expected = flash_delta.chunk_kda(**per_channel)
+    assert_close(kda_naive.naive_chunk_kda(**per_channel, chunk_size=32), expected)
+    assert_close(kda_naive.naive_recurrent_kda(**per_channel), expected)
+    linear = take(gdn, "beta")
+    expected = flash_delta.chunk_simple_gla(**linear)
+    assert_close(gla_naive.naive_chunk_simple_gla(**linear, chunk_size=16), expected)
+    half = {name: t.bfloat16() if name in "qkv" else t for name, t in linear.items()}
+    o, state = gla_naive.naive_recurrent_simple_gla(**half)
+    assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert_close((o.float(), state), expected, 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_l2norm(dtype):
+    x = torch.randn(3, 5, 8, dtype=dtype)
+    y = l2norm.L2Norm(eps=0.0)(x)
+    assert y.dtype == dtype
+    assert_close(
+        [y], [nn.functional.normalize(x.double(), dim=-1).to(dtype)], 1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
+    assert l2norm.l2norm(torch.zeros(4, dtype=dtype), output_dtype=torch.float32).eq(0).all()
 
 
 def test_recurrent_delta_rule_has_gradients(x):

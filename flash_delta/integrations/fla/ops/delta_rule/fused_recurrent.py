@@ -1,12 +1,10 @@
-"""fla.ops.delta_rule."""
+"""fla.ops.delta_rule.fused_recurrent."""
 
 from torch import Tensor
 
-from flash_delta.ops import chunk_delta_rule, fused_recurrent_gated_delta_rule
+from flash_delta.ops import fused_recurrent_gated_delta_rule
 
-__all__ = ["chunk_delta_rule", "fused_chunk_delta_rule", "fused_recurrent_delta_rule"]
-
-fused_chunk_delta_rule = chunk_delta_rule
+__all__ = ["fused_recurrent_delta_rule"]
 
 
 def fused_recurrent_delta_rule(

@@ -1,0 +1,5 @@
+"""fla.ops.comba.chunk."""
+
+from flash_delta.ops import chunk_comba
+
+__all__ = ["chunk_comba"]

@@ -1,0 +1,46 @@
+"""fla.ops.simple_gla.naive: plain PyTorch in float32, which here is the torch backend."""
+
+from torch import Tensor
+
+from flash_delta.ops import chunk_simple_gla
+
+__all__ = ["naive_chunk_simple_gla", "naive_recurrent_simple_gla"]
+
+
+def naive_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.chunk_simple_gla` in float32 on the torch backend."""
+    return chunk_simple_gla(
+        q.float(),
+        k.float(),
+        v.float(),
+        g,
+        None,
+        scale,
+        initial_state,
+        output_final_state,
+        chunk_size=chunk_size,
+        backend="torch",
+    )
+
+
+def naive_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.chunk_simple_gla` in float32 on the torch backend, with o in q's dtype."""
+    o, state = naive_chunk_simple_gla(q, k, v, g, initial_state, output_final_state, scale=scale)
+    return o.to(q.dtype), state
