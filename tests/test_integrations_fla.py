@@ -14,6 +14,8 @@ import flash_delta
 from flash_delta import layers as own_layers
 from flash_delta import modules as own_modules
 from flash_delta.integrations.fla import layers, modules, ops
+from flash_delta.integrations.fla.__main__ import absent
+from flash_delta.integrations.fla.__main__ import main as compare
 from flash_delta.integrations.fla.modules import l2norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from flash_delta.integrations.fla.ops import comba, gated_delta_rule
@@ -443,3 +445,33 @@ def test_what_code_for_fla_reads_of_a_norm(norm, affine):
         made.weight.zero_()
     made.reset_parameters()
     assert made.weight.eq(1).all()
+
+
+def test_what_is_absent(tmp_path):
+    """Modules, names and arguments that users of fla have; not its kernels and insides."""
+    kda = tmp_path / "ops" / "kda"
+    kda.mkdir(parents=True)
+    (tmp_path / "layers").mkdir()
+    (kda / "__init__.py").write_text("def nobody_looks_here(): ...")
+    (kda / "chunk.py").write_text(
+        "def chunk_kda(q, k, novel): ...\n@triton.jit\ndef chunk_step(x): ...\ndef chunk_kda_fwd(q): ...\n"
+        "def _hidden(): ...\ndef chunk_again(q): ...\nclass ChunkFunction: ...\n"
+    )
+    (kda / "wy_fast.py").write_text("def inside(q): ...")
+    (kda / "naive.py").write_text("def naive_chunk_kda(q, k): ...")
+    (tmp_path / "layers" / "kda.py").write_text(
+        "class KimiDeltaAttention:\n    def __init__(self, hidden_size, novel): ..."
+    )
+    (tmp_path / "layers" / "comba.py").write_text("class Comba: ...")
+    assert list(absent(tmp_path)) == [
+        ".ops.kda.chunk: chunk_kda(novel)",
+        ".ops.kda.chunk: chunk_again",
+        ".layers.comba: Comba",
+        ".layers.kda: KimiDeltaAttention(novel)",
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="fla is installed")
+def test_without_fla_there_is_nothing_to_compare_with(capsys):
+    assert compare() == 2
+    assert "expected an installed fla" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""``python -m flash_delta.integrations.fla`` prints what an installed fla has and this library lacks, of its members.
+
+It reads fla's source files and imports none of them, so it needs neither a GPU nor what fla depends on.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+
+HERE = "flash_delta.integrations.fla"
+FAMILY = {
+    "ops": ("comba", "delta_rule", "gated_delta_rule", "kda", "simple_gla"),
+    "modules": ("causal_conv1d", "norm"),
+    "layers": ("comba", "delta_net", "gated_deltanet", "kda", "simple_gla"),
+}
+INSIDE = ("backends", "cp", "utils", "wy_fast")  # parts of paths that only fla itself imports
+
+
+def absent(root: Path) -> Iterator[str]:
+    """What the fla in ``root`` has for this library's members: modules, names in modules, and arguments of names."""
+    for room, members in FAMILY.items():
+        for member in members:
+            paths = sorted((root / room / member).rglob("*.py")) or [root / room / f"{member}.py"]
+            for path in paths:
+                parts = path.relative_to(root).with_suffix("").parts
+                if path.exists() and path.stem != "__init__" and not set(INSIDE) & {*parts}:
+                    yield from _absent_of("." + ".".join(parts), _public(ast.parse(path.read_text())))
+
+
+def _absent_of(module: str, theirs: dict[str, list[str]]) -> Iterator[str]:
+    try:
+        ours = vars(import_module(HERE + module))
+    except ModuleNotFoundError:
+        if theirs:
+            yield f"{module}: {', '.join(theirs)}"
+        return
+    for name, arguments in theirs.items():
+        if name not in ours:
+            yield f"{module}: {name}"
+            continue
+        known = signature(ours[name]).parameters
+        missing = [argument for argument in arguments if argument not in known]
+        if missing:
+            yield f"{module}: {name}({', '.join(missing)})"
+
+
+def _public(tree: ast.Module) -> dict[str, list[str]]:
+    """Functions and classes that users call, with their arguments; no kernels, nor what autograd Functions call."""
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        inside = node.name.endswith(("Function", "_kernel")) or {"fwd", "bwd", "kernel"} & {*node.name.split("_")}
+        if not inside and not any("jit" in ast.unparse(d) for d in node.decorator_list):
+            found[node.name] = _arguments(node)
+    return found
+
+
+def _arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        return _arguments(made[0])[1:] if made else []
+    return [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+
+
+def main() -> int:
+    """The exit code: 0, or 2 where there is no fla."""
+    spec = find_spec("fla")
+    if spec is None or not spec.submodule_search_locations:
+        print("expected an installed fla to compare with: pip install flash-linear-attention", file=sys.stderr)
+        return 2
+    lines = list(absent(Path(spec.submodule_search_locations[0])))
+    print("\n".join(lines), f"{len(lines)} absent", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
