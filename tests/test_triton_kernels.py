@@ -37,7 +37,7 @@ CELLS = [
     ("gdn", "ragged", "float16", {}),
     *(("gdn", "odd-widths", dtype, {"T": 66, "H": 1, "HV": 1}) for dtype in ("bfloat16", "float32")),
     ("comba", "odd-widths", "bfloat16", {"T": 66, "H": 1, "HV": 1}),
-    ("gdn", "widest-values", "bfloat16", {"T": 66, "HV": 1, "K": 12}),
+    ("gdn", "widest-values", "bfloat16", {"T": 20, "HV": 1, "K": 12}),
     *((member, "packed", "float32", HEADS) for member in ("delta-rule", "comba", "simple-gla")),
     *((member, "ragged", "bfloat16", HEADS) for member in ("delta-rule", "comba", "simple-gla")),
     ("comba", "in-kernel-packed", "float32", HEADS),
