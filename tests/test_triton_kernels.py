@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import flash_delta
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.runtime import launch
+from flash_delta.kernels.runtime.arguments import fits_tma
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
@@ -203,3 +204,18 @@ def test_one_tensor_that_comes_as_q_and_as_k_is_two_pointers(monkeypatch):
     assert second is tensors[1] is not q
     assert second.data_ptr() == q.data_ptr()
     assert second.stride() == q.stride()
+
+
+@pytest.mark.parametrize(("K", "V", "fits"), [(64, 64, True), (60, 64, False), (64, 60, False)])
+def test_the_copy_engine_takes_rows_of_whole_16_bytes(K, V, fits):
+    """Rows in the workspace lie side by side, so both widths count, even where a caller's own rows have gaps."""
+    p, x = problem_of(RuleCase(64, gate="channel"))
+    assert fits_tma(p._replace(K=K, V=V), x.v) == fits
+
+
+def test_explain_says_that_rows_go_without_the_copy_engine(monkeypatch):
+    monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
+    p = problem_of(RuleCase())[0]._replace(needs_grad=True, disable_recompute=True)  # such calls are not split
+    assert backend.remark(p) is None
+    assert "without the copy engine" in backend.remark(p._replace(V=100))
+    assert backend.remark(p._replace(V=100, dtype=torch.float32)) is None

@@ -42,7 +42,7 @@ Tensors = dict[str, Tensor]
 class RuleCase(NamedTuple):
     """A member of the family, as the gate compiles it: two packed sequences, two value heads per key head."""
 
-    width: int = 128  # K, and V if it has no width of its own
+    width: int = 128  # K and V
     dtype: torch.dtype = torch.bfloat16
     gate: str = "scalar"
     erase: str | None = "decayed"
@@ -50,7 +50,6 @@ class RuleCase(NamedTuple):
     lower_bound: float | None = None
     tokens: int = 128
     gap: int = 0  # elements between heads: odd ones keep the copy engine away
-    values: int | None = None  # V
 
 
 # What a kernel's code depends on, each combination once: scans know nothing of gates, norms and activations.
@@ -158,14 +157,14 @@ class Kernels:
 
 def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:
     new = partial(torch.empty, device="meta")
-    H, HV, T, D, V = 2, 4, case.tokens, case.width, case.values or case.width
-    q, v = (new(1, T, n, w + case.gap, dtype=case.dtype)[..., :w] for n, w in ((H, D), (HV, V)))
+    H, HV, T, D = 2, 4, case.tokens, case.width
+    q, v = (new(1, T, heads, D + case.gap, dtype=case.dtype)[..., :D] for heads in (H, HV))
     g = {"none": None, "scalar": new(1, T, HV), "channel": new(1, T, HV, D, dtype=case.dtype)}[case.gate]
     beta = None if case.erase is None else new(1, T, HV)
     A_log = new(HV) if case.raw else None
     dt_bias = new(HV * D) if case.raw and case.gate == "channel" else A_log
     own = q if case.erase == "undecayed" else None
-    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, V), A_log, dt_bias, new(3, dtype=torch.int32))
+    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, D), A_log, dt_bias, new(3, dtype=torch.int32))
     return describe(x, case.gate, case.erase, case.raw, case.lower_bound), x
 
 

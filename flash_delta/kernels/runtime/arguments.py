@@ -107,9 +107,10 @@ def table(t: Tensor | None) -> tuple[int, int]:
     return (0, 0) if t is None else (*t.stride(), 0)[:2]
 
 
-def fits_tma(*tensors: Tensor) -> bool:
-    """Whether descriptors can describe the heads of these tensors."""
-    return all(
+def fits_tma(p: Problem, *tensors: Tensor) -> bool:
+    """Whether descriptors can describe the heads of these tensors, and rows of K and of V numbers without gaps."""
+    described = (
         t.element_size() == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
         for t in tensors
     )
+    return p.K % 8 == 0 and p.V % 8 == 0 and all(described)

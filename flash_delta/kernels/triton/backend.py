@@ -89,7 +89,7 @@ def remark(p: Problem) -> str | None:
     if split is not None:
         number = triton.cdiv(p.T, split.length)
         said.append(f"it walks sequences in segments of {split.length} tokens, up to {number} of them side by side")
-    if takes_tma(chip) and not p.recurrent and (p.K % 8 or p.V % 8):
+    if takes_tma(chip) and not p.recurrent and p.dtype != torch.float32 and (p.K % 8 or p.V % 8):
         said.append("rows that are no multiples of 16 bytes are loaded without the copy engine, which is slower")
     return "; ".join(said) or None
 

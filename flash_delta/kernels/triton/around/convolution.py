@@ -271,8 +271,7 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
 def _along(c: Call, w: Cut, *more: tuple[int, ...]) -> Plan:
     """Of programs along the tokens; ``more``: strides of the gradients that come from outside."""
     p, x = c.p, c.x
-    silu = p.activation is not None
+    scalars, silu = (p.N, p.T, x.x.stride(), strides(x.initial_state), *more), p.activation is not None
     constants = {"D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
-    scalars = p.N, p.T, x.x.stride(), strides(x.initial_state), *more
     grid = (count_pieces(p, w.BT) * -(-p.D // w.BD), 1, 1)
     return Plan(grid, Tile(w.warps, 1), scalars, constants)

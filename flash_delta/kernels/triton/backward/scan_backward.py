@@ -119,5 +119,5 @@ def run_scan_backward(
             p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
             states(p, dfinal), states(p, dinitial),
             FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
-            TMA=t.tma and fits_tma(x.v, do, *outside(p, x)), follows=recompute,
+            TMA=t.tma and fits_tma(p, x.v, do, *outside(p, x)), follows=recompute,
         )  # fmt: skip

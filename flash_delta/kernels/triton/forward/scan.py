@@ -336,5 +336,5 @@ def run_scan(
             p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
             *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
             INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
-            SAVE=r is not None, TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
+            SAVE=r is not None, TMA=t.tma and fits_tma(p, x.v, *outside(p, x)), follows=True,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
     channel, most = p.gate == "channel", 0
     for w in walks("scan", p, chip, every=False):
-        if w.tile.tma and fits_tma(x.v, *outside(p, x)):
+        if w.tile.tma and fits_tma(p, x.v, *outside(p, x)):
             # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
             count = 5 + (p.erase is not None) * (1 + channel) - (channel and columns(p, w.tile) == 128)
             count *= 1 + (short(p) > 0)  # a program's own sequence, and the loop over what others there are

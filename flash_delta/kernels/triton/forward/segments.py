@@ -132,7 +132,7 @@ def _run_scan(
         c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
         p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
         states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
-        TMA=t.tma and fits_tma(x.v, *outside(p, x)), follows=True,
+        TMA=t.tma and fits_tma(p, x.v, *outside(p, x)), follows=True,
     )  # fmt: skip
 
 
