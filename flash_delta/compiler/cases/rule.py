@@ -42,7 +42,7 @@ Tensors = dict[str, Tensor]
 class RuleCase(NamedTuple):
     """A member of the family, as the gate compiles it: two packed sequences, two value heads per key head."""
 
-    width: int = 128  # K and V
+    width: int = 128  # K, and V if they are the same
     dtype: torch.dtype = torch.bfloat16
     gate: str = "scalar"
     erase: str | None = "decayed"
@@ -50,6 +50,7 @@ class RuleCase(NamedTuple):
     lower_bound: float | None = None
     tokens: int = 128
     gap: int = 0  # elements between heads: odd ones keep the copy engine away
+    values: int | None = None  # V
 
 
 # What a kernel's code depends on, each combination once: scans know nothing of gates, norms and activations.
@@ -157,14 +158,15 @@ class Kernels:
 
 def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:
     new = partial(torch.empty, device="meta")
-    H, HV, T, D = 2, 4, case.tokens, case.width
-    q, v = (new(1, T, heads, D + case.gap, dtype=case.dtype)[..., :D] for heads in (H, HV))
-    g = {"none": None, "scalar": new(1, T, HV), "channel": new(1, T, HV, D, dtype=case.dtype)}[case.gate]
+    H, HV, T, K, V = 2, 4, case.tokens, case.width, case.values or case.width
+    q = new(1, T, H, K + case.gap, dtype=case.dtype)[..., :K]
+    v = new(1, T, HV, V + case.gap, dtype=case.dtype)[..., :V]
+    g = {"none": None, "scalar": new(1, T, HV), "channel": new(1, T, HV, K, dtype=case.dtype)}[case.gate]
     beta = None if case.erase is None else new(1, T, HV)
     A_log = new(HV) if case.raw else None
-    dt_bias = new(HV * D) if case.raw and case.gate == "channel" else A_log
+    dt_bias = new(HV * K) if case.raw and case.gate == "channel" else A_log
     own = q if case.erase == "undecayed" else None
-    x = Inputs(q, q, v, g, beta, own, new(2, HV, D, D), A_log, dt_bias, new(3, dtype=torch.int32))
+    x = Inputs(q, q, v, g, beta, own, new(2, HV, K, V), A_log, dt_bias, new(3, dtype=torch.int32))
     return describe(x, case.gate, case.erase, case.raw, case.lower_bound), x
 
 

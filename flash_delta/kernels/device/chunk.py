@@ -14,6 +14,19 @@ import triton.language as tl
 from flash_delta.problem import Problem
 
 C = 64  # tokens of a chunk, in every kernel
+UNIT = 8  # numbers: rows of the workspace are whole units, in 16 bits what the copy engine wants of them
+
+
+@triton.constexpr_function
+def pitch(width):
+    """Numbers from row to row of a workspace's tensor whose rows are ``width`` long. Kernels write zeros between."""
+    return -(-width // UNIT) * UNIT
+
+
+@triton.constexpr_function
+def whole_rows(V):
+    """Rows of a head's state in the workspace. Up to 128 they fill tiles: the copy engine stores no part of one."""
+    return max(16, triton.next_power_of_2(V)) if V <= 128 else V
 
 
 def count_slots(problem: Problem, length: int = C) -> int:
@@ -132,9 +145,23 @@ def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.con
 
 
 @triton.jit
+def steps(number, strides, axis: tl.constexpr):
+    """``number`` steps along an axis, in elements; tells the compiler their unit, ``strides[4]`` if it is there.
+
+    Triton knows which strides are multiples of 16, and takes all others for odd (arguments.strides). The unit is a
+    constant as long as functions pass ``strides`` on as they got them; assigned to another name it is none.
+    """
+    elements = number * strides[axis]
+    if len(strides) < 5 or strides[4] % 16 < 2:
+        return elements
+    else:
+        return tl.multiple_of(elements, strides[4])
+
+
+@triton.jit
 def rows_of(x, strides, row, head):
     """Pointer to the tokens of one head in one batch row; strides, in elements: (batch, token, head, channel)."""
-    return x + row.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
+    return x + steps(row.to(tl.int64), strides, 0) + steps(head.to(tl.int64), strides, 2)
 
 
 @triton.jit
@@ -157,7 +184,7 @@ def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.con
         return x.load([token, column])
     else:
         i, c = token + tl.arange(0, C), column + tl.arange(0, W)
-        at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+        at = steps(i.to(tl.int64), strides, 1)[:, None] + c[None, :] * strides[3]
         return tl.load(x + at, mask=(i < stop)[:, None] & (c < width)[None, :], other=0.0)
 
 
@@ -170,7 +197,7 @@ def store_tile(
         x.store([token, column], tile)
     else:
         i, c = token + tl.arange(0, C), column + tl.arange(0, W)
-        at = i.to(tl.int64)[:, None] * strides[1] + c[None, :] * strides[3]
+        at = steps(i.to(tl.int64), strides, 1)[:, None] + c[None, :] * strides[3]
         tl.store(x + at, tile, mask=(i < stop)[:, None] & (c < width)[None, :])
 
 

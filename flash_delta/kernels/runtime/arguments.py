@@ -1,8 +1,10 @@
 """What launchers hand to kernels: constants, tiles' widths, strides."""
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
+import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
@@ -78,10 +80,15 @@ def block(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def strides(t: Tensor) -> tuple[int, ...]:
-    """(batch, token, head, channel). Specialised: which are multiples of 16 decides how wide loads are, and with usual
-    heads all are, whatever T."""
-    return t.stride()
+def strides(t: Tensor) -> tuple[Any, ...]:
+    """(batch, token, head, channel), and the unit in which the first three and the address are counted, up to 16.
+
+    The unit decides how wide loads are. With usual heads it is 16, whatever T. It makes no more compilations than
+    strides do, for Triton compiles for their remainders by 16.
+    """
+    *rows, channel = t.stride()
+    unit = gcd(*rows, 16) if channel == 1 and t.data_ptr() % 16 == 0 else 1
+    return *rows, channel, tl.constexpr(unit)
 
 
 def batch(t: Tensor | None) -> int:

@@ -1,6 +1,8 @@
 """What the kernels of a call hand each other, and the one allocation in which it lies.
 
-Every tensor is a number of slots (chunk.py) times what one chunk needs, a multiple of 256 bytes. Launched kernels take
+Every tensor is a number of slots (chunk.py) times what one chunk needs, a multiple of 256 bytes. K' and V' are the
+pitches of K and V, whole units of 8 numbers, and V'' are whole tiles of rows (chunk.py): what lies there beyond K and V
+columns is 0, and beyond V rows it is anything. With usual widths they are K and V. Launched kernels take
 addresses; views are made only where Triton wants to see tensors: when it compiles, interprets, or is looked at by a
 profiler.
 """
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.kernels.device.chunk import C, count_slots, pitch, whole_rows
 from flash_delta.problem import Problem
 
 
@@ -27,9 +29,9 @@ class Solved(NamedTuple):
 class Channels(NamedTuple):
     """What `channel` writes: with a decay per channel, what the other kernels read instead of q and k; else None."""
 
-    Qg: Any  # [slots, HV, C, K]
-    Kg: Any  # [slots, HV, C, K]
-    Kd: Any  # [slots, HV, C, K]
+    Qg: Any  # [slots, HV, C, K']
+    Kg: Any  # [slots, HV, C, K']
+    Kd: Any  # [slots, HV, C, K']
     P: Any  # [slots, HV, C, C]
     L: Any  # [slots, HV, C, C]; never bfloat16
     gamma: Any  # [slots, HV, K] float32
@@ -39,7 +41,7 @@ class Channels(NamedTuple):
 class Factors(NamedTuple):
     """What `factor` writes; None with a decay per channel."""
 
-    X: Any  # [slots, HV, C, K]
+    X: Any  # [slots, HV, C, K']
     Y: Any  # [slots, HV, C, C]
     rates: Any  # [slots, HV, 4, C] float32
 
@@ -47,16 +49,16 @@ class Factors(NamedTuple):
 class Residual(NamedTuple):
     """What `scan` writes for the backward pass."""
 
-    states: Any  # [slots, HV, V, K]
-    R: Any  # [slots, HV, C, V]
-    U: Any  # [slots, HV, C, V]
+    states: Any  # [slots, HV, V'', K']
+    R: Any  # [slots, HV, C, V']
+    U: Any  # [slots, HV, C, V']
 
 
 class Chain(NamedTuple):
     """What `scan_backward` writes."""
 
-    dstates: Any  # [slots, HV, V, K]
-    dU: Any  # [slots, HV, C, V]
+    dstates: Any  # [slots, HV, V'', K']
+    dU: Any  # [slots, HV, C, V']
 
 
 class Scores(NamedTuple):
@@ -131,11 +133,12 @@ def _layout(
     l2norm: bool,
 ) -> Placement:  # fmt: skip
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
-    state, rows, keys = ((HV, V, K), dtype), ((HV, C, V), dtype), ((HV, C, K), dtype)
+    state, rows = ((HV, whole_rows(V), pitch(K)), dtype), ((HV, C, pitch(V)), dtype)
+    keys, key_heads = ((HV, C, pitch(K)), dtype), ((HV, C, K), dtype)
     fine = torch.float32 if dtype == torch.float32 else torch.float16
     per_channel = ((HV, K), torch.float32)
     channels = (keys, keys, keys, square, ((HV, C, C), fine), per_channel, vectors)
-    products = (keys, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
+    products = (key_heads, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
         Solved: (None if erase is None else square, vectors, ((H, 3, C), torch.float32) if l2norm else None),
         Channels: channels if gate == "channel" else (None,) * 7,
@@ -143,7 +146,7 @@ def _layout(
         Residual: (state, rows, rows),
         Chain: (state, rows),
         Scores: (square, square, vectors if gate == "scalar" else None),
-        HeadGradients: (keys, keys, *products) if gate == "channel" else (None,) * 5,
+        HeadGradients: (key_heads, key_heads, *products) if gate == "channel" else (None,) * 5,
     }
     start, placed = 0, []
     for group in groups:

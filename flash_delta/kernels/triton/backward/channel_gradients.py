@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters, store_sums
-from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, store_tile
+from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, steps, store_tile
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -40,9 +40,9 @@ from flash_delta.kernels.triton.tiles import tile
 @triton.jit
 def load_channels(x, strides, token, left, c, K: tl.constexpr, W: tl.constexpr):
     """``[W, 16]``: channels c of the first ``left`` of 16 tokens, 0 for the others."""
-    t = tl.arange(0, 16)[None, :]
-    at = x + token.to(tl.int64) * strides[1] + t * strides[1] + c[:, None] * strides[3]
-    some = (t < left) & (c[:, None] >= 0)
+    t = tl.arange(0, 16)
+    at = x + steps(token.to(tl.int64), strides, 1) + steps(t, strides, 1)[None, :] + c[:, None] * strides[3]
+    some = (t[None, :] < left) & (c[:, None] >= 0)
     if K % W > 0:
         some &= c[:, None] < K
     return tl.load(at, mask=some, other=0.0)

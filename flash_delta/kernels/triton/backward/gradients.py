@@ -26,9 +26,11 @@ from flash_delta.kernels.device.chunk import (
     load_block,
     load_row,
     load_tile,
+    pitch,
     rows_of,
     store_row,
     store_tile,
+    whole_rows,
 )
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
@@ -73,6 +75,8 @@ def query_gradients(
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     GROUP: tl.constexpr = HV // H
+    KP: tl.constexpr = pitch(K)
+    STATE: tl.constexpr = whole_rows(V) * KP
     out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dq_rows = rows_of(dq, out_strides, row, h)
     if empty:
@@ -89,7 +93,7 @@ def query_gradients(
         e_q = tl.load(rates + head * 4 * C + i)  # scale e^G r_q
         t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else z
         for w in range(0, V, BV):
-            s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
+            s0 = load_block(states + head * STATE, w, 0, V, KP, BV, BK)
             dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
             t = tl.dot((dO * e_q[:, None]).to(ty), s0, t, input_precision=PRECISION)
         z, sums, before = add(z, t, qq, before, GATE, OWN_SUMS)
@@ -116,6 +120,9 @@ def key_gradients(
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     GROUP: tl.constexpr = HV // H
+    KP: tl.constexpr = pitch(K)
+    VP: tl.constexpr = pitch(V)
+    STATE: tl.constexpr = whole_rows(V) * KP
     out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
     dk_rows = rows_of(dk, out_strides, row, h)
     if OWN_P:
@@ -152,12 +159,12 @@ def key_gradients(
         erased = zp if OWN_P else z
         t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else erased
         for w in range(0, V, BV):
-            s0 = load_block(states + head * V * K, w, 0, V, K, BV, BK)
+            s0 = load_block(states + head * STATE, w, 0, V, KP, BV, BK)
             if ERASE:
-                lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
+                lam = load_block(dU + head * C * VP, 0, w, C, VP, C, BV)
                 t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
             if GATE:
-                ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
+                ds1 = load_block(dstates + head * STATE, w, 0, V, KP, BV, BK)
                 # <S0, dS1> is the trace of a product: neither has to go through registers
                 rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)
                 through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
@@ -172,8 +179,8 @@ def key_gradients(
                 tl.store(part + 2 * C + i, sums)
         t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else z
         for w in range(0, V, BV):
-            u = load_block(U + head * C * V, 0, w, C, V, C, BV)
-            ds1 = load_block(dstates + head * V * K, w, 0, V, K, BV, BK)
+            u = load_block(U + head * C * VP, 0, w, C, VP, C, BV)
+            ds1 = load_block(dstates + head * STATE, w, 0, V, KP, BV, BK)
             t = tl.dot((u * e_k[:, None]).to(ty), ds1, t, input_precision=PRECISION)
         z, sums, before = add(z, t, kk, before, GATE, OWN_SUMS)
         if GATE:

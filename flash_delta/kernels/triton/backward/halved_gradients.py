@@ -21,7 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters, store_sums
-from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, load_tile, rows_of, store_tile
+from flash_delta.kernels.device.chunk import (
+    count_slots,
+    enter_chunk,
+    load_block,
+    load_tile,
+    pitch,
+    rows_of,
+    steps,
+    store_tile,
+    whole_rows,
+)
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -39,8 +49,8 @@ def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
     Not by a mask: those of loads and stores would be the same, and take registers from the first to the last of them.
     """
     o = tl.minimum(tl.arange(0, 32), stop - 1 - token)
-    at = o[None, :] * strides[1] + c[:, None] * strides[3]  # short: 64 bits would be registers
-    at += x + token.to(tl.int64) * strides[1]
+    at = steps(o, strides, 1)[None, :] + c[:, None] * strides[3]  # short: 64 bits would be registers
+    at += x + steps(token.to(tl.int64), strides, 1)
     if K % W == 0:
         return tl.load(at)
     else:
@@ -59,12 +69,12 @@ def store_channels(out, x, stride, count, c, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def load_gates(
-    raw, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
+    raw, strides, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Of 32 tokens the activations and their log decays, ``[W, 32]``; which tokens are there; and what ``parameters``
-    returns. ``raw``: g, its strides, A_log, dt_bias and the lower bound."""
-    g, strides, A_log, dt_bias, lower_bound = raw
+    returns. ``raw``: g, A_log, dt_bias and the lower bound; ``strides``: of g."""
+    g, A_log, dt_bias, lower_bound = raw
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     live = (token + tl.arange(0, 32) < stop)[None, :]
     a = load_channels(g, strides, token, stop, c, K, W)
@@ -197,7 +207,7 @@ def half_chunk(
     if I == 1:
         rest = through + tl.sum(tl.where(t == 0, dg, 0.0), 1)
         dP_next, dL_next = load_scores(dPD, taken, 1, 0, C)
-        u = load_block(U, 32, 0, C, V, 32, BV)
+        u = load_block(U, 32, 0, C, pitch(V), 32, BV)
         written = to_columns(written, (q * e).to(ty), (k * e).to(ty), dP_next, dL_next, PRECISION)
         aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
         aq, ap = e * aq, e * ap
@@ -239,17 +249,19 @@ def halved_gradients(
         return
     q, k = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
     g, do = rows_of(g, g_strides, row, hv), rows_of(do, do_strides, row, hv)
-    U, dU, dPD, taken = U + head * C * V, dU + head * C * V, dPD + head * C * C, taken + head * C * C
+    VP: tl.constexpr = pitch(V)
+    U, dU, dPD, taken = U + head * C * VP, dU + head * C * VP, dPD + head * C * C, taken + head * C * C
     dq, dk = dq + head * C * K, dk + head * C * K
     b = vectors + head * 4 * C + 2 * C
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
     # the earlier half first: its decay, and what it writes into the state
-    s0 = load_block(states + head * V * K, 0, part * W, V, K, BV, W)
-    ds1 = load_block(dstates + head * V * K, 0, part * W, V, K, BV, W)
-    kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, V, 32, BV)
-    raw = (g, g_strides, A_log, dt_bias, lower_bound)
-    gi = load_gates(raw, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
+    state = head * whole_rows(V) * pitch(K)
+    s0 = load_block(states + state, 0, part * W, V, pitch(K), BV, W)
+    ds1 = load_block(dstates + state, 0, part * W, V, pitch(K), BV, W)
+    kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, VP, 32, BV)
+    raw = (g, A_log, dt_bias, lower_bound)
+    gi = load_gates(raw, g_strides, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
     past = tl.exp2(tl.sum(gi, 1))
     through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
     e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
@@ -260,14 +272,14 @@ def halved_gradients(
         I = 1 - step
         at = token + 32 * I
         qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
-        dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, V, 32, BV)
-        gi = load_gates(raw, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
+        dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, VP, 32, BV)
+        gi = load_gates(raw, g_strides, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
         d, written, rest = half_chunk(
             qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
             scale, dq, dk, c, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
         )  # fmt: skip
         a, decays, live, rate, bias = load_gates(  # again: fewer registers
-            raw, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
+            raw, g_strides, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
         )
         if RAW_GATE:
             d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)

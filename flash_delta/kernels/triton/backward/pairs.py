@@ -26,9 +26,11 @@ from flash_delta.kernels.device.chunk import (
     enter_chunk,
     load_block,
     load_tile,
+    pitch,
     rows_of,
     store_row,
     store_tile,
+    whole_rows,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
@@ -68,19 +70,21 @@ def state_products(
 ):  # fmt: skip
     """What the state before the chunk and the gradient of the one after it give to tokens, BK channels at a time."""
     c = tl.arange(0, BK)
+    KP: tl.constexpr = pitch(K)
+    VP: tl.constexpr = pitch(V)
     for column in range(0, K, BK):
         zero, product = tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
         x, y = zero, zero
         for w in range(0, V, BV):
-            s = load_block(state, w, column, V, K, BV, BK)
+            s = load_block(state, w, column, V, KP, BV, BK)
             x = tl.dot(load_tile(dO, do_strides, token, stop, w, V, C, BV), s, x)
-            y = tl.dot(load_block(dU, 0, w, C, V, C, BV), s, y)
+            y = tl.dot(load_block(dU, 0, w, C, VP, C, BV), s, y)
         store_product(dq, x, reads, column, K, BK, C)
         store_product(dk, y, erases, column, K, BK, C)
         x = zero
         for w in range(0, V, BV):
-            s, d = load_block(state, w, column, V, K, BV, BK), load_block(dstate, w, column, V, K, BV, BK)
-            x = tl.dot(load_block(U, 0, w, C, V, C, BV), d, x)
+            s, d = load_block(state, w, column, V, KP, BV, BK), load_block(dstate, w, column, V, KP, BV, BK)
+            x = tl.dot(load_block(U, 0, w, C, VP, C, BV), d, x)
             product += tl.sum(s.to(tl.float32) * d.to(tl.float32), 0)
         store_product(written, x, writes, column, K, BK, C)
         tl.store(through + column + c, product, mask=column + c < K)
@@ -101,6 +105,7 @@ def pairs(
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 3 if ty == tl.float32 else 2
+    VP: tl.constexpr = pitch(V)
     v_strides, b_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1), (T.to(tl.int64) * HV, HV, 1)
     dv_rows = rows_of(dv, v_strides, row, hv)
     if HAS_BETA:
@@ -132,13 +137,13 @@ def pairs(
     dP, M, db = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     for w in range(0, V, BV):
         dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)  # [C, BV]
-        u = load_block(U + head * C * V, 0, w, C, V, C, BV)
-        lam = load_block(dU + head * C * V, 0, w, C, V, C, BV)
+        u = load_block(U + head * C * VP, 0, w, C, VP, C, BV)
+        lam = load_block(dU + head * C * VP, 0, w, C, VP, C, BV)
         dP = tl.dot(dO, tl.trans(u), dP, input_precision=PRECISION)
         if ERASE:
             M = tl.dot(lam, tl.trans(u), M, input_precision=PRECISION)  # dU~ U^T
         if HAS_BETA:
-            z = load_block(R + head * C * V, 0, w, C, V, C, BV)
+            z = load_block(R + head * C * VP, 0, w, C, VP, C, BV)
             db += tl.sum(lam.to(tl.float32) * z.to(tl.float32), 1)
         store_tile(dv_rows, v_strides, (lam * b[:, None]).to(ty), token, stop, w, V, C, BV)
     lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
@@ -177,7 +182,7 @@ def pairs(
             carried -= tl.where(strict, times_ones(M, before, PARTS), 0.0)
         tl.store(parts + head * 4 * C + i, tl.sum(carried, 0))
     if STATES:
-        values, keys, state = head * C * V, head * C * K, head * V * K
+        values, keys, state = head * C * VP, head * C * K, head * whole_rows(V) * pitch(K)
         state_products(
             do_rows, do_strides, U + values, dU + values, states + state, dstates + state, rq * scale, rp * b, rk,
             token, stop, dq + keys, dk + keys, written + keys, through + head * K, K, BK, V, BV, C,

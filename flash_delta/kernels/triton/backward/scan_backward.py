@@ -5,8 +5,9 @@
 
 and with a decay per channel, where `scan` solves for U itself, dU~ = A^T (Kd dS1 + P^T dO).
 
-Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V, K]``, dU~ ``[slots, HV, C, V]`` and at last
-the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV, N).
+Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V'', K']`` (workspace.py), dU~
+``[slots, HV, C, V']`` and at last the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV,
+N).
 
 RECOMPUTE: what `scan` had not saved is written by as many programs before these. Neither walk needs what the other
 one writes, and each waits for its own products most of the time: side by side they take little longer than one.
@@ -16,13 +17,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.chunk import bounds, follow, lead, load_tile, matrix, rows_of, store_tile
-from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, launch_rule, states, strides
+from flash_delta.kernels.device.chunk import (
+    bounds,
+    follow,
+    lead,
+    load_tile,
+    matrix,
+    pitch,
+    rows_of,
+    store_tile,
+    whole_rows,
+)
+from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, states, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.scan import load_rates, load_state, scan, store_state
-from flash_delta.kernels.triton.forward.scan_launches import maps, outside, readers
+from flash_delta.kernels.triton.forward.scan_launches import copies, maps, readers
 from flash_delta.kernels.triton.tiles import scan_tiles
 
 
@@ -32,7 +43,8 @@ def scan_backward(
     q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    RECOMPUTE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    RECOMPUTE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
@@ -42,8 +54,8 @@ def scan_backward(
                 q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
                 None, None, None, None, N, T, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                 q_strides, p_strides, v_strides, initial_strides, initial_strides,
-                H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL, False, False, False, True, CHANNEL, TMA, OVERLAP,
-                PRECISION,
+                H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL, False, False, False, True, CHANNEL, TMA, GIVEN_TMA,
+                OVERLAP, PRECISION,
             )  # fmt: skip
             return
         n -= N
@@ -55,22 +67,26 @@ def scan_backward(
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
     rows = chunks * (HV * C)
-    STATE_TMA: tl.constexpr = TMA and V % BV == 0  # as in scan
-    k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
-    Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
+    KP: tl.constexpr = pitch(K)
+    VP: tl.constexpr = pitch(V)
+    ROWS: tl.constexpr = whole_rows(V)
+    k_matrix, v_matrix, c_matrix = (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
+    Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
     Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
-    dSs = matrix(dstates + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
-    dUs = matrix(dU + head * C * V, v_matrix, rows, V, C, BV, TMA)
+    dSs = matrix(dstates + head * ROWS * KP, k_matrix, chunks * (HV * ROWS), KP, BV, BK, TMA)
+    dUs = matrix(dU + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
     if CHANNEL:
         As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
-    dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, TMA)
+    dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, GIVEN_TMA)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
-    if CHANNEL:  # as in scan
-        q_rows, p_rows, q_stop = q + head * C * K, p + head * C * K, rows
+    KEYS: tl.constexpr = KP if CHANNEL else K  # as in scan
+    KEYS_TMA: tl.constexpr = TMA if CHANNEL else GIVEN_TMA
+    if CHANNEL:
+        q_rows, p_rows, q_stop = q + head * C * KP, p + head * C * KP, rows
         q_strides, p_strides = k_matrix, k_matrix
-    qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
+    qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
     if ERASE:
-        ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
+        ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
     dS = tl.zeros([BV, BK], tl.float32)
     if FINAL:
         dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
@@ -80,12 +96,13 @@ def scan_backward(
         j = chunks - 1 - back
         token, at = start + j * C, j * (HV * C)
         q_token = at if CHANNEL else token
-        dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, TMA))  # [BV, C]
+        dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, GIVEN_TMA))  # [BV, C]
         y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-        x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
-        qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
+        x = load_tile(Xs, k_matrix, at, rows, 0, KP, C, BK, TMA)
+        qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
         s = dS.to(ty)
-        store_tile(dSs, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
+        row_of_state = j * (HV * ROWS)
+        store_tile(dSs, k_matrix, s, row_of_state + w, row_of_state + ROWS, 0, KP, BV, BK, TMA)
         if CHANNEL:
             lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * e_p[None, :]
             lam = tl.dot(dO, y, lam, input_precision=PRECISION).to(ty)
@@ -96,9 +113,9 @@ def scan_backward(
         dS *= gamma
         dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
         if ERASE:
-            pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
+            pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
             dS = tl.dot(-(lam * (e_p * b)[None, :]).to(ty), pp, dS, input_precision=PRECISION)
-        store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, V, C, BV, TMA)
+        store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, VP, C, BV, TMA)
         e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
     if INITIAL:
         store_state(dinitial, dinitial_strides, dS, n, hv, d, c, V, K)
@@ -119,5 +136,5 @@ def run_scan_backward(
             p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
             states(p, dfinal), states(p, dinitial),
             FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
-            TMA=t.tma and fits_tma(p, x.v, do, *outside(p, x)), follows=recompute,
+            **copies(c, t, x.v, do), follows=recompute,
         )  # fmt: skip

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.channel_gate import BITS, living, log_decay, parameters
-from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, rows_of
+from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, pitch, rows_of
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Channels, Solved
@@ -213,6 +213,7 @@ def token_block(
     ty: tl.constexpr = k_tile.dtype
     WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too much for float16
     HALF: tl.constexpr = C // 2
+    KP: tl.constexpr = pitch(K)
     i, o = 16 * I, tl.arange(0, 16)
     q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
     of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
@@ -242,8 +243,8 @@ def token_block(
         e = tl.exp2(fallen)
         qe += (q[m].to(tl.float32) * e,)
         ke += (k[m].to(tl.float32) * e,)
-        tl.store(Qg + (i + m) * K + c, (qe[m] * e_start).to(ty), mask=c < K)
-        tl.store(Kg + (i + m) * K + c, (ke[m] * e_start).to(ty), mask=c < K)
+        tl.store(Qg + (i + m) * KP + c, (qe[m] * e_start).to(ty), mask=c < KP)
+        tl.store(Kg + (i + m) * KP + c, (ke[m] * e_start).to(ty), mask=c < KP)
         grown = fallen * -1.0  # not -x, which is 0 - x: no instruction takes that in
         if not BOUNDED:  # 0 where it is too large: these columns belong to unsafe rows only
             grown = tl.where(grown > DROP, -1024.0, grown)
@@ -253,7 +254,7 @@ def token_block(
     if I >= C // 32:
         # Written in earlier blocks, by other threads: all have waited for this block's tiles since. This has to stay in
         # a branch: a load that is not, Triton's pipeliner takes and runs before what it reads is written.
-        first = load_block(Kd, 0, 0, C, K, HALF, BK)
+        first = load_block(Kd, 0, 0, C, KP, HALF, BK)
         columns = tl.trans((first * tl.exp2(since)[None, :]).to(ty))
         norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
         multiply(P, L, rows.to(ty), columns, weights, norms_of, i, 0, False, C, NORM, PRECISION)
@@ -263,8 +264,8 @@ def token_block(
         near = tile_of([x * tl.exp2(gates[0]) for x in early]).to(ty)
         norms_of = tl.load(norms + C + i - 16 + o) if NORM else 1.0
         multiply(P, L, rows.to(ty), near, weights, norms_of, i, i - 16, False, C, NORM, PRECISION)
-        store_rows(Kd + (i - 16) * K, [x * tl.exp2(gates[0] + fallen) for x in early], c, K)
-        store_rows(Kd + i * K, latest, c, K)
+        store_rows(Kd + (i - 16) * KP, [x * tl.exp2(gates[0] + fallen) for x in early], c, KP)
+        store_rows(Kd + i * KP, latest, c, KP)
     return latest, G + fallen, since + fallen, fallen
 
 
@@ -296,7 +297,8 @@ def channel(
     tl.store(rates + 2 * C + i, b)
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
-    P, L, tile = P + head * C * C, L + head * C * C, head * C * K
+    KP: tl.constexpr = pitch(K)
+    P, L, tile = P + head * C * C, L + head * C * C, head * C * KP
     tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     # Zeros; nothing is read: a load settles which thread owns which channels, and without one every vector is moved.
@@ -319,9 +321,9 @@ def channel(
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
     # So far the first half is decayed up to its own end.
     HALF: tl.constexpr = C // 2
-    early, j = load_block(Kd + tile, 0, 0, C, K, HALF, BK), tl.arange(0, HALF)[:, None]
+    early, j = load_block(Kd + tile, 0, 0, C, KP, HALF, BK), tl.arange(0, HALF)[:, None]
     early = (early * tl.exp2(since)[None, :]).to(ty)
-    tl.store(Kd + tile + j * K + c[None, :], early, mask=(c < K)[None, :])
+    tl.store(Kd + tile + j * KP + c[None, :], early, mask=(c < KP)[None, :])
     if not BOUNDED and tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
         tl.debug_barrier()  # rows that were written above are written again, by other threads
         explicit_scores(

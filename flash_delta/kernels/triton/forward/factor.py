@@ -3,7 +3,7 @@
     Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
     X = A^T Kd     Kd = k e^{G_C - G}
 
-Writes X ``[slots, HV, C, K]`` and Y ``[slots, HV, C, C]`` in the dtype of k, and the factors that the scan applies to
+Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k, and the factors that the scan applies to
 accumulators, ``rates [slots, HV, 4, C]``: scale e^G of the rows that read, e^H of those that erase, b, and gamma.
 Norms are part of them. Grid (slots, H): q k^T is formed once for the value heads of a key head. (With a decay per
 channel `scan` works with P, Kd and A themselves.)
@@ -12,7 +12,7 @@ channel `scan` works with P, Kd and A themselves.)
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, rows_of
+from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, pitch, rows_of
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -53,6 +53,7 @@ def factor(
         return
     i, c = tl.arange(0, C), tl.arange(0, BK)
     ty: tl.constexpr = k.dtype.element_ty
+    KP: tl.constexpr = pitch(K)
     square = i[:, None] * C + i[None, :]
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
@@ -91,7 +92,7 @@ def factor(
             x = tl.dot(tl.trans(decayed), kk, input_precision=PRECISION)
         else:
             x = kk * e_k[:, None]
-        tl.store(X + head * C * K + i[:, None] * K + c[None, :], x.to(ty), mask=(c < K)[None, :])
+        tl.store(X + (head * C + i[:, None]) * KP + c[None, :], x.to(ty), mask=(c < KP)[None, :])
 
 
 def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:

@@ -19,8 +19,8 @@ longer sequences are walked: program z walks the one with z such sequences befor
 there are. A launch is for ``least`` to ``most`` of them; with fewer or more its programs exit at once. A launch for
 ``others`` also serves more than ``most``: its programs then walk several, one after the other.
 
-For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V, K]``, R and U = A (b . R), each
-``[slots, HV, C, V]``. Without OUTPUT it is a part of `scan_backward`.
+For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), R and
+U = A (b . R), each ``[slots, HV, C, V']``. Without OUTPUT it is a part of `scan_backward`.
 
 A long sequence may be walked in SEGMENTS of ``length`` tokens, side by side (segments.py): grid (V / BV, HV, slots of
 segments), each from the state in ``initial_state[slot]``, which `compose` has written. Before, without OUTPUT, every
@@ -41,14 +41,16 @@ from flash_delta.kernels.device.chunk import (
     load_block,
     load_tile,
     matrix,
+    pitch,
     rows_of,
     store_tile,
+    whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import every, fits_tma, launch_rule, states, strides, table
+from flash_delta.kernels.runtime.arguments import every, launch_rule, states, strides, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.forward.scan_launches import outside, scan_grid, walked, walks
+from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, walked, walks
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
 
@@ -126,18 +128,21 @@ def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def walk(
-    z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides,
+    z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
+    initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, POOL: tl.constexpr,
     SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of sequence n, or of segment z in it, the tokens from ``start`` to ``stop``, whose chunks begin in ``slot``."""
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
     read_indices, write_indices, has_initial_state, checkpoint_indices = indices
     N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
-    q_strides, p_strides, v_strides, initial_strides, final_strides = strides
     MAP: tl.constexpr = SEGMENTS and not OUTPUT
+    KP: tl.constexpr = pitch(K)
+    VP: tl.constexpr = pitch(V)
+    ROWS: tl.constexpr = whole_rows(V)
     hv, w = tl.program_id(1), tl.program_id(0) * BV
     h = hv // (HV // H)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
@@ -160,28 +165,29 @@ def walk(
         chunks = tl.where(well, chunks, 0)
     rows = chunks * (HV * C)
     CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
-    STATE_TMA: tl.constexpr = TMA and V % BV == 0  # a block of a state's rows must not reach into the next state
-    k_matrix, v_matrix, c_matrix = (0, K, 0, 1), (0, V, 0, 1), (0, C, 0, 1)
-    Xs = matrix(X + head * C * K, k_matrix, rows, K, C, BK, TMA)
-    vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, TMA)
+    k_matrix, v_matrix, c_matrix = (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
+    Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
+    vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, GIVEN_TMA)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
+    KEYS: tl.constexpr = KP if CHANNEL else K  # numbers in a row of what reads and erases
+    KEYS_TMA: tl.constexpr = TMA if CHANNEL else GIVEN_TMA
     if CHANNEL:
-        q_rows, p_rows, q_stop = q + head * C * K, p + head * C * K, rows
+        q_rows, p_rows, q_stop = q + head * C * KP, p + head * C * KP, rows
         q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
-        ps = matrix(p_rows, p_strides, q_stop, K, C, BK, TMA)
+        ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
     # At 128 value columns a third stage of all tiles takes 14 KB too much; so P comes in registers, too: 258 us for 303
     # (docs/notes; with narrower tiles that is slower).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
-        qs = matrix(q_rows, q_strides, q_stop, K, C, BK, TMA)
+        qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
         if not AHEAD:
             Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
-        os = matrix(o_rows, o_strides, stop, V, C, BV, TMA)
+        os = matrix(o_rows, o_strides, stop, V, C, BV, GIVEN_TMA)
     if SAVE:
-        Ss = matrix(states + head * V * K, k_matrix, chunks * (HV * V), K, BV, BK, STATE_TMA)
-        Rs = matrix(R_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
-        Us = matrix(U_out + head * C * V, v_matrix, rows, V, C, BV, TMA)
+        Ss = matrix(states + head * ROWS * KP, k_matrix, chunks * (HV * ROWS), KP, BV, BK, TMA)
+        Rs = matrix(R_out + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
+        Us = matrix(U_out + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
     if ERASE and (SAVE or CHANNEL):
         As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
     S = tl.zeros([BV, BK], tl.float32)
@@ -211,16 +217,17 @@ def walk(
         for j in range(begin, end):
             token, at = start + j * C, j * (HV * C)
             q_token = at if CHANNEL else token
-            x = load_tile(Xs, k_matrix, at, rows, 0, K, C, BK, TMA)
-            R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, TMA)).to(tl.float32)  # [BV, C]
+            x = load_tile(Xs, k_matrix, at, rows, 0, KP, C, BK, TMA)
+            R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, GIVEN_TMA)).to(tl.float32)  # [BV, C]
             s = S.to(ty)
             if SAVE:
-                store_tile(Ss, k_matrix, s, j * (HV * V) + w, j * (HV * V) + V, 0, K, BV, BK, STATE_TMA)
+                row_of_state = j * (HV * ROWS)
+                store_tile(Ss, k_matrix, s, row_of_state + w, row_of_state + ROWS, 0, KP, BV, BK, TMA)
             if ERASE:
-                pp = load_tile(ps, p_strides, q_token, q_stop, 0, K, C, BK, TMA)
+                pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
                 E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
             if OUTPUT:
-                qq = load_tile(qs, q_strides, q_token, q_stop, 0, K, C, BK, TMA)
+                qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
                 O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
             if ERASE:
                 R -= E * e_p[None, :]
@@ -236,10 +243,10 @@ def walk(
             if OUTPUT:
                 y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
                 O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
-                store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, TMA)
+                store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, GIVEN_TMA)
             if SAVE:
-                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, V, C, BV, TMA)
-                store_tile(Us, v_matrix, tl.trans(u), at, rows, w, V, C, BV, TMA)
+                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, VP, C, BV, TMA)
+                store_tile(Us, v_matrix, tl.trans(u), at, rows, w, VP, C, BV, TMA)
             later = head + tl.minimum(j + 1, chunks - 1) * HV
             if AHEAD:
                 y_ahead = load_block(Y + later * C * C, 0, 0, C, C, C, C)
@@ -270,12 +277,11 @@ def scan(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
     POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    CHANNEL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
     indices = (read_indices, write_indices, has_initial_state, checkpoint_indices)
     numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
-    strides = (q_strides, p_strides, v_strides, initial_strides, final_strides)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if POOL and SHORT > 0:
@@ -296,14 +302,16 @@ def scan(
                 n, _ = find_long(rank, cu_seqlens, N, T, SHORT)
                 start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
                 walk(
-                    z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
-                    PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+                    z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
+                    v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
+                    SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
                 )  # fmt: skip
         elif z < count:  # by itself: in a loop it spills, and takes 8 % longer (docs/notes)
             start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
             walk(
-                z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
-                PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+                z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
+                v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
+                SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
     else:
         n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
@@ -311,8 +319,9 @@ def scan(
             store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
             return
         walk(
-            z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, strides, H, HV, K, BK, V, BV, C,
-            PACKED, ERASE, INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, OVERLAP, PRECISION,
+            z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
+            initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL, SEGMENTS,
+            OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
         )  # fmt: skip
 
 
@@ -336,5 +345,5 @@ def run_scan(
             p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
             *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
             INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
-            SAVE=r is not None, TMA=t.tma and fits_tma(p, x.v, *outside(p, x)), follows=True,
+            SAVE=r is not None, **copies(c, t, x.v), follows=True,
         )  # fmt: skip

@@ -48,12 +48,19 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
     channel, most = p.gate == "channel", 0
     for w in walks("scan", p, chip, every=False):
-        if w.tile.tma and fits_tma(p, x.v, *outside(p, x)):
-            # X, v, what reads, Y, o; what erases; A to solve for U. Y comes in registers where the kernel says AHEAD.
-            count = 5 + (p.erase is not None) * (1 + channel) - (channel and columns(p, w.tile) == 128)
+        if w.tile.tma:
+            # X, Y, A to solve for U; v, o; what reads, what erases. Y comes in registers where the kernel says AHEAD.
+            given, keys = fits_tma(p, x.v, *outside(p, x)), 1 + (p.erase is not None)
+            count = 2 + 2 * given + keys * (given or channel)
+            count += channel * (p.erase is not None) - (channel and columns(p, w.tile) == 128)
             count *= 1 + (short(p) > 0)  # a program's own sequence, and the loop over what others there are
             most = max(most, 128 * count * prod(scan_grid(p, w)))  # a launch's are free when it is launched
     return most
+
+
+def copies(c: Call, t: Tile, *values: Tensor) -> dict[str, bool]:
+    """Whether the copy engine moves what lies in the workspace, and what the caller laid out: keys and ``values``."""
+    return {"TMA": t.tma, "GIVEN_TMA": t.tma and fits_tma(c.p, *values, *outside(c.p, c.x))}
 
 
 def walked(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:

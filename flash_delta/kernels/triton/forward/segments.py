@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow
-from flash_delta.kernels.runtime.arguments import columns, every, fits_tma, launch_rule, states, strides
+from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, states, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, precision
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
-from flash_delta.kernels.triton.forward.scan_launches import outside, walked
+from flash_delta.kernels.triton.forward.scan_launches import copies, walked
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, segment_tiles
 from flash_delta.problem import Problem
 
@@ -132,7 +132,7 @@ def _run_scan(
         c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
         p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
         states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
-        TMA=t.tma and fits_tma(p, x.v, *outside(p, x)), follows=True,
+        **copies(c, t, x.v), follows=True,
     )  # fmt: skip
 
 
