@@ -22,8 +22,8 @@ row take turns; a time of another run is marked.
 * **Wrong results get no time.** Outputs, states and gradients are compared with float64 before anything is timed.
 * **The floor** is the time that the hardware needs at least: the bytes that must move over the measured copy rate, or
   the operations over the measured bfloat16 rate, whichever is longer (`flash_delta/bench/floor.py`).
-* **A row's name** has key heads / value heads, then sequences x tokens. K = V = 128. Decoding updates states in place;
-  they are float32 unless the row says otherwise.
+* **A row's name** has key heads / value heads, then sequences x tokens. K = V = 128 unless the row says otherwise.
+  Decoding updates states in place; they are float32 unless the row says otherwise.
 * **Compare within a row.** An absolute time holds for its machine only.
 * **Serving** rows name the length of every sequence. `plain` is this library without the option: rows of one token go
   to a decoding call and the others to a prefill call, and a draft takes one call per token.
@@ -40,6 +40,8 @@ TITLES = {
     "gdn-training": "Gated DeltaNet, forward and backward",
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
     "kda-training": "Kimi Delta Attention, forward and backward",
+    "gdn-widths": "Gated DeltaNet, heads of other widths",
+    "kda-widths": "Kimi Delta Attention, heads of other widths; norm, bounded gate and sigmoid in the op",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",

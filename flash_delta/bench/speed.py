@@ -98,8 +98,8 @@ def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
 
 
 def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
-    """Every kind of every group, with its name."""
-    for group in groups:
+    """Every kind of the groups that the chart has, with its name."""
+    for group in (g for g in groups if g.group in NAMES):
         kinds = speed_ups(group)
         for kind in kinds:
             yield group, kind, NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else "")

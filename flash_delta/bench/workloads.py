@@ -38,6 +38,22 @@ def _kda() -> Iterator[Workload]:
         yield Workload("kda-training", "training", "kda", H, H, 1, 8192, states=False)
 
 
+def _widths() -> Iterator[Workload]:
+    """Heads of other widths than 128, which is here to be compared with: 100 as in fla's tests, 256 and 512 as in its
+    default layers. Of KDA also a call that keeps all for the backward pass."""
+    common = {"packed": False, "states": False}
+    for kind in ("forward", "training"):
+        for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
+            yield Workload("gdn-widths", kind, "gdn", 6, 6, 1, 8192, **common, K=K, V=V)
+    for kind in ("forward", "training"):
+        yield Workload("gdn-widths", kind, "gdn", 16, 32, 1, 8192, **common, K=64, V=64)
+    yield Workload("gdn-widths", "training", "gdn", 8, 8, 16, 2048, "float16", **common, K=256, V=256)
+    raw = {"l2norm": True, "raw": True}
+    for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
+        yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, **raw, K=K, V=V)
+    yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, **raw, disable_recompute=True)
+
+
 def _decode() -> Iterator[Workload]:
     common = {"T": 1, "packed": False, "l2norm": True, "raw": True}
     for state_dtype in ("float32", "bfloat16"):
@@ -83,7 +99,7 @@ def _cpu() -> Iterator[Workload]:
 
 
 WORKLOADS = (
-    *_gdn_prefill(), *_gdn_long(), *_gdn_training(), *_kda(), *_decode(), *_serving(), *_layer(), *_cpu()
+    *_gdn_prefill(), *_gdn_long(), *_gdn_training(), *_kda(), *_widths(), *_decode(), *_serving(), *_layer(), *_cpu()
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

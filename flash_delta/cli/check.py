@@ -12,6 +12,7 @@ from flash_delta.cli.files import PATH
 def check(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="All named cases; on a GPU also full-size problems.")] = False,
+    widths: Annotated[bool, typer.Option("--widths", help="All named cases with other widths of heads.")] = False,
     case: Annotated[str | None, typer.Option(help="Only this case.")] = None,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
@@ -22,7 +23,8 @@ def check(
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
 
     On a GPU the work runs in processes of its own, so that a crash costs one case. --full adds there what only shows at
-    full size: 100 bitwise equal repeats, more than 1,024 blocks, tensors of more than 2^31 elements.
+    full size: 100 bitwise equal repeats, more than 1,024 blocks, tensors of more than 2^31 elements. --widths takes
+    all named cases with K = 60, V = 100, whose rows are no multiples of 16 bytes, and with K = 24, V = 512.
     """
-    if not all_right(device, full, case, backend, peers, processes, results, resume):
+    if not all_right(device, full, widths, case, backend, peers, processes, results, resume):
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 def all_right(
     device: str,
     full: bool,
+    widths: bool,
     case: str | None,
     backend: str | None = None,
     peers: str | None = None,
@@ -33,7 +34,7 @@ def all_right(
     from flash_delta.bench.judging import judge, names_of, read, write
 
     where = require_device(device)
-    jobs = list(_jobs(full, case, where))
+    jobs = list(_jobs(full, widths, case, where))
     order = {names_of(job): number for number, job in enumerate(jobs)}
     answers: list[Answer] = []
     if resume:
@@ -56,13 +57,14 @@ def all_right(
     return all(answer.right for answer in answers)
 
 
-def _jobs(full: bool, only: str | None, device: "torch.device") -> "Iterator[Job]":
-    from flash_delta.testing import CASES, MEMBERS
+def _jobs(full: bool, widths: bool, only: str | None, device: "torch.device") -> "Iterator[Job]":
+    from flash_delta.testing import CASES, MEMBERS, WIDTHS
     from flash_delta.testing.matrix import STRESS
 
-    cases = [case for case in CASES if (full or case.smoke if only is None else case.name == only)]
+    named = [case.at_widths(K, V) for K, V in WIDTHS for case in CASES] if widths else CASES
+    cases = [case for case in named if (full or widths or case.smoke if only is None else case.name == only)]
     if not cases:
-        raise ValueError(f"case: expected one of {', '.join(case.name for case in CASES)}, got {only!r}")
+        raise ValueError(f"case: expected one of {', '.join(case.name for case in named)}, got {only!r}")
     for name, member in MEMBERS.items():
         for dtype in DTYPES:
             yield from (("case", (name, case, dtype)) for case in cases if case.applies(member))

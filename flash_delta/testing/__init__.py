@@ -10,7 +10,7 @@ from flash_delta.testing.accuracy import (
     truth,
     with_gradients,
 )
-from flash_delta.testing.cases import CASES, MEMBERS, Case, Member, make_inputs
+from flash_delta.testing.cases import CASES, MEMBERS, WIDTHS, Case, Member, make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient, output_like
 from flash_delta.testing.layer import judge_layer, make_layer
@@ -20,6 +20,7 @@ __all__ = [
     "ALLOWED",
     "CASES",
     "MEMBERS",
+    "WIDTHS",
     "Case",
     "Isolated",
     "Lost",

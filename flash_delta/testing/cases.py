@@ -4,7 +4,7 @@ Shared by the tests and by ``flash-delta check``, hence in the package.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False  # in the short list too
 
+    def at_widths(self, K: int, V: int) -> "Case":
+        """The same problem with other widths."""
+        return replace(self, name=f"{self.name} {K}x{V}", K=K, V=V, smoke=False)
+
     def applies(self, member: Member) -> bool:
         needs = self.options.keys() - {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel"}
         gated = member.gate != "none" or self.decay == "mild"
@@ -113,6 +117,9 @@ CASES = [
     Case("saved", "A and all chunk states saved for the backward", options=_RAW | {"disable_recompute": True}),
     Case("saved-packed", "the same, packed", B=1, T=130, lengths=(64, 0, 66), options={"disable_recompute": True}),
 ]  # fmt: skip
+
+# K and V of `flash-delta check --widths`: rows that are no multiples of 16 bytes, and the widest values.
+WIDTHS = ((60, 100), (24, 512))
 
 
 def make_inputs(

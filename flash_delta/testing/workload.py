@@ -53,7 +53,8 @@ class Workload:
         option = " disable_recompute" if self.disable_recompute else " batch_invariant" if self.batch_invariant else ""
         checkpoints = f", a checkpoint every {self.checkpoint_every}" if self.checkpoint_every else ""
         layer = f"{self.hidden} wide, " if self.hidden else ""
-        return f"{layer}{self.H}/{self.HV} {shape}{dtype}{state}{option}{checkpoints}"
+        widths = "" if self.K == self.V == 128 else f", K = {self.K}, V = {self.V}"
+        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}"
 
     @property
     def tokens(self) -> int:

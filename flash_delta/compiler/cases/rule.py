@@ -33,7 +33,7 @@ from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_compose, run_maps, run_segments
 from flash_delta.kernels.triton.forward.solve import run_solve
-from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile
+from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile, widest_key
 from flash_delta.problem import Inputs, Problem
 
 Tensors = dict[str, Tensor]
@@ -59,16 +59,27 @@ CHUNKS = {
     "gdn-128": RuleCase(),
     "gdn-128-raw": RuleCase(raw=True),
     "gdn-256": RuleCase(256),
+    "gdn-100": RuleCase(100, raw=True),
+    "gdn-256-512": RuleCase(256, values=512),
     "gdn-64-float32": RuleCase(64, torch.float32),
     "comba-128-raw": RuleCase(erase="undecayed", raw=True),
+    "comba-256-512": RuleCase(256, erase="undecayed", values=512),
     "delta-rule-128": RuleCase(gate="none"),
     "simple-gla-128": RuleCase(erase=None),
     "kda-64": RuleCase(64, gate="channel"),
     "kda-128": RuleCase(gate="channel"),
     "kda-128-raw": RuleCase(gate="channel", raw=True),
+    "kda-100": RuleCase(100, gate="channel"),
+    "kda-256-512": RuleCase(256, gate="channel", values=512),
     "kda-128-bounded": RuleCase(gate="channel", raw=True, lower_bound=-5.0),
 }
-SCANS = {name: CHUNKS[name] for name in ("gdn-64", "gdn-128", "gdn-256", "gdn-64-float32", "simple-gla-128", "kda-128")}
+SCANS = {
+    name: CHUNKS[name]
+    for name in (
+        "gdn-64", "gdn-128", "gdn-256", "gdn-100", "gdn-256-512", "gdn-64-float32", "simple-gla-128", "kda-128",
+        "kda-100", "kda-256-512",
+    )
+}  # fmt: skip
 SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # of these, sequences in segments
 
 
@@ -196,7 +207,8 @@ def launches(target: str) -> Iterator[Launch]:
     """What a call keeps (``disable_recompute``), and what it then does not compute again, at one width."""
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in CHUNKS.items():
-        yield Launch(name, partial(call_chunks, case))
+        if case.width <= widest_key(problem_of(case)[0]._replace(needs_grad=True), chip):
+            yield Launch(name, partial(call_chunks, case))
     unaligned = {"gdn-128-unaligned": RuleCase(gap=1)} if takes_tma(chip) else {}
     for name, case in (SCANS | unaligned).items():
         p, _ = problem_of(case)

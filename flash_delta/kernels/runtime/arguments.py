@@ -86,9 +86,13 @@ def strides(t: Tensor) -> tuple[Any, ...]:
     The unit decides how wide loads are. With usual heads it is 16, whatever T. It makes no more compilations than
     strides do, for Triton compiles for their remainders by 16.
     """
+    return *t.stride(), tl.constexpr(unit(t))
+
+
+def unit(t: Tensor) -> int:
+    """What the strides of a tensor's heads, and its address, are multiples of, in numbers: a power of 2, up to 16."""
     *rows, channel = t.stride()
-    unit = gcd(*rows, 16) if channel == 1 and t.data_ptr() % 16 == 0 else 1
-    return *rows, channel, tl.constexpr(unit)
+    return gcd(*rows, 16) if channel == 1 and t.data_ptr() % 16 == 0 else 1
 
 
 def batch(t: Tensor | None) -> int:

@@ -44,7 +44,7 @@ from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.tiles import plan_segments, widest_float32
+from flash_delta.kernels.triton.tiles import plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
@@ -70,7 +70,7 @@ def unsupported(problem: Problem) -> str | None:
             return reason
     if problem.keep_states:
         return "it does not return the states of chunks"
-    widest = WIDEST_KEY if problem.dtype != torch.float32 else widest_float32(chip_of(problem.device))
+    widest = widest_key(problem, chip_of(problem.device))
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):
         limits = f"K has to be from {NARROWEST} to {widest} and V from {NARROWEST} to {WIDEST_VALUE}"
         return f"in {problem.dtype} {limits}, they are {problem.K} and {problem.V}"

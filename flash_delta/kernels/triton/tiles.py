@@ -25,10 +25,21 @@ class Segments(NamedTuple):
     scan: Tile  # of the scan that walks them
 
 
+SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")  # chips with 99 KB of shared memory for a program
+
+
 def widest_float32(chip: Chip) -> int:
     """The widest heads in float32 whose tiles fit: at 128 the gradients of keys take 152 KB of shared memory (sm_90a),
     and 216 KB where the erase keys are tensors of their own (Comba)."""
     return 128 if chip.target == "interpreter" or family(chip.target) in ("sm_90", "gfx942") else 64
+
+
+def widest_key(p: Problem, chip: Chip) -> int:
+    """The widest K whose tiles fit. Of 256 channels of keys and of erase keys (Comba), gradients take 120 KB of shared
+    memory, which these chips do not have."""
+    if p.dtype == torch.float32:
+        return widest_float32(chip)
+    return 128 if p.erase == "undecayed" and p.needs_grad and chip.target in SMALL else 256
 
 
 # Of heads up to 64, up to 128 and up to 256 wide (the wider of K and V).

@@ -154,9 +154,41 @@ def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION
 
 
 @triton.jit
-def state_product(state, rows, factor, PRECISION: tl.constexpr):
-    """``state^T rows^T``, every column times its factor."""
-    return tl.dot(tl.trans(state), tl.trans(rows), input_precision=PRECISION) * factor[None, :]
+def read_state(
+    state, do, do_strides, dU, at, stop, I, column, reads, erases,
+    K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What half I reads and erases in the state before the chunk: its products with dO and dU~, ``[W, 32]``."""
+    x, y = tl.zeros([W, 32], tl.float32), tl.zeros([W, 32], tl.float32)
+    for w in range(0, V, BV):
+        s = tl.trans(load_block(state, w, column, V, pitch(K), BV, W))
+        dO = load_tile(do, do_strides, at, stop, w, V, 32, BV)
+        x = tl.dot(s, tl.trans(dO), x, input_precision=PRECISION)
+        y = tl.dot(s, tl.trans(load_block(dU, 32 * I, w, C, pitch(V), 32, BV)), y, input_precision=PRECISION)
+    return x * reads[None, :], y * erases[None, :]
+
+
+@triton.jit
+def write_state(
+    dstate, U, I, column, writes,
+    K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What half I writes into the state after the chunk: the product of its gradient with U, ``[W, 32]``."""
+    x = tl.zeros([W, 32], tl.float32)
+    for w in range(0, V, BV):
+        d = tl.trans(load_block(dstate, w, column, V, pitch(K), BV, W))
+        x = tl.dot(d, tl.trans(load_block(U, 32 * I, w, C, pitch(V), 32, BV)), x, input_precision=PRECISION)
+    return x * writes[None, :]
+
+
+@triton.jit
+def state_sums(state, dstate, column, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Of every channel S0 . dS1, [W]."""
+    x = tl.zeros([W], tl.float32)
+    for w in range(0, V, BV):
+        s, d = load_block(state, w, column, V, pitch(K), BV, W), load_block(dstate, w, column, V, pitch(K), BV, W)
+        x += tl.sum(s.to(tl.float32) * d.to(tl.float32), 0)
+    return x
 
 
 @triton.jit
@@ -178,26 +210,26 @@ def load_scores(dPD, taken, I, J, C: tl.constexpr):
 
 @triton.jit
 def half_chunk(
-    q, k, dO, lam, U, s0, ds1, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, c, I,
+    q, k, read, erased, dstate, U, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, column, I,
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
 
-    ``ke``, ``written``: the earlier half's keys, decayed up to its end, and what its columns get from after that;
-    ``past``: its decay; ``rest``: what is carried by all gates of this half. Up to the later half's end ``written``
-    and ``rest`` are decayed there: it comes first, and adds what its rows say to columns of the earlier one and read in
-    the state.
+    ``read``, ``erased``: what `read_state` found. ``ke``, ``written``: the earlier half's keys, decayed up to its end,
+    and what its columns get from after that; ``past``: its decay; ``rest``: what is carried by all gates of this half.
+    Up to the later half's end ``written`` and ``rest`` are decayed there: it comes first, and adds what its rows say to
+    columns of the earlier one and read in the state.
     """
     r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    c = column + tl.arange(0, W)
     ty: tl.constexpr = k.dtype
     zero = tl.zeros(q.shape, tl.float32)
-    reads, erases, writes = token_factors(norms, b, scale, I, C, NORM)
     gates = in_parts(g, PARTS)
     dP, dL = load_scores(dPD, taken, I, I, C)
     own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # no gate is between
     e = decay(gates, r <= t, PARTS)
-    zq, zk = e * state_product(s0, dO, reads, PRECISION), e * state_product(s0, lam, erases, PRECISION)
+    zq, zk = e * read, e * erased
     if I == 1:
         future = tl.exp2(tl.sum(g, 1))
         written, rest, through = written * future[:, None], rest * future, through * future
@@ -207,12 +239,12 @@ def half_chunk(
     if I == 1:
         rest = through + tl.sum(tl.where(t == 0, dg, 0.0), 1)
         dP_next, dL_next = load_scores(dPD, taken, 1, 0, C)
-        u = load_block(U, 32, 0, C, pitch(V), 32, BV)
         written = to_columns(written, (q * e).to(ty), (k * e).to(ty), dP_next, dL_next, PRECISION)
         aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
         aq, ap = e * aq, e * ap
         zq, zk, dg = zq + aq, zk + ap, add_sums(dg, q * aq + k * ap, r <= t, PARTS)
-        back = state_product(ds1, u, writes, PRECISION)
+        writes = token_factors(norms, b, scale, 1, C, NORM)[2]
+        back = write_state(dstate, U, 1, column, writes, K, W, C, V, BV, PRECISION)
     dg += here[:, None]
     back *= decay(gates, r > t, PARTS)
     dg = add_sums(dg, k * back, r > t, PARTS)
@@ -234,8 +266,8 @@ def halved_gradients(
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP, BLOCKS)
-    part = tl.program_id(0) % BLOCKS
-    o, c = tl.arange(0, 32), part * W + tl.arange(0, W)
+    column = tl.program_id(0) % BLOCKS * W
+    o, c = tl.arange(0, 32), column + tl.arange(0, W)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # what e^-76 gets wrong is nothing
     head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
@@ -244,7 +276,7 @@ def halved_gradients(
     if ty == tl.bfloat16 and tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:
         return
     if empty:
-        store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, part * W, K, C, W)
+        store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, column, K, C, W)
         store_sums(dA_log, ddt_bias, sums, 0.0, 0.0, c < K, HAS_A, HAS_BIAS)
         return
     q, k = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
@@ -255,28 +287,31 @@ def halved_gradients(
     b = vectors + head * 4 * C + 2 * C
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
-    # the earlier half first: its decay, and what it writes into the state
     state = head * whole_rows(V) * pitch(K)
-    s0 = load_block(states + state, 0, part * W, V, pitch(K), BV, W)
-    ds1 = load_block(dstates + state, 0, part * W, V, pitch(K), BV, W)
-    kk, u = load_channels(k, k_strides, token, stop, c, K, W), load_block(U, 0, 0, C, VP, 32, BV)
+    states, dstates = states + state, dstates + state
+    # the earlier half first: its decay, and what it writes into the state
+    kk = load_channels(k, k_strides, token, stop, c, K, W)
     raw = (g, A_log, dt_bias, lower_bound)
     gi = load_gates(raw, g_strides, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
     past = tl.exp2(tl.sum(gi, 1))
-    through = past * tl.sum(s0.to(tl.float32) * ds1.to(tl.float32), 0)
+    through = past * state_sums(states, dstates, column, K, W, V, BV)
     e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
-    written = state_product(ds1, u, token_factors(norms, b, scale, 0, C, NORM)[2], PRECISION)
+    writes = token_factors(norms, b, scale, 0, C, NORM)[2]
+    written = write_state(dstates, U, 0, column, writes, K, W, C, V, BV, PRECISION)
     rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
     dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
     for step in range(2):  # not unrolled: instructions have a cache, too
         I = 1 - step
         at = token + 32 * I
         qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
-        dO, lam = load_tile(do, do_strides, at, stop, 0, V, 32, BV), load_block(dU, 32 * I, 0, C, VP, 32, BV)
+        reads, erases, _ = token_factors(norms, b, scale, I, C, NORM)
+        read, erased = read_state(
+            states, do, do_strides, dU, at, stop, I, column, reads, erases, K, W, C, V, BV, PRECISION
+        )  # fmt: skip
         gi = load_gates(raw, g_strides, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
         d, written, rest = half_chunk(
-            qq, kk, dO, lam, U, s0, ds1, gi, norms, b, dPD, taken, ke, written, past, through, rest,
-            scale, dq, dk, c, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
+            qq, kk, read, erased, dstates, U, gi, norms, b, dPD, taken, ke, written, past, through, rest,
+            scale, dq, dk, column, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
         )  # fmt: skip
         a, decays, live, rate, bias = load_gates(  # again: fewer registers
             raw, g_strides, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
@@ -302,11 +337,11 @@ def run_halved_gradients(
     that are left to it."""
     p, x = c.p, c.x
     chosen = t or tile("halved_gradients", p, c.shape.chip)
-    W = min(chosen.BV, block(p.K))  # channels of one program, and all value columns
+    W = min(chosen.BV, block(p.K))  # channels of one program; values come in blocks
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
         s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
     )  # fmt: skip
     scalars = p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do)
     grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
-    launch_rule(c, halved_gradients, pointers, grid, chosen, *scalars, W=W, BV=block(p.V), follows=True)
+    launch_rule(c, halved_gradients, pointers, grid, chosen, *scalars, W=W, BV=min(128, block(p.V)), follows=True)

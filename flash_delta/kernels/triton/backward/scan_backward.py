@@ -101,8 +101,7 @@ def scan_backward(
         x = load_tile(Xs, k_matrix, at, rows, 0, KP, C, BK, TMA)
         qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
         s = dS.to(ty)
-        row_of_state = j * (HV * ROWS)
-        store_tile(dSs, k_matrix, s, row_of_state + w, row_of_state + ROWS, 0, KP, BV, BK, TMA)
+        store_tile(dSs, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
         if CHANNEL:
             lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * e_p[None, :]
             lam = tl.dot(dO, y, lam, input_precision=PRECISION).to(ty)

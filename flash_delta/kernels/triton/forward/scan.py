@@ -129,11 +129,10 @@ def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 @triton.jit
 def walk(
     z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
-    initial_strides, final_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, POOL: tl.constexpr,
-    SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
-    GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    initial_strides, final_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr,
+    INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of sequence n, or of segment z in it, the tokens from ``start`` to ``stop``, whose chunks begin in ``slot``."""
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
@@ -143,8 +142,7 @@ def walk(
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
     ROWS: tl.constexpr = whole_rows(V)
-    hv, w = tl.program_id(1), tl.program_id(0) * BV
-    h = hv // (HV // H)
+    h, hv, w = tl.program_id(1) // (HV // H), tl.program_id(1), tl.program_id(0) * BV
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = v.dtype.element_ty
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
@@ -176,8 +174,7 @@ def walk(
         q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
-    # At 128 value columns a third stage of all tiles takes 14 KB too much; so P comes in registers, too: 258 us for 303
-    # (docs/notes; with narrower tiles that is slower).
+    # A third stage of all tiles does not fit with 128 value columns; P comes in registers: 258 us for 303 (docs/notes).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
         qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
@@ -221,8 +218,7 @@ def walk(
             R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, GIVEN_TMA)).to(tl.float32)  # [BV, C]
             s = S.to(ty)
             if SAVE:
-                row_of_state = j * (HV * ROWS)
-                store_tile(Ss, k_matrix, s, row_of_state + w, row_of_state + ROWS, 0, KP, BV, BK, TMA)
+                store_tile(Ss, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
             if ERASE:
                 pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
                 E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]

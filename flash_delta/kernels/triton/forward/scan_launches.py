@@ -1,11 +1,12 @@
 """Which launches of `scan` walk the sequences of a call."""
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
-from flash_delta.kernels.runtime.arguments import columns, fits_tma, short
+from flash_delta.kernels.runtime.arguments import columns, fits_tma, short, unit
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches, prompts_at_most
@@ -48,7 +49,7 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
     channel, most = p.gate == "channel", 0
     for w in walks("scan", p, chip, every=False):
-        if w.tile.tma:
+        if w.tile.tma and wide((x.v, *outside(p, x))):
             # X, Y, A to solve for U; v, o; what reads, what erases. Y comes in registers where the kernel says AHEAD.
             given, keys = fits_tma(p, x.v, *outside(p, x)), 1 + (p.erase is not None)
             count = 2 + 2 * given + keys * (given or channel)
@@ -59,8 +60,17 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
 
 
 def copies(c: Call, t: Tile, *values: Tensor) -> dict[str, bool]:
-    """Whether the copy engine moves what lies in the workspace, and what the caller laid out: keys and ``values``."""
-    return {"TMA": t.tma, "GIVEN_TMA": t.tma and fits_tma(c.p, *values, *outside(c.p, c.x))}
+    """Whether the copy engine moves what lies in the workspace, and what the caller laid out: keys and ``values``.
+
+    Beside rows that are loaded number by number it moves nothing: these take the registers that it needs.
+    """
+    given = (*values, *outside(c.p, c.x))
+    return {"TMA": t.tma and wide(given), "GIVEN_TMA": t.tma and fits_tma(c.p, *given)}
+
+
+def wide(given: Iterable[Tensor]) -> bool:
+    """Whether 8 bytes of 16-bit rows can be loaded at once."""
+    return all(unit(t) >= 4 for t in given)
 
 
 def walked(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
