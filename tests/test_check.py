@@ -10,7 +10,7 @@ from flash_delta.bench import Peer, PeerAnswer
 from flash_delta.bench.judging import Answer
 from flash_delta.cli import checking
 from flash_delta.cli.app import app
-from flash_delta.testing import CASES, MEMBERS
+from flash_delta.testing import CASES, MEMBERS, make_inputs
 from flash_delta.testing.matrix import STRESS, Cell, Judge, Stress
 from flash_delta.testing.workload import Workload
 
@@ -90,6 +90,15 @@ def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
     assert columns[3] == ("3e-03", "2e-03", "4e-03")
     assert columns[5] == ("9e-03!", "", "")
     assert not answer.right
+
+
+def test_every_case_comes_with_other_widths(judge, tmp_path):
+    path = tmp_path / "check.json"
+    assert run("--widths", "--json", path).exit_code == 0
+    asked = {line["case"] for line in json.loads(path.read_text())["cases"] if line["op"] == "kda"}
+    assert asked == {f"{case.name} {K}x{V}" for case in CASES for K, V in ((60, 100), (24, 512))}
+    case = next(case for case in CASES if case.name == "packed").at_widths(24, 512)
+    assert make_inputs(case, MEMBERS["gdn"], torch.float32)["v"].shape == (1, 205, 4, 512)
 
 
 def test_an_unknown_case_is_refused():

@@ -12,15 +12,18 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import flash_delta
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
+from flash_delta.compiler.targets import TARGETS
+from flash_delta.kernels import require_triton
 from flash_delta.kernels.runtime import launch
-from flash_delta.kernels.runtime.arguments import fits_tma
-from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.arguments import fits_tma, strides
+from flash_delta.kernels.runtime.calls import Call, make_call
+from flash_delta.kernels.runtime.chip import COMPILED, Chip, Tile, family
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
 from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.forward import factor, scan, solve
-from flash_delta.kernels.triton.tiles import widest_float32
+from flash_delta.kernels.triton.forward.scan_launches import copies
+from flash_delta.kernels.triton.tiles import widest_float32, widest_key
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -166,6 +169,66 @@ def test_float32_heads_that_fit_no_tile_are_known():
     assert [widest_float32(Chip(target, 1)) for target in ("sm_90", "gfx942", "sm_80", "sm_100")] == [128, 128, 64, 64]
 
 
+def test_comba_heads_that_fit_no_tile_are_known():
+    """Its gradients of 256 channels take more shared memory than some chips have."""
+    p = problem_of(RuleCase(256, erase="undecayed"))[0]._replace(needs_grad=True)
+    assert [widest_key(p, Chip(target, 1)) for target in ("sm_80", "sm_89", "sm_90", "sm_120")] == [256, 128, 256, 128]
+    assert widest_key(p._replace(needs_grad=False), Chip("sm_89", 1)) == 256
+
+
+def test_what_was_compiled_is_what_the_gate_compiles():
+    assert set(COMPILED) == {target.removesuffix("a") for target in TARGETS}
+
+
+@pytest.mark.parametrize(("target", "like"), [("sm_75", "sm_80"), ("sm_130", "sm_80"), ("gfx1201", "gfx942")])
+def test_a_new_chip_takes_careful_tiles_and_is_named(target, like, monkeypatch):
+    assert family(target) == like
+    monkeypatch.setattr(backend, "chip_of", lambda device: Chip(target, 8))
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
+    assert f"{target} is new to these kernels, which take their tiles for {like}" in backend.remark(p)
+    monkeypatch.setattr(backend, "chip_of", lambda device: Chip(like, 8))
+    assert "is new" not in (backend.remark(p) or "")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("3.5.1", "is needed"), ("3.6.0", None), ("3.9.2", None), ("4.0.0", "tested")]
+)
+def test_the_version_of_triton_is_looked_at(version, said, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    look = require_triton.__wrapped__
+    if said is None:
+        look()
+    else:
+        with pytest.raises((ModuleNotFoundError, RuntimeWarning), match=said):
+            look()
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "copied"),
+    [
+        (RuleCase(), 16, (True, True)),
+        (RuleCase(100), 4, (True, False)),
+        (RuleCase(60, gate="channel"), 4, (True, False)),
+        (RuleCase(gap=1), 1, (False, False)),
+    ],
+    ids=["128", "100", "60", "gaps"],
+)
+def test_what_is_known_of_strides(case, number, copied):
+    """The unit that loads are as wide as, and what the copy engine moves: the workspace, what the caller laid out."""
+    p, x = problem_of(case)
+    assert strides(x.v)[4].value == number
+    c = Call(p, x, (), None, direct=False)
+    assert tuple(copies(c, Tile(4, 2, 64, tma=True), x.v).values()) == copied
+
+
+def test_rows_of_the_workspace_are_whole_units():
+    p, _ = problem_of(RuleCase(100, values=60))
+    factors, residual = Workspace(p, Factors, Residual).views()
+    assert factors.X.shape[2:] == (64, 104)
+    assert residual.states.shape[2:] == (64, 104)
+    assert residual.R.shape[2:] == (64, 64)
+
+
 def test_inference_keeps_no_state_per_chunk():
     """Nothing of chunks x K x V, and no chunk's values: a chunk leaves C (K + 2 C + 8) numbers a head in memory."""
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
@@ -208,7 +271,7 @@ def test_one_tensor_that_comes_as_q_and_as_k_is_two_pointers(monkeypatch):
 
 @pytest.mark.parametrize(("K", "V", "fits"), [(64, 64, True), (60, 64, False), (64, 60, False)])
 def test_the_copy_engine_takes_rows_of_whole_16_bytes(K, V, fits):
-    """Rows in the workspace lie side by side, so both widths count, even where a caller's own rows have gaps."""
+    """The output's rows lie side by side, so widths count, even where a caller's own rows have gaps."""
     p, x = problem_of(RuleCase(64, gate="channel"))
     assert fits_tma(p._replace(K=K, V=V), x.v) == fits
 

@@ -99,7 +99,7 @@ def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
 
 def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
     """Every kind of the groups that the chart has, with its name."""
-    for group in (g for g in groups if g.group in NAMES):
+    for group in _drawn(groups):
         kinds = speed_ups(group)
         for kind in kinds:
             yield group, kind, NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else "")
@@ -125,9 +125,13 @@ def in_words(groups: Sequence[Group]) -> str:
     return "; ".join(said)
 
 
+def _drawn(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if group.group in NAMES]
+
+
 def chart(groups: Sequence[Group], scheme: str) -> str:
-    """All groups of one machine as an SVG drawing, for a light or a dark page."""
-    y, blocks = TOP, []
+    """The groups of one machine that have names here, as an SVG drawing, for a light or a dark page."""
+    groups, y, blocks = _drawn(groups), TOP, []
     for name, peers in named_speed_ups(groups).items():
         lines = [_line(peer, found, y + LINE * i) for i, (peer, found) in enumerate(peers.items())]
         blocks.append((name, lines))

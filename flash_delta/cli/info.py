@@ -20,9 +20,12 @@ def info() -> None:
 
 def _versions() -> Table:
     import flash_delta
+    from flash_delta.kernels import TRITON
 
+    oldest, newest = (".".join(map(str, version)) for version in TRITON)
     rows = [("flash_delta", flash_delta.__version__), ("python", platform.python_version())]
-    rows += [(package, _version(package)) for package in ("torch", "triton", "transformers")]
+    rows += [("torch", _version("torch")), ("triton", f"{_version('triton')}; tested: {oldest} to {newest}")]
+    rows += [("transformers", _version("transformers"))]
     return Table(("installed", "version"), rows)
 
 

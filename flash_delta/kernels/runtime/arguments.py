@@ -119,7 +119,7 @@ def table(t: Tensor | None) -> tuple[int, int]:
 
 
 def fits_tma(p: Problem, *tensors: Tensor) -> bool:
-    """Whether descriptors can describe the heads of these tensors, and rows of K and of V numbers without gaps."""
+    """Whether descriptors can describe the heads of these tensors, and of the output, whose rows have no gaps."""
     described = (
         t.element_size() == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
         for t in tensors

@@ -51,8 +51,21 @@ def precision(dtype: torch.dtype, chip: Chip) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+COMPILED = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")  # see compiler/targets.py
+
+
+def unknown(chip: Chip) -> str | None:
+    """What to say of a chip that no kernel was ever compiled for; None of the others."""
+    if chip.target in (*COMPILED, "interpreter"):
+        return None
+    return f"{chip.target} is new to these kernels, which take their tiles for {family(chip.target)}"
+
+
 def family(target: str) -> str:
-    """The chip of the tables that ``target`` is most like: by its matrix instructions, and by its shared memory."""
+    """The chip of the tables that ``target`` is most like: by its matrix instructions, and by its shared memory.
+
+    An unknown one gets the tiles that need the least: those for ``sm_80`` fit into 99 KB, those for ``gfx942`` into 64.
+    """
     if target.startswith("gfx"):
         return "gfx942"
     return {"sm_90": "sm_90", "sm_100": "sm_100", "sm_103": "sm_100"}.get(target, "sm_80")  # consumer chips, too

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import block, every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma
+from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP
 from flash_delta.kernels.runtime.launch import remember, replayed, run
 from flash_delta.kernels.runtime.workspace import (
@@ -85,13 +85,13 @@ def preference(problem: Problem) -> tuple[int, str | None]:
 def remark(p: Problem) -> str | None:
     """What sizes and chip decide."""
     chip = chip_of(p.device)
-    split, said = None if p.recurrent else plan_segments(p, chip), []
+    split, said = None if p.recurrent else plan_segments(p, chip), [unknown(chip) or ""]
     if split is not None:
         number = triton.cdiv(p.T, split.length)
         said.append(f"it walks sequences in segments of {split.length} tokens, up to {number} of them side by side")
     if takes_tma(chip) and not p.recurrent and p.dtype != torch.float32 and (p.K % 8 or p.V % 8):
         said.append("rows that are no multiples of 16 bytes are loaded without the copy engine, which is slower")
-    return "; ".join(said) or None
+    return "; ".join(filter(None, said)) or None
 
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
