@@ -198,9 +198,11 @@ def test_old_and_idle_names(x):
     expected = flash_delta.chunk_gated_delta_rule(**gdn)
     turned = gdn | {"initial_state": x["initial_state"].mT, "transpose_state_layout": True}
     for op in (ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule):
-        o, state = op(**turned)
+        with pytest.warns(DeprecationWarning, match="state_v_first"):
+            o, state = op(**turned)
         assert_close((o, state.mT), expected)
-    o, state = ops.fused_recurrent_simple_gla(**take(turned, "beta"))
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        o, state = ops.fused_recurrent_simple_gla(**take(turned, "beta"))
     assert_close((o, state.mT), flash_delta.chunk_simple_gla(**take(gdn, "beta")))
     idle = ops.chunk_gated_delta_rule(**gdn, chunk_indices=torch.zeros(3, 2, dtype=torch.long), chunk_size=64)
     assert_close(idle, expected, 0)

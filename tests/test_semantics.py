@@ -147,7 +147,9 @@ def test_state_layouts_are_transposes_of_each_other(name):
     assert torch.equal(o, o2)
     assert torch.equal(state, state2.mT)
     old_name = {n: t for n, t in v_first.items() if n != "state_v_first"} | {"transpose_state_layout": True}
-    assert torch.equal(MEMBERS[name].op(**old_name)[1], state2)
+    with pytest.warns(DeprecationWarning, match="is the old name of state_v_first") as said:
+        assert torch.equal(MEMBERS[name].op(**old_name)[1], state2)
+    assert [warning.filename for warning in said] == [__file__]
 
 
 def test_equal_channels_are_the_scalar_gate():

@@ -20,11 +20,10 @@ def info() -> None:
 
 def _versions() -> Table:
     import flash_delta
-    from flash_delta.kernels import TRITON
+    from flash_delta.compiler.targets import tested_tritons
 
-    oldest, newest = (".".join(map(str, version)) for version in TRITON)
     rows = [("flash_delta", flash_delta.__version__), ("python", platform.python_version())]
-    rows += [("torch", _version("torch")), ("triton", f"{_version('triton')}; tested: {oldest} to {newest}")]
+    rows += [("torch", _version("torch")), ("triton", f"{_version('triton')}; tested: {tested_tritons()}")]
     rows += [("transformers", _version("transformers"))]
     return Table(("installed", "version"), rows)
 

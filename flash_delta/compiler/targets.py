@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_delta.kernels import TRITON
+
 
 class Target(NamedTuple):
     backend: str  # Triton's
@@ -31,3 +33,8 @@ def target_of(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}" + ("a" if major == 9 else "")
+
+
+def tested_tritons() -> str:
+    """The versions under which kernels are compiled and tested."""
+    return " to ".join(".".join(map(str, version)) for version in TRITON)

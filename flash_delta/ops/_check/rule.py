@@ -1,5 +1,6 @@
 """The door: every argument of every op is checked here, once, and what passes is a :class:`Problem`."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -115,6 +116,9 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
         return state_v_first
     if state_v_first:
         refuse(op, "transpose_state_layout", "None with state_v_first=True, its new name", transpose_state_layout)
+    if not torch.compiler.is_compiling():
+        said = f"{op}: transpose_state_layout is the old name of state_v_first"
+        warnings.warn(said, DeprecationWarning, stacklevel=3)
     return as_bool(op, "transpose_state_layout", transpose_state_layout)
 
 
