@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
@@ -99,7 +100,7 @@ def compiled(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> An
 
 def type_of(value: Any) -> Any:
     match value:
-        case None:
+        case None | tl.constexpr():
             return "constexpr"
         case bool():
             return "i1"

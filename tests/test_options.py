@@ -201,6 +201,7 @@ def test_what_is_no_such_number_is_refused(name, call, option, types):
             call(**{option: None})
 
 
+@pytest.mark.filterwarnings("ignore:.* is the old name of state_v_first:DeprecationWarning")
 @pytest.mark.parametrize(("name", "call", "option", "types"), FLAGS, ids=ids(FLAGS))
 def test_flags(name, call, option, types, problems):
     for value in (False, np.False_, 0):

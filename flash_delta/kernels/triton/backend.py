@@ -70,7 +70,8 @@ def unsupported(problem: Problem) -> str | None:
             return reason
     if problem.keep_states:
         return "it does not return the states of chunks"
-    widest = widest_key(problem, chip_of(problem.device))
+    by_chip = problem.dtype == torch.float32 or problem.erase == "undecayed"
+    widest = widest_key(problem, chip_of(problem.device)) if by_chip else WIDEST_KEY
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):
         limits = f"K has to be from {NARROWEST} to {widest} and V from {NARROWEST} to {WIDEST_VALUE}"
         return f"in {problem.dtype} {limits}, they are {problem.K} and {problem.V}"
