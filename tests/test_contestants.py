@@ -112,6 +112,7 @@ def test_what_runs_on_a_cpu(name):
             assert ("packed" if name == "transformers" else "GPU") in reason
 
 
+WIDTHS = {"gdn-widths", "kda-widths"}
 HOPPER = {  # the groups of rows that each runs on such a GPU
     "flash_delta": {
         "gdn-prefill",
@@ -123,8 +124,19 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "kda-decode",
         "serving",
         "layer",
+        *WIDTHS,
     },
-    "fla": {"gdn-prefill", "gdn-long", "gdn-training", "kda-forward", "kda-training", "decode", "kda-decode", "layer"},
+    "fla": {
+        "gdn-prefill",
+        "gdn-long",
+        "gdn-training",
+        "kda-forward",
+        "kda-training",
+        "decode",
+        "kda-decode",
+        "layer",
+        *WIDTHS,
+    },
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-training"},
     "flashinfer": {"gdn-prefill", "gdn-long", "decode"},
     "cudnn": {"kda-forward", "kda-training"},
@@ -137,8 +149,10 @@ def test_what_runs_on_hopper(name, monkeypatch):
     unsupported, device = load(name).unsupported, torch.device("cuda")
     for workload in WORKLOADS:
         reason = unsupported(workload, device)
-        if workload.disable_recompute and name in ("fla", "flash_qla"):
+        if workload.disable_recompute and workload.member == "gdn" and name in ("fla", "flash_qla"):
             assert reason == NO_CHOICE
+        elif workload.group in WIDTHS and name not in ("flash_delta", "fla"):
+            assert workload.K == 128 or isinstance(reason, str)
         elif workload.group in HOPPER[name]:
             assert reason is None
             small = unsupported(replace(workload, K=64), device)
