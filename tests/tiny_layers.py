@@ -2,7 +2,14 @@
 
 import torch
 
-from flash_delta.layers import Attention, GatedDeltaNet, KimiDeltaAttention
+from flash_delta.layers import (
+    Attention,
+    Comba,
+    DeltaNet,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    SimpleGatedLinearAttention,
+)
 
 D = 12
 HEADS = {"hidden_size": D, "head_dim": 4, "num_heads": 2}
@@ -13,6 +20,28 @@ DELTA_LAYERS = {
     "gdn-stepped": lambda: GatedDeltaNet(**HEADS, mode="fused_recurrent"),
     "kda": lambda: KimiDeltaAttention(**HEADS),
     "kda-bounded": lambda: KimiDeltaAttention(**HEADS, num_v_heads=4, expand_v=2, lower_bound=-5.0, safe_gate=True),
+    "delta": lambda: DeltaNet(hidden_size=D, num_heads=2),
+    "delta-bare": lambda: DeltaNet(
+        "fused_recurrent",
+        hidden_size=D,
+        expand_k=2 / 3,
+        expand_v=2,
+        num_heads=2,
+        use_beta=False,
+        use_gate=True,
+        use_short_conv=False,
+        allow_neg_eigval=True,
+        qk_activation="elu",
+        qk_norm="sum",
+    ),
+    "comba": lambda: Comba(**HEADS),
+    "comba-grouped": lambda: Comba(
+        **HEADS, num_v_heads=4, conv_bias=True, use_output_gate=False, use_inner_decay=False, correction_factor=0.02
+    ),
+    "gla": lambda: SimpleGatedLinearAttention(hidden_size=D, num_heads=2),
+    "gla-grouped": lambda: SimpleGatedLinearAttention(
+        hidden_size=D, num_heads=4, num_kv_heads=2, feature_map="sqrelu", conv_bias=True, gate_fn="gelu"
+    ),
 }
 LAYERS = {**DELTA_LAYERS, "attention": lambda: Attention(hidden_size=D, num_heads=4, num_kv_heads=2, head_dim=6)}
 

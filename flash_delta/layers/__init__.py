@@ -1,8 +1,20 @@
-"""Token mixers as `nn.Module`s: Gated DeltaNet, Kimi Delta Attention, and softmax attention for hybrids."""
+"""Token mixers as `nn.Module`s: one for each member of the family, and softmax attention for hybrids."""
 
 from flash_delta.layers.attention import Attention
+from flash_delta.layers.comba import Comba
+from flash_delta.layers.delta_net import DeltaNet
 from flash_delta.layers.gated_delta_net import GatedDeltaNet
 from flash_delta.layers.kimi_delta_attention import KimiDeltaAttention
+from flash_delta.layers.simple_gla import SimpleGatedLinearAttention
 from flash_delta.layers.state import AttentionState, MixerState
 
-__all__ = ["Attention", "AttentionState", "GatedDeltaNet", "KimiDeltaAttention", "MixerState"]
+__all__ = [
+    "Attention",
+    "AttentionState",
+    "Comba",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "MixerState",
+    "SimpleGatedLinearAttention",
+]

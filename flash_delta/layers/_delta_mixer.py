@@ -1,84 +1,27 @@
-"""The part that Gated DeltaNet and Kimi Delta Attention share: everything but the gate, the output norm and the op."""
+"""The parts that mixers with a gated delta rule share: l2-normalised q and k, a write strength, a decay by A_log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from flash_delta.layers._gate import GateMarks
-from flash_delta.layers.documents import forget_at_starts, read_documents
-from flash_delta.layers.packing import Packing, check_width
-from flash_delta.layers.state import MixerState
-from flash_delta.modules import ShortConvolution
-from flash_delta.ops._check.options import as_bool, as_float, as_size
-from flash_delta.parallel import ContextParallel
-
-# Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as
-# much as 16 steps of a small GDN layer at batch 1, and more steps the larger the layer and the batch.
-RECURRENT_TOKENS = 16
+from flash_delta.layers._gate import initial_dt_bias
+from flash_delta.layers._mixer import Mixer
+from flash_delta.ops import fused_gdn_gate
+from flash_delta.ops._check.options import as_float, as_size
 
 
-class DeltaMixer(GateMarks):
-    """Projections, short convolutions, packing and state around a gated delta rule:
+class DeltaMixer(Mixer):
+    """A mixer whose op makes its gates by itself:
 
-        q, k, v = silu(conv(proj(x)))     o = delta_rule(q, k, v, raw_gate(x), b_proj(x))     y = o_proj(norm(o, x))
+        o = delta_rule(q, k, v, raw_gate(x), b_proj(x))
 
-    with l2-normalised q and k and beta = sigmoid(b_proj(x)). A subclass names its gate, norm and ops, and adds
-    `A_log` and `dt_bias`. Names and shapes of the parameters are fla's, so that its checkpoints load.
+    with l2-normalised q and k and beta = sigmoid(b_proj(x)). A subclass names its gate.
     """
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        expand_v: float,
-        head_dim: int,
-        num_heads: int,
-        num_v_heads: int | None,
-        mode: str,
-        use_short_conv: bool,
-        allow_neg_eigval: bool,
-        conv_size: int,
-        conv_bias: bool,
-        layer_idx: int | None,
-        backend: str | None,
-    ) -> None:
-        super().__init__()
-        layer = type(self).__name__
-        hidden_size = as_size(layer, "hidden_size", hidden_size)
-        num_heads, head_dim = as_size(layer, "num_heads", num_heads), as_size(layer, "head_dim", head_dim)
-        num_v_heads = num_heads if num_v_heads is None else as_size(layer, "num_v_heads", num_v_heads)
-        expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
-        use_short_conv = as_bool(layer, "use_short_conv", use_short_conv)
-        conv_size, conv_bias = as_size(layer, "conv_size", conv_size), as_bool(layer, "conv_bias", conv_bias)
-        if num_v_heads % num_heads != 0:
-            raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
-        if not (head_dim * expand_v).is_integer():
-            raise ValueError(f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}")
-        if mode not in ("chunk", "fused_recurrent"):
-            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
-        self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
-        self.head_k_dim, self.head_v_dim = head_dim, int(head_dim * expand_v)
-        self.mode = mode
-        self.use_short_conv = use_short_conv
-        self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
-        self.layer_idx = layer_idx
-        self.backend = backend
-
-        key_dim, value_dim = num_heads * self.head_k_dim, num_v_heads * self.head_v_dim
-        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, value_dim, bias=False)
-        self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
-        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, backend=backend)
-            self.k_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, backend=backend)
-            self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias, backend=backend)
+    allow_neg_eigval = False
 
     def _add_gate(self) -> None:
         self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
@@ -95,148 +38,58 @@ class DeltaMixer(GateMarks):
         """What the op makes of the raw gate, in nats."""
         raise NotImplementedError
 
-    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
-        """o [B, T, HV, V], x [B, T, D] -> normalised (and gated) o."""
-        raise NotImplementedError
+    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+        return {"g": self._raw_gate(x), "beta": self.b_proj(x)}
 
-    def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """The token-by-token or the chunkwise op."""
-        raise NotImplementedError
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        state: MixerState | None = None,
-        cu_seqlens: Tensor | None = None,
-        cp_context: ContextParallel | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Mix the tokens of each sequence.
-
-        Args:
-            hidden_states: [B, T, D].
-            attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; zeros are
-                padding, on either side. A token's output does not depend on padding; padding's own output is 0.
-            state: where to start from and where to leave the end; None starts from zeros and keeps nothing.
-            cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
-                attention_mask. Tokens after the last boundary give 0.
-            cp_context: the split of one packed row over many ranks, of which hidden_states are this rank's tokens and
-                the state's rows this rank's sequences; excludes attention_mask and cu_seqlens, and needs mode "chunk".
-            position_ids: [B, T] or [1, T]: a 0 after another token starts a document, and nothing crosses from the one
-                before. Not read beside cu_seqlens or cp_context, which say where documents start at less cost. With a
-                state a row is one document: there a restart is refused on a CPU, and not seen on a GPU.
-
-        Returns:
-            [B, T, D] in hidden_states' dtype.
-
-        Raises:
-            ValueError: if a shape or dtype is not as above, or arguments that exclude each other are given.
-        """
-        if cp_context is not None:
-            if self.mode != "chunk":
-                got = type(cp_context).__name__
-                raise ValueError(f"cp_context: expected None in a layer with mode {self.mode!r}, got a {got}")
-            cp_context.check(hidden_states, attention_mask, cu_seqlens)
-            cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
-        packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
-        check_width(hidden_states, self.hidden_size)
-        seq_idx = read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state)
-        seq_idx = seq_idx if seq_idx is None else packing.pack(seq_idx[..., None])[..., 0]
-        x = packing.pack(hidden_states)
-        past = MixerState() if state is None else state
-        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context, seq_idx)
-        options = self.options() | {"initial_state": past.recurrent, "output_final_state": state is not None}
-        if seq_idx is not None:  # no raw gate can say -inf: a bounded one has none, and of others the gradient is NaN
-            tokens["g"] = forget_at_starts(self._log_decay(tokens["g"]), seq_idx)
-            options |= {"use_gate_in_kernel": False} | dict.fromkeys(self.gate_options())
-        if cp_context is not None:
-            o, recurrent = self._op(recurrent=False)(**tokens, **options, cp_context=cp_context)
-        else:
-            op = self._op(recurrent=self._steps_through(hidden_states.shape[1]))
-            o, recurrent = op(**tokens, **options, cu_seqlens=packing.cu_seqlens)
-        if state is not None:
-            state.conv, state.recurrent = conv, recurrent
-        return packing.unpack(self.output(o, x))
-
-    # What comes before the op and after it, for engines that keep the states themselves (flash_delta.ops.serving).
-
-    def tokens(
-        self,
-        x: Tensor,
-        conv: tuple[Tensor, Tensor, Tensor] | None = None,
-        keep_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        cp_context: ContextParallel | None = None,
-        seq_idx: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-        """What the op reads of the tokens.
-
-        Args:
-            x: the layer's input [B, T, D].
-            conv: the convolutions' states [N, D, W] to start from, as in `MixerState`; None means zeros.
-            keep_state: whether to return the states after the last token.
-            cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
-            cp_context: the split of which these are one rank's sequences; cu_seqlens are its own.
-            seq_idx: numbers of the tokens' documents [B, T], for the convolutions; see `documents.py`.
-
-        Returns:
-            The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
-            [B, T, HV], raw as `options` tells the op; and the convolutions' states or None.
-        """
-        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        halo = None
-        if cp_context is not None and self.use_short_conv:
-            halo = cp_context.halo(projected, conv, self.q_conv1d.kernel_size)
-        g, beta = self._raw_gate(x), self.b_proj(x)  # while the halo is under way
-        if halo is not None:
-            projected, conv = halo.wait()
-        (q, k, v), conv = self._convolve(projected, conv, keep_state, cu_seqlens, seq_idx)
-        return {
-            "q": q.unflatten(-1, (self.num_heads, self.head_k_dim)),
-            "k": k.unflatten(-1, (self.num_heads, self.head_k_dim)),
-            "v": v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            "g": g,
-            "beta": beta,
-        }, conv
+    def _separate(
+        self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        # No raw gate can say -inf: a bounded one has none, and of others the gradient is NaN.
+        options = options | {"use_gate_in_kernel": False} | dict.fromkeys(self.gate_options())
+        return super()._separate(tokens | {"g": self._log_decay(tokens["g"])}, options, seq_idx)
 
     def options(self) -> dict[str, Any]:
-        """The op's arguments that are the layer's and not the tokens', by name: any op of the layer's member, the
-        serving ops included, is called with them."""
-        return {
-            "use_qk_l2norm_in_kernel": True,
-            "use_gate_in_kernel": True,
-            "use_beta_sigmoid_in_kernel": True,
-            "allow_neg_eigval": self.allow_neg_eigval,
-            "backend": self.backend,
-        } | self.gate_options()
+        return (
+            super().options()
+            | {
+                "use_qk_l2norm_in_kernel": True,
+                "use_gate_in_kernel": True,
+                "use_beta_sigmoid_in_kernel": True,
+                "allow_neg_eigval": self.allow_neg_eigval,
+            }
+            | self.gate_options()
+        )
 
     def gate_options(self) -> dict[str, Any]:
         """Those of `options` that make log decays of the raw gate."""
         return {"A_log": self.A_log, "dt_bias": self.dt_bias}
 
-    def output(self, o: Tensor, x: Tensor) -> Tensor:
-        """The layer's output [B, T, D] from the op's o [B, T, HV, V] and the layer's input x [B, T, D]."""
-        return self.o_proj(self._normalize(o, x).flatten(-2))
 
-    def _steps_through(self, T: int) -> bool:
-        return self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not torch.is_grad_enabled())
+class ScalarGateMixer(DeltaMixer):
+    """A mixer whose state decays by one number per head and token: -exp(A_log) * softplus(a_proj(x) + dt_bias) nats."""
 
-    def _convolve(
-        self,
-        projected: tuple[Tensor, Tensor, Tensor],
-        past: tuple[Tensor, Tensor, Tensor] | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-        seq_idx: Tensor | None,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-        """q, k, v before -> after their convolutions, and the convolutions' states if they are kept."""
-        if not self.use_short_conv:
-            return tuple(F.silu(y) for y in projected), None
-        convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        results = [
-            convolution(y, initial_state, keep_state, cu_seqlens, seq_idx)
-            for convolution, y, initial_state in zip(convolutions, projected, past or (None,) * 3, strict=True)
-        ]
-        outputs, states = zip(*results, strict=True)
-        return outputs, states if keep_state else None
+    def _add_gate(self) -> None:
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        super()._add_gate()
+
+    def initial_gate(self) -> tuple[Tensor, Tensor]:
+        """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""
+        # log(0) would never recover, and uniform_ may draw an exact 0.
+        A = torch.empty(self.num_v_heads).uniform_(0, 16).clamp(min=1e-4)
+        return A.log(), initial_dt_bias(self.num_v_heads)
+
+    def _raw_gate(self, x: Tensor) -> Tensor:
+        return self.a_proj(x)  # [B, T, HV]
+
+    def _log_decay(self, raw: Tensor) -> Tensor:
+        dtype = torch.promote_types(raw.dtype, torch.float32)
+        return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype)
+
+
+def head_widths(layer: str, head_dim: int, expand_v: float) -> dict[str, int]:
+    """Key and value width of a head, of which the second is ``expand_v`` times the first."""
+    head_dim = as_size(layer, "head_dim", head_dim)
+    expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
+    if not (head_dim * expand_v).is_integer():
+        raise ValueError(f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}")
+    return {"head_k_dim": head_dim, "head_v_dim": int(head_dim * expand_v)}

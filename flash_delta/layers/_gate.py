@@ -16,10 +16,12 @@ def initial_dt_bias(size: int) -> Tensor:
 
 
 class GateMarks(nn.Module):
-    """Its A_log and dt_bias carry ``_no_weight_decay``, for training code that was written for fla or Mamba.
+    """Parameters that carry ``_no_weight_decay``, for training code that was written for fla or Mamba.
 
     copy.deepcopy and from_pretrained make new parameters, without the marks of the old ones: so each new one is marked.
     """
+
+    unregularized = frozenset({"A_log", "dt_bias"})
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -30,5 +32,5 @@ class GateMarks(nn.Module):
         self._mark_gate()
 
     def _mark_gate(self) -> None:
-        for name in {"A_log", "dt_bias"} & self._parameters.keys():
+        for name in self.unregularized & self._parameters.keys():
             self._parameters[name]._no_weight_decay = True

@@ -37,7 +37,8 @@ def number_documents(position_ids: Tensor, attention_mask: Tensor | None = None)
 def forget_at_starts(g: Tensor, seq_idx: Tensor) -> Tensor:
     """Log decays [B, T, HV] or [B, T, HV, K], and -inf where a document starts: the state decays to exactly 0 there.
 
-    That separates wherever the erase reads the decayed state: Gated DeltaNet and KDA, and not Comba.
+    That separates wherever the erase reads the decayed state. Comba's reads the state before: there the erase key of a
+    document's first token has to be 0, too.
     """
     first = starts(seq_idx)
     return g.masked_fill(first.view(*first.shape, *[1] * (g.dim() - 2)), -torch.inf)

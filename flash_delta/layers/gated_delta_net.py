@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flash_delta.layers._delta_mixer import DeltaMixer
-from flash_delta.layers._gate import initial_dt_bias
-from flash_delta.modules import GatedRMSNorm, RMSNorm
-from flash_delta.ops import chunk_gated_delta_rule, fused_gdn_gate, fused_recurrent_gated_delta_rule
+from flash_delta.layers._delta_mixer import ScalarGateMixer, head_widths
+from flash_delta.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops._check.options import as_bool
 
 
-class GatedDeltaNet(DeltaMixer):
+class GatedDeltaNet(ScalarGateMixer):
     """Gated DeltaNet (arXiv:2412.06464): a delta rule whose state decays by one number per head and token.
 
     Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t))::
@@ -73,44 +70,22 @@ class GatedDeltaNet(DeltaMixer):
         output_gate_activation: str = "swish",
         backend: str | None = None,
     ) -> None:
+        layer = type(self).__name__
         super().__init__(
             hidden_size=hidden_size,
-            expand_v=expand_v,
-            head_dim=head_dim,
             num_heads=num_heads,
             num_v_heads=num_v_heads,
+            **head_widths(layer, head_dim, expand_v),
             mode=mode,
             use_short_conv=use_short_conv,
-            allow_neg_eigval=allow_neg_eigval,
             conv_size=conv_size,
             conv_bias=conv_bias,
             layer_idx=layer_idx,
             backend=backend,
         )
-        self.use_gate = as_bool(type(self).__name__, "use_gate", use_gate)
-        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
         self._add_gate()
-        if self.use_gate:
-            self.g_proj = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
-            self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, output_gate_activation, backend)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps, backend)
-
-    def initial_gate(self) -> tuple[Tensor, Tensor]:
-        """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""
-        # log(0) would never recover, and uniform_ may draw an exact 0.
-        A = torch.empty(self.num_v_heads).uniform_(0, 16).clamp(min=1e-4)
-        return A.log(), initial_dt_bias(self.num_v_heads)
-
-    def _raw_gate(self, x: Tensor) -> Tensor:
-        return self.a_proj(x)  # [B, T, HV]
-
-    def _log_decay(self, raw: Tensor) -> Tensor:
-        dtype = torch.promote_types(raw.dtype, torch.float32)
-        return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype)
-
-    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o, self.g_proj(x).view_as(o)) if self.use_gate else self.o_norm(o)
+        self._add_norm(as_bool(layer, "use_gate", use_gate), norm_eps, output_gate_activation)
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule

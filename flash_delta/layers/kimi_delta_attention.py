@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flash_delta.layers._delta_mixer import DeltaMixer
+from flash_delta.layers._delta_mixer import DeltaMixer, head_widths
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.modules import GatedRMSNorm
 from flash_delta.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
@@ -77,21 +77,20 @@ class KimiDeltaAttention(DeltaMixer):
         norm_eps: float = 1e-5,
         backend: str | None = None,
     ) -> None:
+        layer = type(self).__name__
         super().__init__(
             hidden_size=hidden_size,
-            expand_v=expand_v,
-            head_dim=head_dim,
             num_heads=num_heads,
             num_v_heads=num_v_heads,
+            **head_widths(layer, head_dim, expand_v),
             mode=mode,
             use_short_conv=use_short_conv,
-            allow_neg_eigval=allow_neg_eigval,
             conv_size=conv_size,
             conv_bias=conv_bias,
             layer_idx=layer_idx,
             backend=backend,
         )
-        layer = type(self).__name__
+        self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
         lower_bound = None if lower_bound is None else as_lower_bound(layer, lower_bound)
         safe_gate = as_bool(layer, "safe_gate", safe_gate)
         if safe_gate and lower_bound is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flash_delta.ops._check.options import as_eps, as_size
+from flash_delta.ops._check.options import as_bool, as_eps, as_size
 from flash_delta.ops._modules import Normalized, normalize
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -66,6 +66,7 @@ class RMSNorm(nn.Module):
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
         backend: as in :func:`rms_norm`. Default None.
+        elementwise_affine: whether the weight is trained and saved; else it is ones. Default True.
 
     Raises:
         ValueError: if hidden_size is below 1 or eps below 0, or they are no numbers.
@@ -78,11 +79,18 @@ class RMSNorm(nn.Module):
         torch.Size([2, 100, 64])
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, backend: str | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, backend: str | None = None, elementwise_affine: bool = True
+    ) -> None:
         super().__init__()
         op = type(self).__name__
         self.eps, self.backend = as_eps(op, "eps", eps), backend
-        self.weight = nn.Parameter(torch.empty(as_size(op, "hidden_size", hidden_size)))
+        self.elementwise_affine = as_bool(op, "elementwise_affine", elementwise_affine)
+        weight = torch.empty(as_size(op, "hidden_size", hidden_size))
+        if self.elementwise_affine:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,6 +113,7 @@ class GatedRMSNorm(RMSNorm):
         eps: added to the mean square. Default 1e-5.
         activation: "silu" ("swish" is the same) or "sigmoid". Default "silu".
         backend: as in :func:`rms_norm`. Default None.
+        elementwise_affine: as in :class:`RMSNorm`. Default True.
 
     Raises:
         ValueError: if the activation is none of these; and as :class:`RMSNorm`.
@@ -118,9 +127,14 @@ class GatedRMSNorm(RMSNorm):
     """
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-5, activation: str = "silu", backend: str | None = None
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        activation: str = "silu",
+        backend: str | None = None,
+        elementwise_affine: bool = True,
     ) -> None:
-        super().__init__(hidden_size, eps, backend)
+        super().__init__(hidden_size, eps, backend, elementwise_affine)
         _check_activation(type(self).__name__, activation)
         self.activation = activation
 

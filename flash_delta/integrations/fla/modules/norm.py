@@ -21,8 +21,8 @@ class RMSNorm(modules.RMSNorm):
     ) -> None:
         if bias:
             refuse("RMSNorm", "bias", "False (add it to the result)", bias)
-        super().__init__(hidden_size, eps)
-        _place(self, elementwise_affine, device, dtype)
+        super().__init__(hidden_size, eps, elementwise_affine=elementwise_affine)
+        _place(self, device, dtype)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
@@ -45,8 +45,8 @@ class FusedRMSNormGated(modules.GatedRMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, eps, activation)
-        _place(self, elementwise_affine, device, dtype)
+        super().__init__(hidden_size, eps, activation, elementwise_affine=elementwise_affine)
+        _place(self, device, dtype)
 
     def forward(
         self,
@@ -62,12 +62,8 @@ class FusedRMSNormGated(modules.GatedRMSNorm):
         return (y, kept) if prenorm else y
 
 
-def _place(norm: modules.RMSNorm, affine: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-    if not affine:  # ones that are neither trained nor saved
-        weight = norm.weight.detach()
-        del norm.weight
-        norm.register_buffer("weight", weight, persistent=False)
-    norm.hidden_size, norm.elementwise_affine = norm.weight.shape[0], affine
+def _place(norm: modules.RMSNorm, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    norm.hidden_size = norm.weight.shape[0]
     norm.register_parameter("bias", None)  # code for fla looks whether there is one
     norm.to(device=device, dtype=dtype)
 
