@@ -464,12 +464,14 @@ def test_what_is_absent(tmp_path):
     (tmp_path / "layers" / "kda.py").write_text(
         "class KimiDeltaAttention:\n    def __init__(self, hidden_size, novel): ..."
     )
-    (tmp_path / "layers" / "comba.py").write_text("class Comba: ...")
+    (tmp_path / "layers" / "comba.py").write_text("class Novel: ...")
+    (tmp_path / "ops" / "comba").mkdir()
+    (tmp_path / "ops" / "comba" / "novel.py").write_text("def comba_of_another_kind(q): ...")
     assert list(absent(tmp_path)) == [
-        ".ops.kda.chunk: chunk_kda(novel)",
-        ".ops.kda.chunk: chunk_again",
-        ".layers.comba: Comba",
-        ".layers.kda: KimiDeltaAttention(novel)",
+        (".ops.comba.novel", ["comba_of_another_kind"]),
+        (".ops.kda.chunk", ["chunk_kda(novel)", "chunk_again"]),
+        (".layers.comba", ["Novel"]),
+        (".layers.kda", ["KimiDeltaAttention(novel)"]),
     ]
 
 

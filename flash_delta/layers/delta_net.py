@@ -109,7 +109,7 @@ class DeltaNet(Mixer):
             q, k = map(ACTIVATIONS[self.qk_activation], (q, k))
         heads = super()._heads(q, k, v)
         if self.qk_norm == "sum":
-            heads |= {name: F.normalize(heads[name], p=1, dim=-1, eps=1e-6) for name in ("q", "k")}
+            heads |= {name: sum_norm(heads[name]) for name in ("q", "k")}
         return heads
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
@@ -131,6 +131,11 @@ class DeltaNet(Mixer):
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return partial(_delta_rule, recurrent)
+
+
+def sum_norm(x: Tensor) -> Tensor:
+    """x divided by the sum of its absolute values over the last axis, or by 1e-6 if that is more."""
+    return F.normalize(x, p=1, dim=-1, eps=1e-6)
 
 
 def _delta_rule(recurrent: bool, beta: Tensor, g: Tensor | None = None, **rest: Any) -> tuple[Tensor, Tensor | None]:

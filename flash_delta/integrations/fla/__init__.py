@@ -16,6 +16,12 @@ Example:
     (torch.Size([2, 50, 64]), torch.Size([2, 50, 64]), torch.Size([2, 50, 2, 32]))
 """
 
-from flash_delta.integrations.fla.layers import GatedDeltaNet, KimiDeltaAttention
+from flash_delta.integrations.fla.layers import (
+    Comba,
+    DeltaNet,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    SimpleGatedLinearAttention,
+)
 
-__all__ = ["GatedDeltaNet", "KimiDeltaAttention"]
+__all__ = ["Comba", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "SimpleGatedLinearAttention"]

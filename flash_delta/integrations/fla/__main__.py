@@ -20,32 +20,33 @@ FAMILY = {
 INSIDE = ("backends", "cp", "utils", "wy_fast")  # parts of paths that only fla itself imports
 
 
-def absent(root: Path) -> Iterator[str]:
-    """What the fla in ``root`` has for this library's members: modules, names in modules, and arguments of names."""
+def absent(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Of what the fla in ``root`` has for this library's members, by module: names, or arguments of a name."""
     for room, members in FAMILY.items():
         for member in members:
             paths = sorted((root / room / member).rglob("*.py")) or [root / room / f"{member}.py"]
             for path in paths:
                 parts = path.relative_to(root).with_suffix("").parts
                 if path.exists() and path.stem != "__init__" and not set(INSIDE) & {*parts}:
-                    yield from _absent_of("." + ".".join(parts), _public(ast.parse(path.read_text())))
+                    module = "." + ".".join(parts)
+                    names = list(_absent_of(module, _public(ast.parse(path.read_text()))))
+                    if names:
+                        yield module, names
 
 
 def _absent_of(module: str, theirs: dict[str, list[str]]) -> Iterator[str]:
     try:
         ours = vars(import_module(HERE + module))
     except ModuleNotFoundError:
-        if theirs:
-            yield f"{module}: {', '.join(theirs)}"
-        return
+        ours = {}
     for name, arguments in theirs.items():
         if name not in ours:
-            yield f"{module}: {name}"
+            yield name
             continue
         known = signature(ours[name]).parameters
         missing = [argument for argument in arguments if argument not in known]
         if missing:
-            yield f"{module}: {name}({', '.join(missing)})"
+            yield f"{name}({', '.join(missing)})"
 
 
 def _public(tree: ast.Module) -> dict[str, list[str]]:
@@ -73,8 +74,11 @@ def main() -> int:
     if spec is None or not spec.submodule_search_locations:
         print("expected an installed fla to compare with: pip install flash-linear-attention", file=sys.stderr)
         return 2
-    lines = list(absent(Path(spec.submodule_search_locations[0])))
-    print("\n".join(lines), f"{len(lines)} absent", sep="\n")
+    count = 0
+    for module, names in absent(Path(spec.submodule_search_locations[0])):
+        print(f"{module}: {', '.join(names)}")
+        count += len(names)
+    print(f"{count} names are absent")
     return 0
 
 

@@ -13,9 +13,11 @@ from flash_delta.ops._check.options import refuse
 class FlaForward:
     """Stands before a layer of :mod:`flash_delta.layers` and gives it the forward of fla's layers."""
 
+    state_v_first = True  # of the states in a cache: [N, HV, V, K]
+
     def options(self) -> dict[str, Any]:
-        """The op's arguments; fla's layers keep their states as [N, HV, V, K]."""
-        return super().options() | {"state_v_first": True}
+        """The op's arguments."""
+        return super().options() | {"state_v_first": self.state_v_first}
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """fla.modules: what the layers need around their ops."""
 
 from flash_delta.integrations.fla.modules.causal_conv1d import ShortConvolution
-from flash_delta.integrations.fla.modules.norm import FusedRMSNormGated, RMSNorm
+from flash_delta.integrations.fla.modules.norm import FusedRMSNormGated, L2Norm, RMSNorm
 
-__all__ = ["FusedRMSNormGated", "RMSNorm", "ShortConvolution"]
+__all__ = ["FusedRMSNormGated", "L2Norm", "RMSNorm", "ShortConvolution"]

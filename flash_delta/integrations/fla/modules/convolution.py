@@ -1,5 +1,10 @@
 """fla.modules.convolution, the older path of fla.modules.causal_conv1d."""
 
-from flash_delta.integrations.fla.modules.causal_conv1d import ShortConvolution, causal_conv1d, causal_conv1d_update
+from flash_delta.integrations.fla.modules.causal_conv1d import (
+    ShortConvolution,
+    causal_conv1d,
+    causal_conv1d_update,
+    causal_conv1d_update_states,
+)
 
-__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update"]
+__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_conv1d_update_states"]

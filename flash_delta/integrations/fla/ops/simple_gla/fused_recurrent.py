@@ -4,6 +4,7 @@ from torch import Tensor
 
 from flash_delta.ops import chunk_simple_gla
 from flash_delta.ops._check.options import refuse
+from flash_delta.ops._check.rule import state_layout
 
 __all__ = ["fused_recurrent_simple_gla"]
 
@@ -24,8 +25,9 @@ def fused_recurrent_simple_gla(
     transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`flash_delta.chunk_simple_gla`; ``reverse`` has to be False."""
+    op = "fused_recurrent_simple_gla"
     if reverse:
-        refuse("fused_recurrent_simple_gla", "reverse", "False (flip q, k, v and g along the tokens, then o)", reverse)
+        refuse(op, "reverse", "False (flip q, k, v and g along the tokens, then o)", reverse)
     return chunk_simple_gla(
         q,
         k,
@@ -35,7 +37,6 @@ def fused_recurrent_simple_gla(
         scale,
         initial_state,
         output_final_state,
-        state_v_first,
+        state_layout(op, state_v_first, transpose_state_layout),
         cu_seqlens,
-        transpose_state_layout=transpose_state_layout,
     )

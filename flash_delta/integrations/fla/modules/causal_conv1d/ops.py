@@ -1,12 +1,14 @@
-"""fla.modules.causal_conv1d: the short convolution."""
+"""fla.modules.causal_conv1d.ops: the short convolution."""
 
 import torch
 from torch import Tensor
 
 from flash_delta import modules
 from flash_delta.layers.packing import refuse_floats
-from flash_delta.ops._check.options import refuse
+from flash_delta.ops._check.options import as_size, refuse
 from flash_delta.ops._check.rule import check_shape, refuse_unless_none
+
+__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_conv1d_update_states"]
 
 BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
 
@@ -52,6 +54,20 @@ def causal_conv1d_update(
     rows = _flat(x, weight).reshape(-1, weight.shape[0])  # [N, D]
     y = modules.causal_conv1d_update(rows, cache, weight, bias, _silu(activation)).view(x.shape)
     return y if residual is None else y + residual, cache
+
+
+def causal_conv1d_update_states(
+    x: Tensor, state_len: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The last ``state_len`` inputs of each sequence, [N, D, state_len], oldest first, in x's dtype.
+
+    x is [B, T, D], or [T, D] with ``cu_seqlens``. A shorter sequence has the end of its ``initial_state`` before it, or
+    zeros. This is the final state of a convolution whose output nobody reads.
+    """
+    x = x[None] if cu_seqlens is not None and x.dim() == 2 else x
+    taps = x.new_zeros(x.shape[-1], as_size("causal_conv1d_update_states", "state_len", state_len))
+    _, state = modules.causal_conv1d(x, taps, None, None, initial_state, True, cu_seqlens)
+    return state
 
 
 class ShortConvolution(modules.ShortConvolution):
