@@ -24,7 +24,10 @@ LEGAL = {  # by the option's name: numbers that every call below takes, whole on
     "lower_bound": (-5, -0.5),
     "eps": (1, 1e-5),
     "norm_eps": (1, 1e-5),
+    "expand_k": (2, 0.5),
     "expand_v": (2, 0.5),
+    "correction_factor": (2, 0.5),
+    "gate_logit_normalizer": (2, 0.5),
     "rope_theta": (10, 10000.0),
     "chunk_size": (64, 16),
     "checkpoint_every": (64, 128),
@@ -76,7 +79,7 @@ def output_norm(**changes):
 
 
 def layer(cls, **changes):
-    heads = 2 if cls is layers.Attention else 1
+    heads = 2 if "num_kv_heads" in signature(cls).parameters else 1
     sizes = {"hidden_size": 8, "num_heads": heads, "head_dim": 4, "num_v_heads": 4, "lower_bound": -5.0}
     given = {name: value for name, value in sizes.items() if name in signature(cls).parameters} | changes
     made = cls(**given)
@@ -115,7 +118,7 @@ def callables():
         yield public, OTHERS.get(name) or (lambda op=public, **o: delta_rule(op, **o))
     for public in (*(getattr(modules, name) for name in modules.__all__), OutputNorm, Convolution):
         yield public, OTHERS[public.__name__]
-    for cls in (layers.GatedDeltaNet, layers.KimiDeltaAttention, layers.Attention):
+    for cls in (getattr(layers, name) for name in layers.__all__ if not name.endswith("State")):
         yield cls, lambda cls=cls, **o: layer(cls, **o)
 
 
