@@ -64,7 +64,13 @@ SPLITS = {
     ],
 }  # fmt: skip
 LAYERS = {
-    2: [LayerSplit("layer-even", "gdn", (40,), (20, 20)), LayerSplit("layer-bare", "gdn-bare", (9, 12), (15, 6))],
+    2: [
+        LayerSplit("layer-even", "gdn", (40,), (20, 20)),
+        LayerSplit("layer-bare", "gdn-bare", (9, 12), (15, 6)),
+        LayerSplit("layer-delta", "delta", (9, 12), (15, 6)),
+        LayerSplit("layer-comba", "comba", (9, 12), (15, 6)),
+        LayerSplit("layer-gla", "gla-grouped", (9, 12), (15, 6)),
+    ],
     4: [
         LayerSplit("layer-tiny", "gdn-grouped", (12,), (1, 0, 2, 9)),
         LayerSplit("layer-packed", "kda-bounded", (2, 0, 30, 1, 7), (1, 3, 28, 11)),
