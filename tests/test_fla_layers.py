@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from flash_delta import layers as own
 from flash_delta.integrations.fla import layers
+from flash_delta.integrations.fla.layers.delta_net import sum_norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d_update_states
 from flash_delta.integrations.fla.modules.layernorm import rms_norm
 from flash_delta.integrations.fla.modules.norm.fused_norm_gate import rms_norm_gated
@@ -342,6 +343,11 @@ def test_constructors_refuse(build, message):
 
 
 # Functions of fla beside the layers.
+
+
+def test_sum_norm():
+    x = torch.tensor([[3.0, -1.0], [1e-7, 0.0]])  # the second row's sum is less than the least divisor
+    assert_close(sum_norm(x), torch.tensor([[0.75, -0.25], [0.1, 0.0]]), 1e-6)
 
 
 def test_norm_functions():
