@@ -405,3 +405,16 @@ def test_naive_parallel_simple_gla_returns_its_weights():
     expected = torch.einsum("bthk,bshk->bhts", q, k) / 2 * decay
     assert_close(weights.double(), expected, 1e-5)
     assert_close(o.double(), torch.einsum("bhts,bshv->bthv", expected, v), 1e-5)
+
+
+def test_naive_functions_are_those_of_fla():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the missing GPU
+        theirs = pytest.importorskip("fla.ops.delta_rule.naive")
+        gla = pytest.importorskip("fla.ops.simple_gla.naive")
+    q, k, v = unit(random(3, 1, 2, 64, 4)).float()
+    beta = random(1, 2, 64).sigmoid().float()
+    for name in ("delta_rule_recurrence", "delta_rule_chunkwise"):
+        assert_close(getattr(delta_naive, name)(q, k, v, beta), getattr(theirs, name)(q, k, v, beta), 1e-4)
+    q, k, v, g = (y.transpose(1, 2) for y in (q, k, v, -beta))
+    assert_close(gla_naive.naive_parallel_simple_gla(q, k, v, g), gla.naive_parallel_simple_gla(q, k, v, g), 1e-4)
