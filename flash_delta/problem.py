@@ -69,7 +69,7 @@ class Problem(NamedTuple):
     checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
     plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
-    batch_invariant: Compiled[bool] = False  # prefill: no sequence changes a bit of another one's results
+    batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes a bit of another one's
 
     @property
     def state_shape(self) -> tuple[int, ...]:

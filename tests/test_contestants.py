@@ -117,6 +117,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
     "flash_delta": {
         "gdn-prefill",
         "gdn-long",
+        "gdn-mixed",
         "gdn-training",
         "kda-forward",
         "kda-training",
@@ -129,6 +130,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
     "fla": {
         "gdn-prefill",
         "gdn-long",
+        "gdn-mixed",
         "gdn-training",
         "kda-forward",
         "kda-training",
@@ -137,8 +139,8 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "layer",
         *WIDTHS,
     },
-    "flash_qla": {"gdn-prefill", "gdn-long", "gdn-training"},
-    "flashinfer": {"gdn-prefill", "gdn-long", "decode"},
+    "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
+    "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode"},
     "cudnn": {"kda-forward", "kda-training"},
 }
 
@@ -152,7 +154,9 @@ def test_what_runs_on_hopper(name, monkeypatch):
         if workload.disable_recompute and workload.member == "gdn" and name in ("fla", "flash_qla"):
             assert reason == NO_CHOICE
         elif workload.group in WIDTHS and name not in ("flash_delta", "fla"):
-            assert workload.K == 128 or isinstance(reason, str)
+            usual = {"flash_qla": ("forward", "training"), "flashinfer": ("forward",)}.get(name, ())
+            takes = (workload.member, workload.K) == ("gdn", 128) and workload.kind in usual
+            assert (reason is None) == takes
         elif workload.group in HOPPER[name]:
             assert reason is None
             small = unsupported(replace(workload, K=64), device)

@@ -80,6 +80,7 @@ def test_what_else_is_said_of_a_call(on_a_card):
     prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
     assert backend.remark(prompt) == "it walks sequences in segments of 2048 tokens, up to 16 of them side by side"
     assert backend.remark(prompt._replace(batch_invariant=True)) is None
+    assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
 
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "N": 2, "T": 0, "packed": False}, {"N": 0, "T": 5}])

@@ -142,7 +142,7 @@ def test_a_map_that_has_faded_is_left(on_cpu, width):
 def problem(T=32768, HV=8, N=1):
     x = make_inputs(Case("", "", B=1, T=4, lengths=(4,)), MEMBERS["gdn"], torch.bfloat16)
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="torch").problem
-    return p._replace(T=T, N=N, HV=HV, K=128, V=128, needs_grad=False)
+    return p._replace(T=T, N=N, HV=HV, K=128, V=128, needs_grad=False, lengths=None)
 
 
 H200 = 132

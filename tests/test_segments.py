@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_gradients_do_not_know_of_segments(monkeypatch):
 def problem(T=32768, HV=8, N=1, **changes):
     x = make_inputs(Case("", "", B=1, T=4, lengths=(4,)), MEMBERS["gdn"], torch.bfloat16)
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="torch").problem
-    return p._replace(T=T, N=N, HV=HV, K=128, V=128, needs_grad=False, **changes)
+    lengths = {"lengths": changes.pop("lengths", (T // N,) * N if N else ())}
+    return p._replace(T=T, N=N, HV=HV, K=128, V=128, needs_grad=False, **lengths, **changes)
 
 
 H200 = Chip("sm_90", 132)
@@ -107,7 +109,36 @@ def test_who_is_split():
         assert plan_segments(p, H200) is None
     assert plan_segments(problem(), Chip("sm_90", 8)) is None
     rows = problem(T=16384, N=2)._replace(packed=False, B=2)
-    assert plan_segments(rows, H200) == plan_segments(problem(N=2), H200)
+    assert plan_segments(rows, H200) == plan_segments(problem(T=16384 * 2, N=2, lengths=None), H200)
+
+
+def test_known_lengths_decide():
+    """A long sequence is split beside short ones as if it were alone, and equal ones as if nobody knew; without the
+    lengths, as if all were equal."""
+    for HV in (1, 8, 16, 64):
+        for longest, short in ((2**17, 31), (32768, 3), (8192, 20), (10001, 20)):
+            lengths = (64,) * short + (longest,)
+            mixed = problem(sum(lengths), HV, len(lengths), lengths=lengths)
+            alone, unknown = problem(longest, HV), problem(sum(lengths), HV, len(lengths), lengths=None)
+            found, wanted = plan_segments(mixed, H200), plan_segments(alone, H200)
+            assert (found is None) == (wanted is None)
+            assert found is None or abs(found.length - wanted.length) <= 0.05 * wanted.length
+            assert longest < 2**17 or plan_segments(unknown, H200) != wanted or wanted is None
+        equal = problem(4 * 16384, HV, 4, lengths=(16384,) * 4)
+        assert plan_segments(equal, H200) == plan_segments(equal._replace(lengths=None), H200)
+        for lengths in ((0, 0), (0,), (0, 1)):
+            assert plan_segments(problem(1, HV, len(lengths), lengths=lengths), H200) is None
+
+
+def test_lengths_that_change_with_every_batch_ask_for_few_plans():
+    """What is launched is remembered for every plan."""
+    random = Random(0)
+    plans = set()
+    for _ in range(1000):
+        longest = random.randrange(16384, 65536)
+        lengths = (longest, 65536 - longest)
+        plans.add(plan_segments(problem(65536, 8, 2, lengths=lengths), H200))
+    assert len(plans) < 64
 
 
 def test_what_is_split_was_compiled():
@@ -128,7 +159,7 @@ def test_what_is_never_split():
     """Where bits are promised, where states are saved, and what is there to be compared with."""
     for changes in (
         {"pool": torch.float32},
-        {"pool": torch.float32, "batch_invariant": True},
+        {"batch_invariant": True},
         {"needs_grad": True, "disable_recompute": True},
         {"dtype": torch.float32},
     ):

@@ -37,6 +37,7 @@ row take turns; a time of another run is marked.
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
     "gdn-long": "Gated DeltaNet, forward of one long sequence",
+    "gdn-mixed": "Gated DeltaNet, forward of one long sequence, alone and among short ones",
     "gdn-training": "Gated DeltaNet, forward and backward",
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
     "kda-training": "Kimi Delta Attention, forward and backward",

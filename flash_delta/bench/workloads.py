@@ -21,6 +21,13 @@ def _gdn_long() -> Iterator[Workload]:
             yield Workload("gdn-long", "forward", "gdn", H, HV, 1, T)
 
 
+def _gdn_mixed() -> Iterator[Workload]:
+    """One long sequence among short ones, and alone."""
+    for H, HV in ((2, 8), (4, 16), (16, 32)):
+        for lengths in ((131072,), (131072, *(64,) * 31)):
+            yield Workload("gdn-mixed", "forward", "gdn", H, HV, len(lengths), 131072, lengths=lengths)
+
+
 def _gdn_training() -> Iterator[Workload]:
     for H, HV, N, T in ((16, 32, 1, 8192), (16, 32, 1, 32768), (4, 8, 1, 8192), (4, 8, 1, 32768), (16, 32, 8, 1024)):
         yield Workload("gdn-training", "training", "gdn", H, HV, N, T, packed=N > 1, states=False)
@@ -39,8 +46,8 @@ def _kda() -> Iterator[Workload]:
 
 
 def _widths() -> Iterator[Workload]:
-    """Heads of other widths than 128, which is here to be compared with: 100 as in fla's tests, 256 and 512 as in its
-    default layers. Of KDA also a call that keeps all for the backward pass."""
+    """Heads of other widths beside those of 128: 100 as in fla's tests, 256 and 512 as in its default layers. Of KDA
+    also a call that keeps all for the backward pass."""
     common = {"packed": False, "states": False}
     for kind in ("forward", "training"):
         for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
@@ -99,7 +106,8 @@ def _cpu() -> Iterator[Workload]:
 
 
 WORKLOADS = (
-    *_gdn_prefill(), *_gdn_long(), *_gdn_training(), *_kda(), *_widths(), *_decode(), *_serving(), *_layer(), *_cpu()
+    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_widths(), *_decode(), *_serving(),
+    *_layer(), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

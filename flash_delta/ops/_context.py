@@ -48,6 +48,8 @@ def run_chunks(
         refuse(op, "cp_context", "a flash_delta.parallel.ContextParallel", type(context).__name__)
     for name, given in (("cu_seqlens", x.cu_seqlens), ("cu_seqlens_cpu", bounds)):
         refuse_unless_none(op, name, given, "cp_context has the bounds")
+    if as_bool(op, "batch_invariant", options["batch_invariant"]):
+        refuse(op, "batch_invariant", "False with cp_context: ranks split a sequence where others end", "True")
     check_shape(op, "q", x.q, 1, context.tokens, "H", "K")
     x = x._replace(cu_seqlens=context.cu_seqlens(x.q.device))
     problem = problem_of(x, options, context.bounds)

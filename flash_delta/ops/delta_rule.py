@@ -26,6 +26,7 @@ def chunk_delta_rule(
     state_v_first: bool = False,
     chunk_size: int = 64,
     disable_recompute: bool = False,
+    batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     cp_context: Context | None = None,
     head_first: bool = False,
@@ -74,6 +75,7 @@ def chunk_delta_rule(
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
+        "batch_invariant": batch_invariant,
     }
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend

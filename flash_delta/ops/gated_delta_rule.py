@@ -38,6 +38,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     disable_recompute: bool = False,
+    batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     head_first: bool = False,
     backend: str | None = None,
@@ -66,7 +67,8 @@ def chunk_gated_delta_rule(
             not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
             The host does not read bounds on a GPU. If they are wrong, results are undefined, but no kernel touches
             memory outside of the call's tensors.
-        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked.
+        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked. They also say
+            which sequences are worth splitting into segments; without them that is judged by the mean length.
         chunk_indices: ignored, since kernels find chunks from cu_seqlens. It is here so that calls written for fla run.
         cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
             row, and ``cu_seqlens`` stays None. Default None: one device.
@@ -76,6 +78,9 @@ def chunk_gated_delta_rule(
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
         disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
             Default False.
+        batch_invariant: other sequences change no bit of a sequence's outputs and gradients. (Those of A_log and
+            dt_bias are sums over all.) Long sequences on few heads then take longer, since they are not split into
+            segments. Default False.
         transpose_state_layout: an older name of ``state_v_first``.
         head_first: must be False. It is here because older calls of fla pass it.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
@@ -116,6 +121,7 @@ def chunk_gated_delta_rule(
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
+        "batch_invariant": batch_invariant,
     }
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend

@@ -38,6 +38,7 @@ def chunk_kda(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
@@ -74,7 +75,8 @@ def chunk_kda(
             not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
             The host does not read bounds on a GPU. If they are wrong, results are undefined, but no kernel touches
             memory outside of the call's tensors.
-        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked.
+        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked. They also say
+            which sequences are worth splitting into segments; without them that is judged by the mean length.
         cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
             row, and ``cu_seqlens`` stays None. Default None: one device.
         use_graph: ignored, since no launch depends on what cu_seqlens holds. It is here so that calls written for fla
@@ -83,6 +85,9 @@ def chunk_kda(
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
         dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
+        batch_invariant: other sequences change no bit of a sequence's outputs and gradients. (Those of A_log and
+            dt_bias are sums over all.) Long sequences on few heads then take longer, since they are not split into
+            segments. Default False.
         transpose_state_layout: an older name of ``state_v_first``.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
             names, or else the first that can run the call.
@@ -124,6 +129,7 @@ def chunk_kda(
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "keep_states": return_intermediate_states,
         "disable_recompute": disable_recompute,
+        "batch_invariant": batch_invariant,
     }
     if cp_context is not None:
         refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")

@@ -24,6 +24,7 @@ def chunk_simple_gla(
     *,
     chunk_size: int = 64,
     disable_recompute: bool = False,
+    batch_invariant: bool = False,
     transpose_state_layout: bool | None = None,
     cp_context: Context | None = None,
     head_first: bool = False,
@@ -43,8 +44,8 @@ def chunk_simple_gla(
         disable_recompute: save one state per chunk for the backward pass, which then does not compute them again.
 
     ``scale``, ``initial_state``, ``output_final_state``, ``state_v_first`` (older name ``transpose_state_layout``),
-    ``cu_seqlens``, ``cu_seqlens_cpu``, ``cp_context``, ``chunk_size``, ``head_first`` and ``backend`` are those of
-    :func:`flash_delta.chunk_gated_delta_rule`.
+    ``cu_seqlens``, ``cu_seqlens_cpu``, ``cp_context``, ``chunk_size``, ``batch_invariant``, ``head_first`` and
+    ``backend`` are those of :func:`flash_delta.chunk_gated_delta_rule`.
 
     Returns:
         ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
@@ -77,6 +78,7 @@ def chunk_simple_gla(
         "chunk_size": chunk_size,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute,
+        "batch_invariant": batch_invariant,
     }
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend

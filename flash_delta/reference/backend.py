@@ -1,7 +1,7 @@
 """The ``torch`` backend: every member, in plain PyTorch; whole sequences on any device, serving on the CPU."""
 
 from flash_delta.problem import Problem
-from flash_delta.reference.chunked import backward, forward
+from flash_delta.reference.alone import backward, forward
 from flash_delta.reference.decode import decode
 from flash_delta.reference.prefill import prefill
 from flash_delta.reference.step import step

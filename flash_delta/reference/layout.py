@@ -122,6 +122,9 @@ class Layout:
         return x.view(x.shape[0], -1, self.chunk_size, *x.shape[2:]).permute(1, 0, 3, 2, 4)
 
     def unpack_chunks(self, tiles: list[Tensor], B: int) -> Tensor:
-        """Per chunk ``[M, H, r, ...]`` of all segments to ``[B, chunks, HV, ...]``, sequence after sequence."""
+        """Per chunk ``[M, H, r, ...]`` of all segments to ``[B, chunks, HV, ...]``, sequence after sequence.
+
+        There is at least one tile, which may have no chunks.
+        """
         tile = torch.cat(tiles).flatten(1, 2)
         return torch.empty_like(tile).index_copy_(0, self.number, tile).unflatten(0, (B, -1))

@@ -90,13 +90,14 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    kind = (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
-    if replayed(known, kind, x, (o, final, *kept)):
+    kind, processors = (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute), chip_of(p.device).processors
+    length = split_length(p, processors)
+    if replayed(known, (*kind, length), x, (o, final, *kept)):
         return Outputs(o, final, kept)
-    rates, processors = new_rates(p), chip_of(p.device).processors
+    rates = new_rates(p)
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk = _new_walk(p, split_length(p, processors), A)
+    walk = _new_walk(p, length, A)
 
     def kernels(c: Call) -> None:
         w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
@@ -113,7 +114,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
         if x.initial_state is not None:
             given = given._replace(initial_state=x.initial_state.float().contiguous())
-        call = make_call(p, given, kind, known=known)
+        call = make_call(p, given, kind, known=known, name=(*kind, length))
         spare = (rates, *(t for t in (walk or ())[1:] if t is not A))
         run(call, kernels, o, final, *kept, spare=spare)
     remember(call, x)

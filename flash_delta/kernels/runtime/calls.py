@@ -15,6 +15,8 @@ from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, KnownCall, Normalized, NormProblem, Problem
 
+MOST = 64  # launches that a known call keeps: one for every plan of segments and every layout of a gradient
+
 
 @dataclass(slots=True)
 class Shape:
@@ -48,15 +50,17 @@ class Call(NamedTuple):
 
 
 def make_call(
-    p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None, outside: bool = False
+    p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None, name: tuple | None = None
 ) -> Call:
-    """``kind`` tells forward and backward apart. What is found is kept in ``known``; ``outside``: not all tensors are
-    those that it was made of, as in a backward pass."""
-    name = (kind, laid_out(*x, *more)) if outside else kind
+    """``kind`` tells forward and backward apart. What is found is kept in ``known`` by ``name``, which is the kind
+    unless more decides what is launched than the kind and what ``known`` was made of."""
+    name = kind if name is None else name
     shape = None if known is None else known.launches.get(name)
     if shape is None:
         shape = Shape(key_of(flags_of(p, kind), laid_out(*x, *more)), chip_of(p.device))
         if known is not None:
+            if len(known.launches) >= MOST:
+                del known.launches[next(iter(known.launches))]
             known.launches[name] = shape
     return Call(p, x, more, shape, _direct(p.device))
 

@@ -33,6 +33,21 @@ def fastest_split(chunks: int, limit: float, times: Callable[[int, int], Iterabl
     return fastest
 
 
-def chunks_of(p: Problem) -> int:
-    """Chunks of a sequence, as if all had one length."""
-    return -(-p.T // (C * (p.N if p.packed else 1)))
+def sequences_of(p: Problem) -> tuple[int, int]:
+    """How many sequences a plan counts with, and the chunks of each.
+
+    All have one length there. Where the host knows the lengths it is the longest one's, and there are as many as make
+    the same number of tokens: a long sequence beside short ones is split as if it were alone.
+    """
+    if not p.packed:
+        return p.N, -(-p.T // C)
+    if p.lengths is None:
+        return p.N, -(-p.T // (C * p.N))
+    longest = max(p.lengths, default=0)
+    return (round(sum(p.lengths) / longest), _coarse(-(-longest // C))) if longest else (p.N, 0)
+
+
+def _coarse(chunks: int) -> int:
+    """Up to 3 % more: what is launched is remembered for every plan, and lengths change with every batch."""
+    step = 1 << max(0, chunks.bit_length() - 6)
+    return -(-chunks // step) * step

@@ -18,7 +18,7 @@ from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import block, every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
-from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP
+from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP, laid_out
 from flash_delta.kernels.runtime.launch import remember, replayed, run
 from flash_delta.kernels.runtime.workspace import (
     Chain,
@@ -107,11 +107,11 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     saved = (for_backward(p),) if p.needs_grad else ()
     buffers = tuple(w.buffer for w in saved)
     kept = p.needs_grad and p.disable_recompute
-    kind = ("forward", kept)
-    if replayed(known, kind, x, (o, final, *buffers)):
+    kind, split = ("forward", kept), plan_segments(p, chip_of(p.device))
+    if replayed(known, (*kind, split), x, (o, final, *buffers)):
         return Outputs(o, final, buffers)
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
-    walk = new_segmented_scan(p, plan_segments(p, chip_of(p.device)))
+    walk = new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*saved, *handed), None)[:4]
@@ -121,7 +121,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         run_segmented_scan(c, channels, solved, factors, o, final, walk)
 
     with on(p.device):
-        call = make_call(p, with_flat_parameters(x), kind, known=known)
+        call = make_call(p, with_flat_parameters(x), kind, known=known, name=(*kind, split))
         spare = *(w.buffer for w in handed), *(walk or ())[1:]
         run(call, kernels, o, final, *buffers, spare=spare)
     remember(call, x)
@@ -170,7 +170,8 @@ def backward(
             run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with on(p.device):
-        call = make_call(p, x, ("backward", again, kept), do, dfinal, known=known, outside=True)
+        kind = "backward", again, kept
+        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, laid_out(*x, do, dfinal)))
         run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
     return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
 

@@ -12,7 +12,7 @@ import torch
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
-from flash_delta.kernels.runtime.segment_plan import ENDLESS, chunks_of, fastest_split, waves_us
+from flash_delta.kernels.runtime.segment_plan import ENDLESS, fastest_split, sequences_of, waves_us
 from flash_delta.problem import Problem
 
 
@@ -222,20 +222,20 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
 
 
 def plan_segments(p: Problem, chip: Chip) -> Segments | None:
-    """How long sequences are split, if that is faster. A function of sizes: as if all sequences had one length.
+    """How long sequences are split, if that is faster.
 
-    None where bits are promised that a split would change: on a pool, where a prompt continues from any multiple of 64
-    tokens as if it had not been cut (ops/serving/prefill.py). What writes states for the backward pass walks whole
-    sequences, too.
+    None where bits are promised that a split would change: with ``batch_invariant``, and on a pool, where a prompt
+    continues from any multiple of 64 tokens as if it had not been cut (ops/serving/prefill.py). What writes states for
+    the backward pass walks whole sequences, too.
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
-    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, p.N, chunks_of(p))
+    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p))
 
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
     """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
-    if p.pool is not None or (p.needs_grad and p.disable_recompute):
+    if p.pool is not None or p.batch_invariant or (p.needs_grad and p.disable_recompute):
         return None
     return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.runtime.segment_plan import ENDLESS, chunks_of, fastest_split, waves_us
+from flash_delta.kernels.runtime.segment_plan import ENDLESS, fastest_split, sequences_of, waves_us
 from flash_delta.problem import Problem
 
 SETUP = 8.0  # of a program until its first chunk, and after its last one
@@ -28,15 +28,16 @@ PACES = {64: SegmentPace({1: 1.45}, 0.95, 1.3, 0.7), 128: SegmentPace({1: 1.73, 
 
 
 def split_length(p: Problem, processors: int) -> int | None:
-    """Tokens of a segment; None where whole sequences are faster. A function of sizes: as if all had one length."""
+    """Tokens of a segment; None where whole sequences are faster."""
     if p.N == 0 or split_endless(p, processors) is None:
         return None
-    return _split(processors, p.N * p.HV, chunks_of(p), p.K)
+    sequences, chunks = sequences_of(p)
+    return _split(processors, sequences * p.HV, chunks, p.K)
 
 
 def split_endless(p: Problem, processors: int) -> int | None:
     """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
-    return _split(processors, p.HV, ENDLESS, p.K) if p.K in PACES else None
+    return None if p.batch_invariant or p.K not in PACES else _split(processors, p.HV, ENDLESS, p.K)
 
 
 def split_prompt(p: Problem, processors: int) -> int | None:
@@ -46,7 +47,7 @@ def split_prompt(p: Problem, processors: int) -> int | None:
 
 def may_split_prompt(p: Problem, processors: int) -> bool:
     """Whether prompts of some length are."""
-    return not (p.batch_invariant or p.checkpoint_every) and split_endless(p, processors) is not None
+    return not p.checkpoint_every and split_endless(p, processors) is not None
 
 
 @lru_cache(maxsize=1024)
