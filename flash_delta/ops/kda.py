@@ -79,7 +79,7 @@ def chunk_kda(
             which sequences are worth splitting into segments; without them that is judged by the mean length.
         cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
             row, and ``cu_seqlens`` stays None. Default None: one device.
-        use_graph: ignored, since no launch depends on what cu_seqlens holds. It is here so that calls written for fla
+        use_graph: ignored: a captured call is right whatever cu_seqlens holds. It is here so that calls written for fla
             run.
         max_num_seqs: None, or the number of sequences, which the shape of cu_seqlens says as well.
         A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
