@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime.driver import driver
 
+import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend, boxes, layouts
+from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward import loop, rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
 from flash_delta.kernels.runtime import cuda_driver, descriptors
@@ -21,6 +24,11 @@ from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _backend
 from flash_delta.problem import Inputs, Problem
+from flash_delta.reference import backend as torch_backend
+from flash_delta.testing import MEMBERS, make_inputs
+from flash_delta.testing.cases import CASES
+
+BY_NAME = {case.name: case for case in CASES}
 
 
 def problem(**changes) -> Problem:
@@ -51,7 +59,7 @@ def on_a_card(monkeypatch):
         ({"recurrent": True}, "chunk by chunk"),
         ({"pool": torch.float32}, None),
         ({"pool": torch.float16, "K": 64, "V": 64, "checkpoint_every": 64}, None),
-        ({"pool": torch.bfloat16, "K": 256, "V": 256}, "on a pool K and V have to be 64 or 128, they are 256"),
+        ({"pool": torch.bfloat16, "K": 256, "V": 256}, "on a pool K and V have to be 64 or 128, both; they are 256"),
         ({"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
         ({"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
         ({"gate": "channel"}, "one decay per value head"),
@@ -59,7 +67,14 @@ def on_a_card(monkeypatch):
         ({"erase": None}, "keys erase"),
         ({"keep_states": True}, "states of chunks"),
         ({"dtype": torch.float32}, "16 bits"),
-        ({"K": 64}, "have to be one of 64, 128, 256, both, they are 64 and 128"),
+        ({"K": 64}, None),
+        ({"K": 256, "V": 512}, None),
+        ({"V": 64}, "K has to be one of 64, 128, 256, and V a multiple of it up to 512; they are 128 and 64"),
+        ({"K": 32}, "K has to be one of 64, 128, 256"),
+        ({"V": 640}, "up to 512"),
+        ({"K": 64, "needs_grad": True}, None),
+        ({"K": 64, "needs_grad": True, "disable_recompute": True}, "K and V have to be the same"),
+        ({"K": 64, "pool": torch.float32}, "on a pool K and V have to be 64 or 128, both; they are 64 and 128"),
         ({"scale": -1.0}, "scale has to be positive, it is -1.0"),
     ],
 )
@@ -77,10 +92,30 @@ def test_what_else_is_said_of_a_call(on_a_card):
         "'triton'"
     )
     assert backend.remark(problem(T=32768, N=1, HV=8, K=256, V=256)) is None, "wide heads are not split"
+    columns = backend.remark(problem(T=32768, N=1, HV=4, V=256))
+    assert columns == (
+        "it walks every head's 256 values as 2 heads of 128; it walks sequences in segments of 2048 tokens, "
+        "up to 16 of them side by side"
+    )
     prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
     assert backend.remark(prompt) == "it walks sequences in segments of 2048 tokens, up to 16 of them side by side"
     assert backend.remark(prompt._replace(batch_invariant=True)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
+
+
+@pytest.mark.parametrize("name", ["packed", "in-kernel", "state-v-first", "no-initial-state"])
+@pytest.mark.parametrize("member", ["gdn", "delta-rule"])
+def test_columns_are_heads(member, name):
+    """By the torch backend, in float64."""
+    case = replace(BY_NAME[name], K=8, V=24)
+    x = make_inputs(case, MEMBERS[member], torch.float64)
+    p = flash_delta.explain(MEMBERS[member].op, **x).problem._replace(needs_grad=False)
+    tensors = {n: t.detach() for n, t in x.items() if n in Inputs._fields and torch.is_tensor(t)}
+    given = Inputs(**(dict.fromkeys(Inputs._fields) | tensors))
+    whole, parts = torch_backend.forward(p, given), torch_backend.forward(*as_heads(p, given))
+    found = joined(p, parts)
+    assert found.final_state.shape == p.state_shape
+    torch.testing.assert_close((found.o, found.final_state), (whole.o, whole.final_state))
 
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "N": 2, "T": 0, "packed": False}, {"N": 0, "T": 5}])

@@ -20,8 +20,8 @@ FORMS = ("ragged", "aligned", "one-token", "packed", "all-empty", "no-initial-st
 OPTIONS = ("in-kernel", "in-kernel-packed", "negative-eigenvalues", "state-v-first", "scale", "extreme-decay")
 
 
-def of_width(width: int, case: Case) -> Case:
-    return Case(**(vars(case) | {"K": width, "V": width}))
+def of_width(width: int, case: Case, values: int | None = None) -> Case:
+    return Case(**(vars(case) | {"K": width, "V": values or width}))
 
 
 @pytest.fixture(
@@ -77,9 +77,9 @@ PAST = {
 }
 
 
-def check_gradients(width, name, dtype, **options):
+def check_gradients(width, name, dtype, values=None, **options):
     """Forward here, backward by the Triton backend's kernels: twice the same, and near the recurrence."""
-    member, case = MEMBERS["gdn"], of_width(width, BY_NAME[name])
+    member, case = MEMBERS["gdn"], of_width(width, BY_NAME[name], values)
     want = truth(member, make_inputs(case, member, dtype))
     with products_in(dtype):
         reference = run(member, make_inputs(case, member, dtype), "torch")
@@ -102,6 +102,13 @@ def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
 def test_gradients_of_states_that_forward_has_saved(monkeypatch, name, form):
     take(monkeypatch, form)
     check_gradients(form[0], name, torch.bfloat16, disable_recompute=True)
+
+
+@pytest.mark.parametrize("name", ["ragged", "packed", "no-initial-state", "in-kernel-packed", "state-v-first"])
+@pytest.mark.parametrize(("K", "V"), [(64, 192), (128, 256), (256, 512)])
+def test_values_wider_than_keys(K, V, name):
+    """Every head is several ones, and the backward pass computes again what was not saved."""
+    check_gradients(K, name, torch.bfloat16, V)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

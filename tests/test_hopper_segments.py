@@ -156,7 +156,8 @@ def test_who_is_split():
     assert split_length(problem(), 8) is None
     narrow, wide = (problem()._replace(K=width, V=width) for width in (64, 256))
     assert split_length(narrow, H200) == 2048
-    assert split_length(narrow._replace(HV=32, T=8192), H200) is None
+    assert split_length(narrow._replace(HV=32, T=8192), H200) == 2048
+    assert split_length(narrow._replace(HV=32, T=2048), H200) is None
     assert split_length(wide, H200) is None
     rows = problem(T=16384, N=2)._replace(packed=False, B=2)
     assert split_length(rows, H200) == split_length(problem(N=2), H200)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_delta import decode_gated_delta_rule, decode_kda, explain, prefill_gated_delta_rule, prefill_kda
+from flash_delta import decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda
 from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import leaves, pool_of, state_pool
@@ -25,8 +25,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.kind == "decode":
         return _decode(workload, x)
     inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload)
-    if workload.packed and explain(op, **inputs, **chosen).backend is None:
-        # The torch backend plans on the host and never reads a device.
+    if workload.packed:
         inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
     return Call(lambda: op(**inputs, **chosen), inputs)
 

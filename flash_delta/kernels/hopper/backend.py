@@ -3,7 +3,7 @@
 `rates` sums up the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are
 walked in segments, at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
 `walk_segments`. Heads of 256 leave no room for an inverse beside states and chunks. For them `factor_chunks` comes
-first, and `walk_segments` takes whole sequences.
+first, and `walk_segments` takes whole sequences. Values wider than keys are walked as several heads (columns.py).
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
@@ -14,6 +14,7 @@ kernels of ``triton`` would have saved.
 import torch
 from torch import Tensor
 
+from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import Walk, new_walk
@@ -34,7 +35,8 @@ WIDTHS = (64, 128, 256)
 HEADS = 0.2  # of 64 numbers, per multiprocessor: from there on its programs keep the card busy
 PROMPT_HEADS = 0.18  # the same of prompts on a pool, of which few are split
 WHOLE = 256  # heads too wide for the loop: `factor_chunks` first, then a walk of whole sequences
-backward, empty_saved = triton.backward, triton.empty_saved
+MOST_VALUES = 512
+backward = triton.backward
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -49,12 +51,15 @@ def unsupported(problem: Problem) -> str | None:
         return "it does not return the states of chunks"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
-    if problem.K != problem.V or problem.K not in WIDTHS:
-        return f"K and V have to be one of {', '.join(map(str, WIDTHS))}, both, they are {problem.K} and {problem.V}"
+    if problem.K not in WIDTHS or problem.V % problem.K or problem.V > MOST_VALUES:
+        widths = f"K has to be one of {', '.join(map(str, WIDTHS))}, and V a multiple of it up to {MOST_VALUES}"
+        return f"{widths}; they are {problem.K} and {problem.V}"
+    if problem.V != problem.K and problem.needs_grad and problem.disable_recompute:
+        return "with disable_recompute K and V have to be the same"
     if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {triton.DECODED}"
-    if problem.pool is not None and problem.K == WHOLE:
-        return f"on a pool K and V have to be 64 or 128, they are {WHOLE}"
+    if problem.pool is not None and (problem.K == WHOLE or problem.V != problem.K):
+        return f"on a pool K and V have to be 64 or 128, both; they are {problem.K} and {problem.V}"
     if problem.pool not in (None, torch.float32, torch.bfloat16, torch.float16):
         return f"its states are float32, the pool is {problem.pool}"
     if not problem.plain_pool:
@@ -82,7 +87,14 @@ def preference(p: Problem) -> tuple[int, str | None]:
     return 2, None
 
 
+def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
+    """Of columns as heads nothing is saved: the backward pass, which has whole heads, computes it again."""
+    return triton.empty_saved(p, x) if p.V == p.K else ()
+
+
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
+    if p.V != p.K:
+        return joined(p, forward(*as_heads(p, x), known))
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = triton.for_backward(p) if p.needs_grad else None
@@ -185,7 +197,8 @@ def _describable(t: Tensor) -> bool:
 def remark(p: Problem) -> str | None:
     """What `explain` adds: whether sequences are split, and who runs the backward pass."""
     find = split_length if p.pool is None else split_prompt
-    length, said = find(p, chip_of(p.device).processors), []
+    said = [] if p.V == p.K else [f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}"]
+    length = find(p._replace(HV=p.HV * p.V // p.K, V=p.K), chip_of(p.device).processors)
     if length is not None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")

@@ -8,8 +8,6 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, fastest_split, sequences_of, waves_us
 from flash_delta.problem import Problem
 
-SETUP = 8.0  # of a program until its first chunk, and after its last one
-FACTOR = 1.0  # a chunk and head of a multiprocessor
 COMPOSE = 1.9  # a segment
 LAUNCHES = 8.0  # of three more kernels
 
@@ -17,14 +15,18 @@ LAUNCHES = 8.0  # of three more kernels
 class SegmentPace(NamedTuple):
     """What the width of heads decides."""
 
+    setup: float  # of a program until its first chunk, and after its last one
+    factor: float  # a chunk and head of a multiprocessor
     whole: dict[int, float]  # a chunk of the loop that walks whole sequences, by its groups (tiles.py)
     map: float  # a chunk of half a map
     output: float  # a chunk of a walk with outputs
-    worth: float  # the share of a whole walk's time that segments may take to be chosen
 
 
-# Of 64 only the loop was measured: so they have to promise more.
-PACES = {64: SegmentPace({1: 1.45}, 0.95, 1.3, 0.7), 128: SegmentPace({1: 1.73, 2: 2.8}, 1.25, 2.15, 0.9)}
+WORTH = 0.9  # the share of a whole walk's time that segments may take to be chosen
+PACES = {
+    64: SegmentPace(5.0, 0.7, {1: 1.4}, 0.6, 1.1),
+    128: SegmentPace(8.0, 1.0, {1: 1.73, 2: 2.8}, 1.25, 2.15),
+}
 
 
 def split_length(p: Problem, processors: int) -> int | None:
@@ -59,12 +61,12 @@ def _split(processors: int, states: int, chunks: int, width: int) -> int | None:
         # Phi may fade (maps.py): the mean of no Phi that does, and of half of them.
         halves = states * (2 * number - 3)  # of maps: of the first segment one, of the last none
         left = halves - states * (number - 2) / 2
-        faded = max(1.0, left / processors) * (SETUP + length * pace.map)  # where one ends early another begins
-        maps = (waves_us(halves, processors, SETUP, length, pace.map) + faded) / 2
-        outputs = waves_us(states * number, processors, SETUP, length, pace.output)
+        faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # where one ends early another begins
+        maps = (waves_us(halves, processors, pace.setup, length, pace.map) + faded) / 2
+        outputs = waves_us(states * number, processors, pace.setup, length, pace.output)
         yield shared + maps + number * COMPOSE + outputs, C * length
 
     groups = 1 if width == 64 or 2 * states <= processors else 2
-    whole = waves_us(states * width // (64 * groups), processors, SETUP, chunks, pace.whole[groups])
-    shared = LAUNCHES + FACTOR * states * chunks / processors
-    return fastest_split(chunks, pace.worth * whole, times)
+    whole = waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
+    shared = LAUNCHES + pace.factor * states * chunks / processors
+    return fastest_split(chunks, WORTH * whole, times)

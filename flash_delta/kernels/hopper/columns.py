@@ -1,0 +1,36 @@
+"""Values wider than keys: a head with V = n K is walked as n heads, each with K of its value columns.
+
+The columns of a state do not depend on each other. The n heads have the same keys and gates, and find A each for
+itself. Values and outputs are seen otherwise, without a copy; gates and initial states are small, and are copied.
+"""
+
+from torch import Tensor
+
+from flash_delta.problem import Inputs, Outputs, Problem
+
+
+def as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
+    """The same call with heads of K columns. States are [N, HV n, K, K], values first."""
+    n = p.V // p.K
+    state = x.initial_state
+    if state is not None:
+        state = (state if p.state_v_first else state.mT).reshape(p.N, p.HV * n, p.K, p.K)
+    heads = x._replace(
+        v=x.v.unflatten(3, (n, p.K)).flatten(2, 3),
+        g=_repeated(x.g, n, 2),
+        beta=_repeated(x.beta, n, 2),
+        A_log=_repeated(x.A_log, n, 0),
+        dt_bias=_repeated(x.dt_bias, n, 0),
+        initial_state=state,
+    )
+    return p._replace(HV=p.HV * n, V=p.K, state_v_first=True, needs_grad=False), heads
+
+
+def joined(p: Problem, out: Outputs) -> Outputs:
+    """What the call with whole heads returns."""
+    final = out.final_state.view(p.N, p.HV, p.V, p.K)
+    return Outputs(out.o.view(p.B, p.T, p.HV, p.V), final if p.state_v_first else final.mT.contiguous())
+
+
+def _repeated(t: Tensor | None, n: int, axis: int) -> Tensor | None:
+    return None if t is None else t.repeat_interleave(n, axis)
