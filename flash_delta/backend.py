@@ -16,8 +16,11 @@ from torch import Tensor
 
 from flash_delta.problem import (
     Around,
+    AroundProblem,
     ConvolutionProblem,
     Convolved,
+    Gated,
+    GateProblem,
     Inputs,
     KnownCall,
     Normalized,
@@ -103,17 +106,17 @@ class Backend(Protocol):
 
 
 class AroundBackend(Protocol):
-    """The short convolution and the RMS norm around the rule.
+    """The short convolution, the RMS norm and the gate around the rule.
 
-    Ops make an autograd Function of it, and under torch.compile operators: so it has ``convolve_backward`` and
-    ``normalize_backward``. Only `AROUND_IN_TORCH` has neither, on which a backend without kernels of its own may stand.
-    Nothing is saved but the inputs. ``known`` is as in :class:`Backend`.
+    Ops make an autograd Function of it, and under torch.compile operators: so it has ``convolve_backward``,
+    ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` has none of them, on which a backend without
+    kernels of its own may stand. Nothing is saved but the inputs. ``known`` is as in :class:`Backend`.
     """
 
-    def unsupported(self, problem: ConvolutionProblem | NormProblem) -> str | None:
+    def unsupported(self, problem: AroundProblem) -> str | None:
         """As :meth:`Backend.unsupported`."""
 
-    def preference(self, problem: ConvolutionProblem | NormProblem) -> Preference:
+    def preference(self, problem: AroundProblem) -> Preference:
         """As :meth:`Backend.preference`."""
 
     def convolve(
@@ -142,6 +145,12 @@ class AroundBackend(Protocol):
     def normalize_backward(
         self, problem: NormProblem, inputs: Normalized, dy: Tensor, known: KnownCall | None = None
     ) -> Normalized:
+        """Gradients of all inputs, in their shapes and dtypes; None for what is None."""
+
+    def gate(self, problem: GateProblem, inputs: Gated, known: KnownCall | None = None) -> Tensor:
+        """Log decays in g's shape and ``problem.output_dtype``, contiguous."""
+
+    def gate_backward(self, problem: GateProblem, inputs: Gated, dy: Tensor, known: KnownCall | None = None) -> Gated:
         """Gradients of all inputs, in their shapes and dtypes; None for what is None."""
 
 
@@ -206,7 +215,7 @@ def load_around(name: str) -> ModuleType | None:
     return module and (sys.modules.get(module) or importlib.import_module(module))
 
 
-# Convolution and norms as PyTorch's own operations, which autograd and compilers see through.
+# Convolution, norms and gates as PyTorch's own operations, which autograd and compilers see through.
 AROUND_IN_TORCH = "flash_delta.reference.modules"
 
 

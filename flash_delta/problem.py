@@ -54,7 +54,8 @@ class Problem(NamedTuple):
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
     l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
     raw_gate: Schema[Compiled[bool]] = False  # the log decay is made of a raw g with A_log, dt_bias and lower_bound
-    lower_bound: Schema[float | None] = None  # of a bounded raw gate; None: the softplus gate
+    # Of a bounded raw gate; None: the softplus gate. Of log decays as given: what is less counts as the bound.
+    lower_bound: Schema[float | None] = None
     raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
     beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
     state_v_first: Schema[Compiled[bool]] = False  # states are [N, HV, V, K]
@@ -129,13 +130,13 @@ class ConvolutionProblem(NamedTuple):
     op: Schema[str]
     B: int
     T: int
-    D: int  # channels
-    W: int  # taps
+    D: Compiled[int]  # channels
+    W: Compiled[int]  # taps
     N: int  # sequences
     dtype: torch.dtype  # the widest of its tensors
-    device: torch.device
-    packed: bool
-    activation: Schema[str | None]
+    device: Compiled[torch.device]
+    packed: Compiled[bool]
+    activation: Schema[Compiled[str | None]]
     output_final_state: Schema[bool] = False
 
 
@@ -153,10 +154,10 @@ class NormProblem(NamedTuple):
     """A call of the RMS norm over the last axis, gated if there is an activation."""
 
     op: Schema[str]
-    D: int  # the last axis
+    D: Compiled[int]  # the last axis
     dtype: torch.dtype  # the widest of its tensors
-    device: torch.device
-    activation: Schema[str | None]
+    device: Compiled[torch.device]
+    activation: Schema[Compiled[str | None]]
     eps: Schema[float]
 
 
@@ -168,11 +169,36 @@ class Normalized(NamedTuple):
     gate: Tensor | None = None  # [..., D]
 
 
+class GateProblem(NamedTuple):
+    """A call that makes log decays of raw activations."""
+
+    op: Schema[str]
+    HV: Compiled[int]  # heads
+    K: Compiled[int]  # channels of a head that have a gate each; 1 if the gate is a head's
+    dtype: torch.dtype  # the widest of its tensors
+    device: Compiled[torch.device]
+    gate: Schema[Literal["scalar", "channel"]]  # one per value head, one per key channel
+    lower_bound: Schema[float | None]  # as in Problem
+    output_dtype: Schema[Compiled[torch.dtype]]
+
+
+class Gated(NamedTuple):
+    """The tensors of such a call. In the backward pass the same tuple holds their gradients."""
+
+    g: Tensor  # [..., HV], or [..., HV, K] with a gate per channel
+    A_log: Tensor | None = None  # HV elements; None with a lower bound only
+    dt_bias: Tensor | None = None  # HV * K elements
+
+
+AroundProblem = ConvolutionProblem | NormProblem | GateProblem
+AroundInputs = Convolved | Normalized | Gated
+
+
 @dataclass(slots=True, eq=False)
 class KnownCall:
     """What is known of a call. It holds for all calls that differ from it only in the values of their tensors."""
 
-    problem: Problem | ConvolutionProblem | NormProblem
+    problem: Problem | AroundProblem
     backend: ModuleType  # that runs it
     needs_grad: bool
     launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call

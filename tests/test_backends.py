@@ -129,7 +129,7 @@ def test_backends_have_what_the_protocol_says(name):
     around = backend.load_around(name)
     optional = {"workspace_bytes", "empty_saved"}
     optional |= {"step", "decode"} if name == "hopper" else set()  # which its `unsupported` rules out
-    optional |= {"convolve_backward", "normalize_backward"} if backend.is_seen_through(name) else set()
+    optional |= {"convolve_backward", "normalize_backward", "gate_backward"} if backend.is_seen_through(name) else set()
     for module, protocol in ((backend.load(name), Backend), (around, AroundBackend)):
         for function, described in functions(protocol).items():
             if function in optional and not hasattr(module, function):

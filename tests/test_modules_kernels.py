@@ -1,4 +1,4 @@
-"""The kernels of short convolution and RMS norms against the torch code in float64: outputs and all gradients.
+"""The kernels of short convolution, RMS norms and gates against the torch code in float64: outputs and all gradients.
 
 Without a GPU in Triton's interpreter, on a few numbers; on a GPU also on sizes that models have.
 """
@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
 from flash_delta.testing import assert_accurate
 
@@ -148,10 +149,66 @@ def test_norms_without_an_eps(gated, eps):
     assert_right(run, [random(5, 16), random(16, seed=1), *gate], torch.float32)
 
 
+def gates(g, K=None, bound=None, dtype=torch.float32, output_dtype=torch.float32, A=True, bias=True):
+    """g [..., HV] or, with K, [..., HV, K]; parameters are float32 beside half gates, as in layers."""
+    HV = g.shape[-1] if K is None else g.shape[-2]
+    A_log = random(HV, seed=1) if A else None
+    dt_bias = 3 * random(HV * (K or 1), seed=2) if bias else None
+
+    def run(backend, g, A_log, dt_bias):
+        to = torch.float64 if g.dtype == torch.float64 else output_dtype
+        if K is None:
+            return (fused_gdn_gate(g, A_log, dt_bias, to, backend=backend),)
+        return (fused_kda_gate(g, A_log, dt_bias, bound, to, backend=backend),)
+
+    assert_right(run, [g, A_log, dt_bias], dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # a sigmoid that is 0
+@pytest.mark.parametrize("factor", [1.0, 300.0], ids=["usual", "strong"])
+@pytest.mark.parametrize(("K", "bound"), [(None, None), (24, None), (24, -5.0)])
+def test_gates(K, bound, factor):
+    """Log decays far below those that kernels of the rule clamp are as the definition has them."""
+    gates(factor * (random(2, 700, 3) if K is None else random(2, 35, 3, K)), K, bound)
+
+
+def test_gates_of_any_strides():
+    wide = random(35, 2, 3, 40)
+    gates(wide.transpose(0, 1)[..., ::2], 20)  # rows that no view can have
+    gates(wide[0].transpose(0, 1)[..., 3:], 37, -5.0)
+    gates(random(1, 35, 8)[..., 5:])
+
+
+@pytest.mark.parametrize(("K", "bound"), [(None, None), (100, -2.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_in_half_precision(K, bound, dtype):
+    shape = (9, 6) if K is None else (9, 2, K)
+    gates(random(*shape, dtype=dtype), K, bound, dtype, output_dtype=dtype, bias=K is None)
+
+
+def test_gates_without_parameters_or_tokens():
+    gates(random(5, 2, 8), 8, -5.0, A=False, bias=False)
+    gates(random(5, 2, 8), 8, bias=False)
+    gates(random(0, 3))
+    gates(random(2, 0, 3, 8), 8, -1.0)
+
+
+def test_sums_of_parameters_gradients_are_the_same_for_every_slice_of_programs():
+    """More rows than programs hold at a time."""
+    from flash_delta.kernels.triton.around import gate
+
+    rows = 2 * 1024 + 5
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(gate, "PROGRAMS", 2)
+        m.setattr(gate, "BACKWARD_NUMBERS", 512)
+        gates(random(rows, 2))
+
+
 def layer(x, weight, state, bounds, gate, scale):
     y, final = causal_conv1d(x, weight, None, "silu", state, True, bounds, backend="triton")
     other, _ = causal_conv1d(x, weight, backend="triton")
-    return gated_rms_norm(y, gate, scale, 1e-5, "sigmoid", "triton") + rms_norm(other, scale, 1e-5, "triton"), final
+    y = gated_rms_norm(y, gate, scale, 1e-5, "sigmoid", "triton") + rms_norm(other, scale, 1e-5, "triton")
+    return y + fused_gdn_gate(gate, scale, weight[:, 0], backend="triton"), final
 
 
 def test_compiled_is_eager():
@@ -208,6 +265,7 @@ def test_a_second_derivative_is_refused():
         (lambda: causal_conv1d(random(1, 2, 3), random(3, 9), backend="triton"), "it has up to 8 taps, here are 9"),
         (lambda: rms_norm(random(1, 9000), random(9000), 1e-5, "triton"), "rows of up to 8192 numbers"),
         (lambda: rms_norm(random(1, 8).double(), random(8), 1e-5, "triton"), "it computes in float32"),
+        (lambda: fused_gdn_gate(random(1, 8).double(), random(8), backend="triton"), "it computes in float32"),
         (lambda: rms_norm(random(1, 8), random(8), 1e-5, "nonsense"), "backend: expected one of triton, hopper, torch"),
     ],
 )
@@ -234,6 +292,9 @@ def test_sizes_of_models(dtype):
         [random(8192, 32, 128, dtype=dtype), random(128, dtype=dtype), random(8192, 32, 128, dtype=dtype, seed=4)],
         dtype,
     )
+    gates(random(8192, 32, dtype=dtype), dtype=dtype)
+    gates(random(2, 4096, 32, 128, dtype=dtype), 128, -5.0, dtype)
+    gates(random(3, 1000, 6, 100, dtype=dtype), 100, None, dtype)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches otherwise")
@@ -247,7 +308,8 @@ def test_lengths_compile_nothing():
             bounds = torch.tensor([0, T // 2, T], device=DEVICE)
             with forbid_compilation() if forbidding else torch.enable_grad():
                 y, _ = causal_conv1d(x, weight, cu_seqlens=bounds)
-                gated_rms_norm(y, x, scale, 1e-5, "silu").sum().backward()
+                y = gated_rms_norm(y, x, scale, 1e-5, "silu")
+                (y + fused_gdn_gate(x, scale)).sum().backward()
 
 
 def test_operators_are_what_they_say():
@@ -257,5 +319,7 @@ def test_operators_are_what_they_say():
     torch.library.opcheck(ops.causal_conv1d.default, arguments)
     scale, gate = random(4, seed=3).requires_grad_(), random(1, 3, 4, seed=4).requires_grad_()
     torch.library.opcheck(ops.rms_norm.default, (x, scale, gate, "gated_rms_norm", "silu", 1e-5, "triton"))
+    arguments = (x.detach().requires_grad_(), scale, None, "fused_gdn_gate", "scalar", None, torch.bfloat16, "triton")
+    torch.library.opcheck(ops.log_decay.default, arguments)
     token = (x.detach()[0, :2], state, weight.detach(), None, "causal_conv1d_update", None, "triton")
     torch.library.opcheck(ops.causal_conv1d_update.default, token)

@@ -155,7 +155,7 @@ def problems(monkeypatch):
     seen = []
     for module, names in (
         (torch_backend, ("forward", "step", "decode", "prefill")),
-        (torch_modules, ("normalize", "convolve", "convolve_token")),
+        (torch_modules, ("normalize", "convolve", "convolve_token", "gate")),
     ):
         for name in names:
             run = getattr(module, name)

@@ -55,8 +55,8 @@ def convolution(q, backend=None):
     return modules.causal_conv1d(q.flatten(-2), rand(H * K, 4).to(q.dtype), backend=backend)[0]
 
 
-def gate(q):
-    return flash_delta.fused_kda_gate(q, rand(H), rand(H * K), output_dtype=q.dtype)
+def gate(q, backend=None):
+    return flash_delta.fused_kda_gate(q, rand(H).to(q.dtype), rand(H * K).to(q.dtype), None, q.dtype, backend=backend)
 
 
 RULES = {"chunks": rule, "steps": steps}
@@ -98,9 +98,9 @@ def test_around_the_rule_torch_func_finds_what_autograd_finds():
 
 @interpreted
 @TRANSFORM
-@pytest.mark.parametrize("f", [rule, norm, convolution])
+@pytest.mark.parametrize("f", [rule, *AROUND.values()])
 def test_kernels_refuse_torch_func(f, transform):
-    with pytest.raises(ValueError, match=r"(q|x): expected a tensor outside of torch\.func"):
+    with pytest.raises(ValueError, match=r"(q|x|g): expected a tensor outside of torch\.func"):
         transform(partial(f, backend="triton"), torch.rand(B, T, H, K))
 
 
@@ -129,8 +129,9 @@ def test_torch_func_is_refused_while_compiling(name):
         steps,
         pytest.param(partial(norm, backend="triton"), marks=interpreted),
         pytest.param(partial(convolution, backend="triton"), marks=interpreted),
+        pytest.param(partial(gate, backend="triton"), marks=interpreted),
     ],
-    ids=["chunks", "steps", "norm", "convolution"],
+    ids=["chunks", "steps", "norm", "convolution", "gate"],
 )
 @pytest.mark.parametrize("loss", [torch.sum, lambda o: o.square().sum()], ids=["linear", "square"])
 def test_a_second_derivative_is_refused(f, loss):

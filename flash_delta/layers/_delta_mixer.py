@@ -83,7 +83,7 @@ class ScalarGateMixer(DeltaMixer):
 
     def _log_decay(self, raw: Tensor) -> Tensor:
         dtype = torch.promote_types(raw.dtype, torch.float32)
-        return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype)
+        return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype, backend=self.backend)
 
 
 def head_widths(layer: str, head_dim: int, expand_v: float) -> dict[str, int]:

@@ -120,7 +120,7 @@ class KimiDeltaAttention(DeltaMixer):
 
     def _log_decay(self, raw: Tensor) -> Tensor:
         dtype = torch.promote_types(raw.dtype, torch.float32)
-        return fused_kda_gate(raw, **self.gate_options(), output_dtype=dtype)
+        return fused_kda_gate(raw, **self.gate_options(), output_dtype=dtype, backend=self.backend)
 
     def gate_options(self) -> dict[str, Any]:
         return super().gate_options() | {"lower_bound": self.lower_bound}

@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 
 import flash_delta.backend as backends
-from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, NormProblem, Problem
+from flash_delta.problem import ENVIRONMENT, AroundProblem, Problem
 
-Call = Problem | ConvolutionProblem | NormProblem
+Call = Problem | AroundProblem
 Load = Callable[[str], ModuleType | None]
 Offer = tuple[float, str, ModuleType | str, str | None]
 CPU = torch.device("cpu")  # compared in a tenth of the time that `device.type` takes

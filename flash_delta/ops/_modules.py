@@ -1,4 +1,4 @@
-"""The door of what layers do around the rule: short convolution and RMS norm, on the first backend that can.
+"""The door of what layers do around the rule: short convolution, RMS norm and gate, on the first backend that can.
 
 On the backend "torch" they are PyTorch's own operations: autograd and compilers see through them. Kernels are one
 autograd Function, and while compiling an operator each (`_operators/around.py`), as the rule's. For the backward pass
@@ -15,9 +15,11 @@ from flash_delta.ops._backend import choose_backend, load_modules, wished
 from flash_delta.ops._check.around import (
     check_bounds,
     check_convolution,
+    check_gate,
     check_norm,
     check_token,
     describe_convolution,
+    describe_gate,
     describe_norm,
     describe_token,
 )
@@ -28,8 +30,12 @@ from flash_delta.ops._transforms import differentiable_once, has_tangents, is_tr
 from flash_delta.problem import (
     MOST_TAPS,
     WIDEST_ROW,
+    AroundInputs,
+    AroundProblem,
     ConvolutionProblem,
     Convolved,
+    Gated,
+    GateProblem,
     KnownCall,
     Normalized,
     NormProblem,
@@ -90,12 +96,28 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
     return known.backend.normalize(known.problem, x, known)
 
 
-def _look_at(given: tuple[Any, ...], x: Convolved | Normalized) -> KnownCall:
+def gate(
+    x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype, backend: str | None
+) -> Tensor:
+    """Log decays in g's shape; ``kind`` as `GateProblem.gate`."""
+    given = (backend, _describe_gate, op, kind, lower_bound, output_dtype)
+    if is_traced(x.g):
+        p = _describe(given, x)
+        if not _is_operator(p, x, backend):
+            return in_torch.gate(p, x)
+        return operators.gate(*x, *take(p, operators.GateFields), wished(backend))[0]
+    known = _look_at(given, x)
+    if _differentiates(known):
+        return Gate.apply(known, *x)
+    return known.backend.gate(known.problem, x, known)
+
+
+def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:
     """``given``: the backend that is asked for, who describes the call, and what else he wants to know."""
     return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)
 
 
-def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
+def _look(given: tuple[Any, ...], _: None, x: AroundInputs) -> KnownCall:
     p = _describe(given, x)
     module = load_modules(choose_backend(p, given[0], load_modules))
     if module is not in_torch:
@@ -103,7 +125,7 @@ def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCa
     return KnownCall(p, module, needs_gradient(x))
 
 
-def _describe(given: tuple[Any, ...], x: Convolved | Normalized) -> ConvolutionProblem | NormProblem:
+def _describe(given: tuple[Any, ...], x: AroundInputs) -> AroundProblem:
     _, describe, *options = given
     return describe(x, *options)
 
@@ -128,12 +150,17 @@ def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -
     return describe_norm(x, op, activation, eps)
 
 
-def _is_operator(p: ConvolutionProblem | NormProblem, x: Convolved | Normalized, backend: str | None) -> bool:
+def _describe_gate(x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:
+    lower_bound = check_gate(op, x, kind, lower_bound, output_dtype)
+    return describe_gate(x, op, kind, lower_bound, output_dtype)
+
+
+def _is_operator(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
     """Whether this becomes an operator while compiling; PyTorch's own operations the compiler had better see. Sizes
     decide here as in the backend, which no tracer can ask."""
     wish = wished(backend)
-    fits = p.D <= WIDEST_ROW if isinstance(p, NormProblem) else p.W <= MOST_TAPS
-    on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and fits
+    too_big = p.D > WIDEST_ROW if isinstance(p, NormProblem) else isinstance(p, ConvolutionProblem) and p.W > MOST_TAPS
+    on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and not too_big
     if on_gpu if wish is None else not is_seen_through(wish):
         refuse_transforms(p.op, x._fields, x)
         return True
@@ -166,3 +193,16 @@ class Normalize(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor):
         return None, *ctx.known.backend.normalize_backward(ctx.problem, Normalized(*tensors), dy, ctx.known)
+
+
+class Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, known: KnownCall, *tensors: Tensor | None):
+        ctx.problem, ctx.known = known.problem, known
+        ctx.save_for_backward(*tensors)
+        return known.backend.gate(known.problem, Gated(*tensors), known)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor):
+        return None, *ctx.known.backend.gate_backward(ctx.problem, Gated(*tensors), dy, ctx.known)

@@ -1,4 +1,4 @@
-"""The ``torch`` backend of what layers do around the rule: short convolution and RMS norm, differentiable by autograd.
+"""The ``torch`` backend of what layers do around the rule: convolution, norm and gate, differentiable by autograd.
 
 Computed in float32, float64 for float64 inputs, and returned in the inputs' dtype.
 """
@@ -7,14 +7,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
+from flash_delta.problem import (
+    AroundProblem,
+    ConvolutionProblem,
+    Convolved,
+    Gated,
+    GateProblem,
+    KnownCall,
+    Normalized,
+    NormProblem,
+)
+from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 
-def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
+def unsupported(problem: AroundProblem) -> str | None:
     return None
 
 
-def preference(problem: ConvolutionProblem | NormProblem) -> tuple[int, str | None]:
+def preference(problem: AroundProblem) -> tuple[int, str | None]:
     """First on a CPU, last elsewhere."""
     return -1, None
 
@@ -53,6 +63,12 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
         gate = x.gate.to(y.dtype)
         y = y * (F.silu(gate) if p.activation == "silu" else torch.sigmoid(gate))
     return y.to(x.x.dtype)
+
+
+def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
+    if p.lower_bound is not None:
+        return naive_kda_lowerbound_gate(*x, p.lower_bound, p.output_dtype)
+    return (naive_kda_gate if p.gate == "channel" else naive_gdn_gate)(*x, p.output_dtype)
 
 
 def _slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,10 +11,12 @@ from flash_delta.kernels.triton.around.backend import (
     convolve,
     convolve_backward,
     convolve_token,
+    gate,
+    gate_backward,
     normalize,
     normalize_backward,
 )
-from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
+from flash_delta.problem import ConvolutionProblem, Convolved, Gated, GateProblem, Normalized, NormProblem
 
 
 class ConvolutionCase(NamedTuple):
@@ -41,6 +43,12 @@ NORMS = {  # columns, activation, dtype
     "norm-2048": (2048, None, torch.bfloat16),
     "norm-8192-silu": (8192, "silu", torch.bfloat16),
 }
+GATES = {  # heads, channels, bound, dtype
+    "gate-gdn": (32, 1, None, torch.bfloat16),
+    "gate-kda": (32, 128, None, torch.bfloat16),
+    "gate-kda-bounded": (32, 128, -5.0, torch.bfloat16),
+    "gate-kda-bounded-float32": (6, 100, -5.0, torch.float32),
+}
 
 
 def call_convolution(case: ConvolutionCase) -> None:
@@ -65,8 +73,19 @@ def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
     normalize_backward(p, inputs, x)
 
 
+def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) -> None:
+    new = partial(torch.empty, device="meta")
+    kind = "scalar" if K == 1 else "channel"
+    inputs = Gated(new(4096, *(HV, K)[: 1 + (K > 1)], dtype=dtype), new(HV), new(HV * K))
+    p = GateProblem("launches", HV, K, dtype, inputs.g.device, kind, lower_bound, torch.float32)
+    gate(p, inputs)
+    gate_backward(p, inputs, inputs.g.float())
+
+
 def launches(target: str) -> Iterator[Launch]:
     for name, case in CONVOLUTIONS.items():
         yield Launch(name, partial(call_convolution, case))
     for name, case in NORMS.items():
         yield Launch(name, partial(call_norm, *case))
+    for name, case in GATES.items():
+        yield Launch(name, partial(call_gate, *case))

@@ -10,10 +10,10 @@ from triton import knobs
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.compile_key import ModuleFlags, flags_of, key_of, laid_out
+from flash_delta.kernels.runtime.compile_key import flags_of, key_of, laid_out, module_flags_of
 from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
-from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, KnownCall, Normalized, NormProblem, Problem
+from flash_delta.problem import AroundInputs, AroundProblem, Inputs, KnownCall, Problem
 
 MOST = 64  # launches that a known call keeps: one for every plan of segments and every layout of a gradient
 
@@ -31,8 +31,8 @@ class Shape:
 class Call(NamedTuple):
     """One call of an op, forward or backward, as the launchers take it."""
 
-    p: Problem | ConvolutionProblem | NormProblem
-    x: Inputs | Convolved | Normalized
+    p: Problem | AroundProblem
+    x: Inputs | AroundInputs
     more: tuple[Tensor | None, ...]  # other tensors that come from outside
     shape: Shape
     direct: bool  # launched with addresses, past Triton's own launcher
@@ -66,8 +66,7 @@ def make_call(
 
 
 def make_module_call(
-    p: ConvolutionProblem | NormProblem, x: Convolved | Normalized, kind: tuple, *more: Tensor | None,
-    known: KnownCall | None = None,
+    p: AroundProblem, x: AroundInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
 ) -> Call:  # fmt: skip
     """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N. ``more``:
     gradients, which ``known`` was not made of."""
@@ -76,10 +75,7 @@ def make_module_call(
     name = (kind, tensors) if more else kind
     shape = None if known is None else known.launches.get(name)
     if shape is None:
-        flags = ModuleFlags(
-            kind, p.device, *(p.W, p.packed) if isinstance(p, ConvolutionProblem) else (1, False), p.D, p.activation
-        )
-        shape = Shape(key_of(flags, tensors), chip_of(p.device))
+        shape = Shape(key_of(module_flags_of(p, kind), tensors), chip_of(p.device))
         if known is not None:
             known.launches[name] = shape
     return Call(p, x, more, shape, _direct(p.device))

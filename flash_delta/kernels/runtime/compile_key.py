@@ -9,7 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Around, Compiled, Inputs, Problem, Slots, marked
+from flash_delta.problem import (
+    Around,
+    AroundProblem,
+    Compiled,
+    ConvolutionProblem,
+    GateProblem,
+    Inputs,
+    NormProblem,
+    Problem,
+    Slots,
+    marked,
+)
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
@@ -31,15 +42,11 @@ Flags = NamedTuple(
 _compiled = attrgetter(*marked(Problem, Compiled))
 
 
-class ModuleFlags(NamedTuple):
-    """What the compiled code of a convolution or a norm depends on, beside the tensors."""
-
-    kind: tuple
-    device: torch.device
-    W: int
-    packed: bool
-    D: int
-    activation: str | None
+# The same of what layers do around the rule.
+_module_flags = {
+    problem: NamedTuple(f"{problem.__name__}Flags", [("kind", tuple), *marked(problem, Compiled).items()])
+    for problem in (ConvolutionProblem, NormProblem, GateProblem)
+}
 
 
 class TensorLayout(NamedTuple):
@@ -50,7 +57,7 @@ class TensorLayout(NamedTuple):
     strides: tuple  # what it depends on of these
 
 
-Key = tuple[Flags | ModuleFlags, tuple[TensorLayout | None, ...]]
+Key = tuple[NamedTuple, tuple[TensorLayout | None, ...]]
 
 numbers: dict[Key, int] = {}  # of keys, as they come
 
@@ -64,7 +71,12 @@ def flags_of(p: Problem, kind: tuple) -> Flags:
     return Flags(kind, *_compiled(p), p.lower_bound is not None, kind in (DECODE, STEP) and alone(p))
 
 
-def key_of(flags: Flags | ModuleFlags, tensors: tuple[tuple | None, ...]) -> int:
+def module_flags_of(p: AroundProblem, kind: tuple) -> NamedTuple:
+    flags = _module_flags[type(p)]
+    return flags(kind, *[getattr(p, name) for name in flags._fields[1:]])
+
+
+def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
     """The number of what compiled code depends on."""
     names = NAMES if flags.kind[0] in SERVING else Inputs._fields
     counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)

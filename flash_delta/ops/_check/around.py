@@ -1,13 +1,14 @@
-"""What a convolution or a norm refuses: ValueErrors that name the argument, what was expected and what came."""
+"""What a convolution, a norm or a gate refuses: ValueErrors that name the argument, what was expected and what came."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from flash_delta.ops._check.options import as_bool, as_eps, refuse
-from flash_delta.ops._check.rule import INDEX_DTYPES, check_cu_seqlens, check_kind, check_shape, read_lengths
-from flash_delta.problem import ConvolutionProblem, Convolved, Inputs, Normalized, NormProblem
+from flash_delta.ops._check.options import as_bool, as_eps, as_float, refuse
+from flash_delta.ops._check.rule import DTYPES, INDEX_DTYPES, check_cu_seqlens, check_kind, check_shape, read_lengths
+from flash_delta.problem import ConvolutionProblem, Convolved, Gated, GateProblem, Inputs, Normalized, NormProblem
 
 
 def describe_convolution(x: Convolved, op: str, activation: str | None, output_final_state: bool) -> ConvolutionProblem:
@@ -27,6 +28,12 @@ def describe_token(x: Convolved, op: str, activation: str | None) -> Convolution
 def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
     """A call that was checked."""
     return NormProblem(op, x.x.shape[-1], _widest(x), x.x.device, activation, eps)
+
+
+def describe_gate(x: Gated, op: str, gate: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:
+    """A call that was checked."""
+    HV, K = x.g.shape[-2:] if gate == "channel" else (x.g.shape[-1], 1)
+    return GateProblem(op, HV, K, _widest(x), x.g.device, gate, lower_bound, output_dtype)
 
 
 def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
@@ -79,6 +86,29 @@ def check_norm(op: str, x: Normalized, eps: float) -> float:
         check_shape(op, "gate", x.gate, *x.x.shape)
     _check_tensors(op, x, x._fields)
     return as_eps(op, "eps", eps)
+
+
+def check_gate(op: str, x: Gated, gate: str, lower_bound: float | None, output_dtype: torch.dtype) -> float | None:
+    """``lower_bound``, as a float."""
+    axes = ["HV", "K"] if gate == "channel" else ["HV"]
+    leading = x.g.dim() - len(axes) if isinstance(x.g, Tensor) else 1
+    sizes = check_shape(op, "g", x.g, *["..."] * leading, *axes)[leading:]
+    counts = x.g.numel(), sizes[0], math.prod(sizes)
+    for name, t, count in zip(x._fields, x, counts, strict=True):
+        if t is not None and (not isinstance(t, Tensor) or t.numel() != count):
+            got = f"shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+            refuse(op, name, f"a tensor of {count} elements", got)
+    _check_tensors(op, x, x._fields)
+    if lower_bound is not None:
+        lower_bound = as_float(op, "lower_bound", given := lower_bound, "a negative number")
+        if lower_bound >= 0:
+            refuse(op, "lower_bound", "a negative number", repr(given))
+    elif x.A_log is None:
+        without = " without lower_bound" if gate == "channel" else ""
+        refuse(op, "A_log", f"a tensor of {sizes[0]} elements{without}", "None")
+    if output_dtype not in DTYPES:
+        refuse(op, "output_dtype", f"a dtype among {', '.join(map(str, DTYPES))}", repr(output_dtype))
+    return lower_bound
 
 
 def _check_taps(op: str, c: Convolved, D: int, activation: str | None) -> None:

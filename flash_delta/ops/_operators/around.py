@@ -9,22 +9,34 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_modules
-from flash_delta.ops._check.around import describe_convolution, describe_norm, describe_token
+from flash_delta.ops._check.around import describe_convolution, describe_gate, describe_norm, describe_token
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import Behind, define
-from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem, Schema, marked
+from flash_delta.problem import (
+    AroundInputs,
+    ConvolutionProblem,
+    Convolved,
+    Gated,
+    GateProblem,
+    KnownCall,
+    Normalized,
+    NormProblem,
+    Schema,
+    marked,
+)
 from flash_delta.reference import modules as in_torch
 
 ConvolutionFields = NamedTuple("ConvolutionFields", list(marked(ConvolutionProblem, Schema).items()))
 NormFields = NamedTuple("NormFields", list(marked(NormProblem, Schema).items()))
+GateFields = NamedTuple("GateFields", list(marked(GateProblem, Schema).items()))
 
 
-def _look_at(describe: Callable[..., Any], x: Convolved | Normalized, fields: tuple, wish: str | None) -> KnownCall:
+def _look_at(describe: Callable[..., Any], x: AroundInputs, fields: tuple, wish: str | None) -> KnownCall:
     """One known call for forward and backward."""
     return look_at(_look, False, (wish, describe, fields), None, x)
 
 
-def _look(given: tuple[Any, ...], _: None, x: Convolved | Normalized) -> KnownCall:
+def _look(given: tuple[Any, ...], _: None, x: AroundInputs) -> KnownCall:
     wish, describe, fields = given
     p = describe(x, *fields)
     return KnownCall(p, load_modules(choose_backend(p, wish, load_modules, without=in_torch)), needs_grad=False)
@@ -69,6 +81,21 @@ def _normalize_backward(x: Normalized, behind: Behind, fields: NormFields, backe
     return known.backend.normalize_backward(known.problem, x, behind.do, known)
 
 
+def _gate(x: Gated, fields: GateFields, backend: str | None) -> list[Tensor]:
+    known = _look_at(describe_gate, x, fields, backend)
+    return [known.backend.gate(known.problem, x, known)]
+
+
+def _fake_gate(x: Gated, fields: GateFields, backend: str | None) -> list[Tensor]:
+    return [x.g.new_empty(x.g.shape, dtype=fields.output_dtype)]
+
+
+def _gate_backward(x: Gated, behind: Behind, fields: GateFields, backend: str | None) -> Gated:
+    known = _look_at(describe_gate, x, fields, backend)
+    return known.backend.gate_backward(known.problem, x, behind.do, known)
+
+
 convolve = define("causal_conv1d", _convolve, _fake_convolve, backward=_convolve_backward)
 convolve_token = define("causal_conv1d_update", _convolve_token, lambda x, *_: x.new_empty(x.shape), writes=["state"])
 normalize = define("rms_norm", _normalize, lambda x, *_: [x.x.new_empty(x.x.shape)], backward=_normalize_backward)
+gate = define("log_decay", _gate, _fake_gate, backward=_gate_backward)

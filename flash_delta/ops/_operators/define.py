@@ -130,4 +130,5 @@ def schema_type(hint: Any) -> str:
         return f"{schema_type(*get_args(hint))}[]"
     if NoneType in get_args(hint):
         return f"{schema_type(get_args(hint)[0])}?"
-    return "str" if get_origin(hint) is Literal else hint.__name__
+    names = {torch.dtype: "ScalarType"}
+    return "str" if get_origin(hint) is Literal else names.get(hint, hint.__name__)

@@ -1,4 +1,4 @@
-"""The ``triton`` backend of what layers do around the rule: short convolution and RMS norm, forward and backward.
+"""The ``triton`` backend of what layers do around the rule: convolution, norm and gate, forward and backward.
 
 Gradients of parameters take two launches: every program sums over its rows, and ``total`` over the programs, in an
 order that sizes alone decide. Nothing is saved for the backward pass but the inputs.
@@ -17,13 +17,26 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_backward,
     run_convolve_token,
 )
+from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
-from flash_delta.problem import MOST_TAPS, WIDEST_ROW, ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
+from flash_delta.problem import (
+    MOST_TAPS,
+    WIDEST_ROW,
+    AroundInputs,
+    AroundProblem,
+    ConvolutionProblem,
+    Convolved,
+    Gated,
+    GateProblem,
+    KnownCall,
+    Normalized,
+    NormProblem,
+)
 
-CONVOLVE, TOKEN, NORMALIZE = ("convolve",), ("convolve_token",), ("normalize",)  # kinds of calls
+CONVOLVE, TOKEN, NORMALIZE, GATE = ("convolve",), ("convolve_token",), ("normalize",), ("gate",)  # kinds of calls
 
 
-def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
+def unsupported(problem: AroundProblem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
@@ -36,7 +49,7 @@ def unsupported(problem: ConvolutionProblem | NormProblem) -> str | None:
     return None
 
 
-def preference(problem: ConvolutionProblem | NormProblem) -> tuple[int, str | None]:
+def preference(problem: AroundProblem) -> tuple[int, str | None]:
     """As the backend of the rule."""
     return (1, None) if problem.device != CPU else (-2, None)
 
@@ -123,7 +136,42 @@ def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCa
     return d._replace(x=d.x.view(shape), gate=None if d.gate is None else d.gate.view(shape))
 
 
-def _zero(d: Convolved | Normalized) -> None:
+def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
+    kind, y = (*GATE, p.lower_bound is not None), x.g.new_empty(x.g.shape, dtype=p.output_dtype)
+    if replayed(known, kind, x, (y,)) or not y.numel():
+        return y
+    with on(p.device):
+        call = make_module_call(p, _heads(p, x), kind, known=known)
+        run(call, lambda c: run_decay(c, y), y)
+        remember(call, x)
+    return y
+
+
+def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None = None) -> Gated:
+    """The sums over programs are PyTorch's."""
+    d = Gated(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
+    if not dy.numel():
+        _zero(d)
+        return d
+    with on(p.device):
+        kind, dy = ("gate_backward", p.lower_bound is not None), dy.reshape(-1, p.HV, p.K)
+        call = make_module_call(p, _heads(p, x), kind, dy, known=known)
+        parts = torch.empty(count_gate_parts(call), 2, p.HV, p.K, dtype=torch.float32, device=p.device)
+        run(call, lambda c: run_decay_backward(c, d.g, parts), d.g, parts)
+        dA_log, ddt_bias = parts.sum(0)
+    for t, found in ((d.A_log, dA_log.sum(-1)), (d.dt_bias, ddt_bias)):
+        if t is not None:
+            t.copy_(found.view(t.shape))
+    return d
+
+
+def _heads(p: GateProblem, x: Gated) -> Gated:
+    """Rows [M, HV, K], without a copy where strides allow it, and parameters without gaps."""
+    parameters = (None if t is None else t.contiguous() for t in x[1:])
+    return Gated(x.g.reshape(-1, p.HV, p.K), *parameters)
+
+
+def _zero(d: AroundInputs) -> None:
     for t in d:
         if t is not None:
             t.zero_()
