@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
 from flash_delta.kernels.triton.backward import scan_backward
+from flash_delta.kernels.triton.backward.halved_gradients import needs_halving
 from flash_delta.kernels.triton.forward import channel, scan, solve
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
@@ -30,6 +32,8 @@ CELLS = [
     ("lower-bound", "bfloat16", {"HV": 1, "T": 66}),
     ("lower-bound", "float16", {"HV": 3, "T": 24}),
     ("lower-bound", "float16", {"HV": 1, "T": 66}),
+    ("promised-bound", "float32", {"HV": 1, "T": 40}),
+    ("promised-bound", "bfloat16", {"HV": 1, "T": 40}),
     ("strong-decay", "float16", {"HV": 2, "T": 24}),
     ("extreme-decay", "float32", {"HV": 1, "T": 40}),
     ("negative-eigenvalues", "float32", {"HV": 2, "T": 7}),
@@ -111,6 +115,31 @@ def test_no_token_changes_gradients_of_what_comes_before_it(dtype, least, t):
         assert not a[:, t:].any()
 
 
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 0.0), (torch.bfloat16, 2**-8)])
+def test_a_promise_that_holds_changes_nothing(dtype, near):
+    """In bfloat16 keys are decayed to a chunk's end in another order, and `halved_gradients` is not launched."""
+    x, promise = changed(mixed(66, least=-5.0), dtype), {"safe_gate": True, "lower_bound": -5.0}
+    promising = partial(KDA.op, **promise)
+    assert needs_halving(problem_of(x))
+    assert needs_halving(problem_of(x | promise)) == (near == 0.0)
+    for op in (KDA.op, partial(KDA.op, lower_bound=-0.1)):  # without safe_gate a bound of given log decays is unread
+        for a, b in zip(gradients(x, "triton", op=promising), gradients(x, "triton", op=op), strict=True):
+            assert torch.equal(a, b) if near == 0.0 else relative_error(a, b) <= near
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_broken_promise_is_bounded(backend):
+    """What is below the bound counts as the bound, and has no gradient."""
+    x = mixed(40)
+    x["g"][:, 5], x["g"][0, 7, 0, ::2] = -torch.inf, -torch.finfo(torch.float32).max
+    x, kept = changed(x, torch.bfloat16), changed(x | {"g": x["g"].clamp(min=-5.0)}, torch.bfloat16)
+    promising = partial(KDA.op, safe_gate=True, lower_bound=-5.0)
+    got, want = (gradients(y, backend, op=promising) for y in (x, kept))
+    for name, a, b in zip(x, got, want, strict=True):
+        assert torch.equal(a, b.masked_fill(x["g"] < -5.0, 0) if name == "g" else b), name
+        assert b.isfinite().all()
+
+
 def test_one_gate_for_all_channels_is_gated_delta_net():
     x = mixed(66)
     g = -torch.rand(1, 66, 1)
@@ -120,11 +149,15 @@ def test_one_gate_for_all_channels_is_gated_delta_net():
         assert relative_error(a.sum(-1) if name == "g" else a, b) < 1e-6, name
 
 
+def problem_of(x):
+    return flash_delta.explain(KDA.op, **x, backend="triton").problem
+
+
 def test_descriptors_and_pointers_load_what_channel_wrote():
     """As in test_triton_kernels.py: the interpreter has them, a CPU does not choose them."""
     x = changed(mixed(70), torch.bfloat16)
     inputs = Inputs(*(x[name].detach() for name in ("q", "k", "v", "g", "beta")))
-    p = flash_delta.explain(KDA.op, **x, backend="triton").problem
+    p = problem_of(x)
     c = make_call(p, inputs, ("test",))
     outputs = []
     for tma in (False, True):

@@ -64,9 +64,11 @@ def chunk_kda(
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        safe_gate: the caller promises that the log decay is at least ``lower_bound``. With ``use_gate_in_kernel`` it
-            needs ``lower_bound``. Default False.
-        lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
+        safe_gate: the caller promises that every log decay is at least ``lower_bound``, which saves kernels work. With
+            ``use_gate_in_kernel`` it needs ``lower_bound``, and the promise always holds. Without, a log decay below
+            the bound counts as the bound, and its gradient is 0. Default False.
+        lower_bound: the least log decay per token, in [-5, 0). Without ``use_gate_in_kernel`` it is read with
+            ``safe_gate`` only. Default None: unbounded.
         disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
             Default False.
         return_intermediate_states: also return the state at the start of every chunk, for inference. Default False.
@@ -111,7 +113,8 @@ def chunk_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "chunk_kda"
-    if as_bool(op, "safe_gate", safe_gate) and use_gate_in_kernel and lower_bound is None:
+    safe_gate = as_bool(op, "safe_gate", safe_gate)
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
         refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
@@ -123,6 +126,7 @@ def chunk_kda(
         "chunk_size": chunk_size,
         "l2norm": use_qk_l2norm_in_kernel,
         "raw_gate": use_gate_in_kernel,
+        "safe_gate": safe_gate,
         "lower_bound": lower_bound,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,

@@ -44,6 +44,8 @@ class TokenReader:
             g = self.values(x.g, segment)
             if problem.raw_gate:
                 g = self.layout.mask_(log_decay(g, self.rate, self.bias, problem.lower_bound), segment)
+            elif problem.lower_bound is not None:
+                g = g.clamp(min=problem.lower_bound)
             G = H = g.clamp(min=LOG_ZERO).cumsum(-2, dtype=torch.float64)
             if problem.erase == "undecayed":
                 H = shift(G)
@@ -82,7 +84,16 @@ class GradientWriter:
         if x.beta is not None:
             self._store("beta", strength_backward(d.db, t.b, problem.beta_range) if problem.raw_beta else d.db, segment)
         if x.g is not None:
-            self._store("g", self._raw_gate(segment, d.dg) if problem.raw_gate else d.dg, segment)
+            self._store("g", self._gate(segment, d.dg), segment)
+
+    def _gate(self, segment: Segment, dg: Tensor) -> Tensor:
+        """Gradient of g as it was given."""
+        problem, x = self.reader.problem, self.reader.x
+        if problem.raw_gate:
+            return self._raw_gate(segment, dg)
+        if problem.lower_bound is None:
+            return dg
+        return dg.masked_fill(self.reader.values(x.g, segment) < problem.lower_bound, 0.0)
 
     def _raw_gate(self, segment: Segment, dg: Tensor) -> Tensor:
         """Gradient of the raw activation; those of A_log and dt_bias are summed in the accumulation dtype."""

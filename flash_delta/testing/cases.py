@@ -36,7 +36,7 @@ _GATE = {"use_gate_in_kernel"}
 MEMBERS = {
     "gdn": Member("chunk_gated_delta_rule", "scalar", options=frozenset(_CHUNK | _BETA | _GATE)),
     "gdn-recurrent": Member("fused_recurrent_gated_delta_rule", "scalar", options=frozenset(_COMMON | _BETA | _GATE)),
-    "kda": Member("chunk_kda", "channel", options=frozenset(_CHUNK | _BETA | _GATE | {"lower_bound"})),
+    "kda": Member("chunk_kda", "channel", options=frozenset(_CHUNK | _BETA | _GATE | {"lower_bound", "safe_gate"})),
     "kda-recurrent": Member(
         "fused_recurrent_kda", "channel", options=frozenset(_COMMON | _BETA | _GATE | {"lower_bound"})
     ),
@@ -110,6 +110,8 @@ CASES = [
     Case("zero-keys", "zero rows under the norm have finite gradients", keys="some zero", options=_RAW),
     Case("negative-eigenvalues", "beta up to 2", options=_RAW | {"allow_neg_eigval": True}),
     Case("lower-bound", "the bounded gate", options=_RAW | {"lower_bound": -5.0}, smoke=True),
+    Case("promised-bound", "given log decays below the promised bound count as it", T=70, decay="strong",
+         options={"safe_gate": True, "lower_bound": -5.0}),
     Case("state-v-first", "states are [N, HV, V, K]", options={"state_v_first": True}),
     Case("scale", "a scale of the caller's", options={"scale": 0.3}),
     Case("chunk-16", "the smallest chunk", options={"chunk_size": 16}),

@@ -72,6 +72,7 @@ CHUNKS = {
     "kda-100": RuleCase(100, gate="channel"),
     "kda-256-512": RuleCase(256, gate="channel", values=512),
     "kda-128-bounded": RuleCase(gate="channel", raw=True, lower_bound=-5.0),
+    "kda-128-promised": RuleCase(gate="channel", lower_bound=-5.0),
 }
 SCANS = {
     name: CHUNKS[name]

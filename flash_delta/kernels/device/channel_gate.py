@@ -35,9 +35,10 @@ def living(a, live, RAW_GATE: tl.constexpr):
 @triton.jit
 def log_decay(a, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """The log decay for activations ``a`` of any shape, in units of 1 / ``unit`` nats and at least ``LEAST``:
-    ``-rate softplus(a + bias)``, or with a bound ``lower_bound sigmoid(rate (a + bias))``."""
+    ``-rate softplus(a + bias)``, or with a bound ``lower_bound sigmoid(rate (a + bias))``. Log decays that are given
+    with a bound are at least this."""
     if not RAW_GATE:
-        return tl.maximum(a.to(tl.float32), LEAST) * unit
+        return tl.maximum(a.to(tl.float32), lower_bound if BOUNDED else LEAST) * unit
     if not BOUNDED:
         return tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST) * unit
     if a.dtype == tl.float32:
@@ -57,6 +58,12 @@ def gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr):
         return da, da * x
     else:
         return -dg * rate / (1.0 + tl.exp(tl.minimum(-x, 80.0))), dg * decay
+
+
+@triton.jit
+def clamp_backward(dg, a, lower_bound):
+    """The gradient of a log decay that was given with a bound: none below it."""
+    return tl.where(a.to(tl.float32) < lower_bound, 0.0, dg)
 
 
 @triton.jit

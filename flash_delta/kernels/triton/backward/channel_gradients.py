@@ -27,7 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters, store_sums
+from flash_delta.kernels.device.channel_gate import (
+    BITS,
+    LEAST,
+    clamp_backward,
+    gate_backward,
+    living,
+    log_decay,
+    parameters,
+    store_sums,
+)
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, steps, store_tile
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
@@ -79,6 +88,8 @@ def total(x, first: tl.constexpr, I):
 @triton.jit
 def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """Of 16 tokens, of which ``left`` are there: the activations, their log decay in bits, and which are there."""
+    if BOUNDED and not RAW_GATE:  # times the unit matrix's zeros, -inf would be no number; what it is below, it stays
+        tile = tl.maximum(tile, LEAST)
     a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
     decay = log_decay(
         living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, BITS, RAW_GATE, BOUNDED
@@ -226,6 +237,8 @@ def channel_gradients(
             d, of_A_log = gate_backward(d, gates * (1.0 / BITS), a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
+        elif BOUNDED:
+            d = clamp_backward(d, a, lower_bound)
         store_rows(dg + at.to(tl.int64) * (HV * K), d, first, left, HV * K, K, W)
     store_sums(dA_log, ddt_bias, sums, dA, dbias, c < K, HAS_A, HAS_BIAS)
 

@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.channel_gate import BITS, gate_backward, living, log_decay, parameters, store_sums
+from flash_delta.kernels.device.channel_gate import (
+    BITS,
+    clamp_backward,
+    gate_backward,
+    living,
+    log_decay,
+    parameters,
+    store_sums,
+)
 from flash_delta.kernels.device.chunk import (
     count_slots,
     enter_chunk,
@@ -320,6 +328,8 @@ def halved_gradients(
             d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
+        elif BOUNDED:
+            d = clamp_backward(d, a, lower_bound)
         store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, stop - at, c, K, W)
     store_sums(dA_log, ddt_bias, sums, dA, dbias, c < K, HAS_A, HAS_BIAS)
 
