@@ -46,6 +46,8 @@ BAD = [  # member, case, changed arguments, what the message must contain
     ("gdn-recurrent", "ragged", {"gv": z(2, 150, 4, 24)}, "gv: expected None"),
     ("gdn", "ragged", {"q": z(2, 150, 2, 16, dtype=torch.int32)}, "q: expected a dtype among"),
     ("gdn", "ragged", {"v": z(2, 150, 4, 24, dtype=torch.bfloat16)}, "v: expected torch.float32 like q, got torch.bfloat16"),
+    ("kda", "ragged", {"k": z(2, 150, 2, 16, dtype=torch.float16)}, "k: expected torch.float32 like q, got torch.float16"),
+    ("gdn-recurrent", "ragged", {"k": z(2, 150, 2, 16, dtype=torch.int32)}, "k: expected a dtype among"),
     ("gdn", "ragged", {"beta": z(2, 150, 4, dtype=torch.long)}, "beta: expected a dtype among"),
     ("gdn", "ragged", {"k": z(2, 150, 2, 16, device="meta")}, "k: expected a tensor on cpu like q, got one on meta"),
     ("gdn", "ragged", {"initial_state": z(3, 4, 16, 24)}, "initial_state: expected a tensor [2, 4, 16, 24], got shape [3,"),

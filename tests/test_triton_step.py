@@ -48,6 +48,30 @@ def test_against_the_recurrence(name, case, changes):
         assert relative_error(got[tensor].cpu(), value) <= limit, tensor
 
 
+MIXES = {  # of q, k and v
+    "half-values": (torch.float32, torch.float32, torch.bfloat16),
+    "half-keys": (torch.float16, torch.float16, torch.float32),
+    "three": (torch.bfloat16, torch.float32, torch.float16),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("name", "mix"), [("gdn", "half-values"), ("kda", "half-keys"), ("gdn", "three")])
+def test_mixed_dtypes(name, mix, backend):
+    """Computed in float32 and rounded once: each result to its tensor's dtype."""
+    member = MEMBERS[f"{name}-recurrent"]
+    x = make_inputs(replace(BY_NAME["short"], B=1, T=5), member, torch.float32, DEVICE)
+    for n, dtype in zip(("q", "k", "v"), MIXES[mix], strict=True):
+        x[n] = x[n].detach().to(dtype).requires_grad_()
+    want, got = truth(member, x), run(member, x, backend)
+    dtypes = {f"d{n}": t.dtype for n, t in x.items() if torch.is_tensor(t)}
+    dtypes |= {"o": x["v"].dtype, "final_state": torch.float32}
+    for tensor, value in want.items():
+        dtype = dtypes[tensor]
+        assert got[tensor].dtype == dtype, tensor
+        assert relative_error(got[tensor].cpu(), value) <= max(1e-5, 2 * torch.finfo(dtype).eps), tensor
+
+
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 @torch.no_grad()
 def test_tokens_in_one_call_are_tokens_in_calls(name):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._check.options import Options, as_bool, cast
-from flash_delta.ops._check.rule import describe, read_lengths
+from flash_delta.ops._check.rule import DTYPES, describe, read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.rule import call_operator
@@ -48,6 +48,20 @@ def run(
             o, final_state, _, states = forward(problem, known, x)
     result = (o, final_state if as_bool(problem.op, "output_final_state", output_final_state) else None)
     return (*result, states) if problem.keep_states else result
+
+
+def run_tokens(
+    x: Inputs, options: dict[str, Any], bounds: Bounds, *, output_final_state: bool, backend: str | Explain | None
+) -> tuple[Tensor, ...] | Explanation:
+    """`run` of a recurrent op, whose q, k and v may have different dtypes: they are computed with in float32 (float64
+    if one of them is that), and ``o`` has v's."""
+    dtypes = {getattr(t, "dtype", None) for t in x[:3]}
+    mixed = len(dtypes) > 1 and dtypes <= {*DTYPES}
+    if mixed:
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        x, given = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide)), x.v.dtype
+    found = run(x, options, bounds, output_final_state=output_final_state, backend=backend)
+    return (found[0].to(given), found[1]) if mixed and not isinstance(found, Explanation) else found
 
 
 def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:

@@ -11,7 +11,7 @@ from flash_delta.ops._check.rule import (
     state_layout,
 )
 from flash_delta.ops._context import Context, run_chunks
-from flash_delta.ops._function import run
+from flash_delta.ops._function import run_tokens
 from flash_delta.problem import Inputs
 
 
@@ -162,9 +162,9 @@ def fused_recurrent_gated_delta_rule(
     is not named here is that of :func:`chunk_gated_delta_rule`.
 
     Args:
-        q: queries ``[B, T, H, K]``.
-        k: keys ``[B, T, H, K]``.
-        v: values ``[B, T, HV, V]``.
+        q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
+        k: keys ``[B, T, H, K]``, any of these dtypes. If those of q, k and v differ, wider copies of them are made.
+        v: values ``[B, T, HV, V]``, any of these dtypes.
         g: log decay in nats ``[B, T, HV]``. Default None: no decay.
         gk: log decay per key channel ``[B, T, HV, K]``, which is added to g. Default None. Not with
             ``use_gate_in_kernel``.
@@ -172,7 +172,7 @@ def fused_recurrent_gated_delta_rule(
         beta: write strength ``[B, T, HV]``. Default None: 1.
 
     Returns:
-        ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
+        ``(o [B, T, HV, V] in v's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -222,4 +222,4 @@ def fused_recurrent_gated_delta_rule(
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
     }
-    return run(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)
+    return run_tokens(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)

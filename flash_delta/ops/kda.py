@@ -7,7 +7,7 @@ from torch import Tensor
 from flash_delta.ops._check.options import as_bool, as_int, refuse
 from flash_delta.ops._check.rule import refuse_unless_none, state_layout
 from flash_delta.ops._context import Context, run_chunks
-from flash_delta.ops._function import problem_of, run
+from flash_delta.ops._function import problem_of, run_tokens
 from flash_delta.problem import Inputs
 
 
@@ -182,14 +182,14 @@ def fused_recurrent_kda(
     that of :func:`chunk_kda`.
 
     Args:
-        q: queries ``[B, T, H, K]``.
-        k: keys ``[B, T, H, K]``.
-        v: values ``[B, T, HV, V]``.
+        q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
+        k: keys ``[B, T, H, K]``, any of these dtypes. If those of q, k and v differ, wider copies of them are made.
+        v: values ``[B, T, HV, V]``, any of these dtypes.
         g: log decay in nats ``[B, T, HV, K]``, or the raw activation.
         beta: write strength ``[B, T, HV]``, or its logit.
 
     Returns:
-        ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
+        ``(o [B, T, HV, V] in v's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -225,4 +225,4 @@ def fused_recurrent_kda(
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
     }
-    return run(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)
+    return run_tokens(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)
