@@ -3,6 +3,9 @@
 A backend is a module with the functions of :class:`Backend`, and beside it perhaps one with those of
 :class:`AroundBackend`. Ops check a call first, so a backend may count on what :class:`~flash_delta.problem.Problem`
 says. No function waits for the device, and the same call gives the same bits again.
+
+A backend that cannot run packed sequences unless the host knows their lengths either refuses them or has
+``plans_on_host = True``. Then ops wait for the device, read the lengths, and hand them over in ``Problem.lengths``.
 """
 
 import importlib
@@ -207,6 +210,11 @@ def load(name: str) -> ModuleType:
     """The module that is a :class:`Backend`."""
     module = find(name).rule
     return sys.modules.get(module) or importlib.import_module(module)
+
+
+def plans_on_host(backend: ModuleType) -> bool:
+    """Whether ops have to read the lengths of packed sequences for it, and wait for the device that has them."""
+    return getattr(backend, "plans_on_host", False)
 
 
 def load_around(name: str) -> ModuleType | None:

@@ -12,6 +12,7 @@ from flash_delta import backend as backends
 from flash_delta.modules import causal_conv1d
 from flash_delta.ops import _backend, _function, _known_calls
 from flash_delta.ops._backend import ENVIRONMENT
+from flash_delta.ops._check import rule
 from flash_delta.ops._check.options import Options
 from flash_delta.problem import Inputs
 from flash_delta.reference import backend
@@ -219,6 +220,36 @@ def test_bounds_that_only_a_device_knows_are_refused_not_synchronised():
         flash_delta.chunk_gated_delta_rule(**x, backend="torch")
     host = [0, *torch.tensor(BY_NAME["packed"].lengths).cumsum(0).tolist()]
     assert flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, cu_seqlens_cpu=host).backend == "torch"
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_in_float64_the_host_waits_once_for_bounds_on_a_device(recurrent, monkeypatch):
+    """On a CPU, whose bounds the checks no longer read."""
+    x = make_inputs(BY_NAME["packed"], MEMBERS["gdn"], torch.float64)
+    op = flash_delta.fused_recurrent_gated_delta_rule if recurrent else flash_delta.chunk_gated_delta_rule
+
+    def gradients():
+        o, state = op(**x)
+        return o, state, *torch.autograd.grad(o.nansum() + state.sum(), [x["q"], x["initial_state"]])
+
+    want, waits, read = gradients(), [], rule.read_lengths
+
+    def read_lengths(op, x, bounds, wait=False):
+        waits.append(wait)
+        return read(op, x, bounds, wait) if wait else None
+
+    monkeypatch.setattr(rule, "read_lengths", read_lengths)
+    monkeypatch.setattr(_function, "read_lengths", read_lengths)
+    assert "it waits for the device once" in flash_delta.explain(op, **x).reasons["torch"]
+    waits.clear()
+    assert all(torch.equal(a, b) for a, b in zip(want, gradients(), strict=True))
+    assert waits == [False, True], "the backward pass has the lengths of the forward pass"
+    wrong = x | {"cu_seqlens": x["cu_seqlens"] + 300}
+    with pytest.raises(ValueError, match="cu_seqlens: expected 0 as the first bound, got 300"):
+        op(**wrong)
+    x = {n: t.float() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in x.items()}
+    with pytest.raises(ValueError, match="give cu_seqlens_cpu"):
+        op(**x, backend="torch")
 
 
 class OnGPU(torch.Tensor):

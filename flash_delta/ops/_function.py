@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_delta.backend import plans_on_host
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._check.options import Options, as_bool, cast
 from flash_delta.ops._check.rule import DTYPES, describe, read_lengths
@@ -42,6 +43,8 @@ def run(
             problem = known.problem
             if bounds is not None:  # these are values
                 problem = problem._replace(lengths=read_lengths(problem.op, x, bounds))
+        if problem.lengths is None and plans_on_host(known.backend):
+            problem = problem._replace(lengths=read_lengths(problem.op, x, None, wait=True))
         if known.needs_grad:
             o, final_state, states = DeltaRule.apply(problem, known, *x)
         else:  # autograd's bookkeeping would be a good part of a decoding step
@@ -53,15 +56,15 @@ def run(
 def run_tokens(
     x: Inputs, options: dict[str, Any], bounds: Bounds, *, output_final_state: bool, backend: str | Explain | None
 ) -> tuple[Tensor, ...] | Explanation:
-    """`run` of a recurrent op, whose q, k and v may have different dtypes: they are computed with in float32 (float64
-    if one of them is that), and ``o`` has v's."""
-    dtypes = {getattr(t, "dtype", None) for t in x[:3]}
-    mixed = len(dtypes) > 1 and dtypes <= {*DTYPES}
-    if mixed:
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        x, given = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide)), x.v.dtype
-    found = run(x, options, bounds, output_final_state=output_final_state, backend=backend)
-    return (found[0].to(given), found[1]) if mixed and not isinstance(found, Explanation) else found
+    """`run` of a recurrent op. Its q, k and v may have different dtypes: then it computes with float32 copies (float64
+    if one of them is that), and ``o`` has v's dtype."""
+    call = partial(run, options=options, bounds=bounds, output_final_state=output_final_state, backend=backend)
+    q, k, v = getattr(x.q, "dtype", None), getattr(x.k, "dtype", None), getattr(x.v, "dtype", None)
+    if q is k is v or not {q, k, v} <= {*DTYPES}:  # what is no tensor, the checks will name
+        return call(x)
+    wide = torch.float64 if torch.float64 in (q, k, v) else torch.float32
+    found = call(x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide)))
+    return found if isinstance(found, Explanation) else (found[0].to(v), found[1])
 
 
 def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:

@@ -1,12 +1,16 @@
 """The ``torch`` backend: every member, in plain PyTorch; whole sequences on any device, serving on the CPU."""
 
+import torch
+
 from flash_delta.problem import Problem
 from flash_delta.reference.alone import backward, forward
 from flash_delta.reference.decode import decode
 from flash_delta.reference.prefill import prefill
 from flash_delta.reference.step import step
 
-__all__ = ["backward", "decode", "forward", "preference", "prefill", "remark", "step", "unsupported"]
+__all__ = ["backward", "decode", "forward", "plans_on_host", "preference", "prefill", "remark", "step", "unsupported"]
+
+plans_on_host = True
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -19,7 +23,7 @@ def unsupported(problem: Problem) -> str | None:
         return "it has no use for erase keys (p) in a rule that erases nothing"
     if problem.pool is not None and not problem.decodable:
         return "on a pool it runs Gated DeltaNet and Kimi Delta Attention only"
-    if problem.lengths is None:
+    if problem.lengths is None and (problem.dtype != torch.float64 or problem.device.type == "meta"):
         return f"it plans packed sequences on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
     return None
 
@@ -30,5 +34,6 @@ def preference(problem: Problem) -> tuple[int, str | None]:
 
 
 def remark(problem: Problem) -> str | None:
-    """What else is to be said of how it runs ``problem``: nothing."""
+    if problem.lengths is None:
+        return "it waits for the device once, to read cu_seqlens, unless cu_seqlens_cpu is given too"
     return None

@@ -150,8 +150,10 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
             refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
 
 
-def read_lengths(op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The sequences' lengths; None if only the device knows them, where reading them would synchronise."""
+def read_lengths(
+    op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None, wait: bool = False
+) -> tuple[int, ...] | None:
+    """The sequences' lengths. If only the device knows them: None, or with ``wait`` the host waits and reads them."""
     B, T = x.q.shape[:2]
     if x.cu_seqlens is None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
@@ -159,8 +161,8 @@ def read_lengths(op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | No
     count, bounds = x.cu_seqlens.numel(), None
     if cu_seqlens_cpu is not None:
         bounds = _bounds(op, "cu_seqlens_cpu", cu_seqlens_cpu, count, T)
-    if x.cu_seqlens.device.type == "cpu":
-        given, bounds = bounds, _bounds(op, "cu_seqlens", x.cu_seqlens, count, T)
+    if wait or x.cu_seqlens.device.type == "cpu":
+        given, bounds = bounds, _bounds(op, "cu_seqlens", x.cu_seqlens.cpu(), count, T)
         if given not in (None, bounds):
             refuse(op, "cu_seqlens_cpu", f"the values of cu_seqlens, {bounds}", given)
     return None if bounds is None else tuple(b - a for a, b in pairwise(bounds))

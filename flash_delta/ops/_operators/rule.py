@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_delta.backend import plans_on_host
 from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
@@ -68,6 +69,8 @@ def _look_at(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, wish: str
     """One known call for forward and backward; lengths are values, which nobody remembers."""
     lengths = read_lengths(fields.op, x, cu_seqlens_cpu)
     known = look_at(partial(_look, lengths), False, (delta_rule, lengths is None, fields, wish), None, x)
+    if lengths is None and plans_on_host(known.backend):
+        lengths = read_lengths(fields.op, x, None, wait=True)
     return known.problem._replace(lengths=lengths), known
 
 
