@@ -82,6 +82,11 @@ class Problem(NamedTuple):
         return self.gate != "none" and self.erase == "decayed" and not self.erase_keys
 
     @property
+    def writes_states(self) -> bool:
+        """Whether the forward pass writes the state at the start of every chunk: to return it, or for the backward pass."""
+        return self.keep_states or (self.needs_grad and self.disable_recompute)
+
+    @property
     def accumulate(self) -> torch.dtype:
         """The dtype of states and sums: float64 for float64 inputs, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

@@ -15,6 +15,7 @@ import flash_delta
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving
 from flash_delta.kernels.triton.forward import channel, scan, solve
@@ -60,6 +61,49 @@ def test_against_the_recurrence(case, dtype, changes):
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), dtype)
         assert relative_error(got[tensor], value) <= limit, tensor
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "changes", "gradients"),
+    [
+        ("packed", "bfloat16", {"T": 76, "lengths": (0, 3, 66, 0, 2)}, False),
+        ("ragged", "float32", {"T": 66}, True),
+        ("saved", "float16", {"B": 1, "T": 66}, True),
+        ("odd-widths", "bfloat16", {"T": 66, "options": {"state_v_first": True}}, False),
+        ("all-empty", "float32", {}, False),
+        ("no-tokens", "float32", {}, True),
+        ("no-sequences", "float32", {}, False),
+    ],
+)
+def test_states_of_chunks(case, dtype, changes, gradients):
+    """As the torch backend has them, and gradients are as without them."""
+    case, dtype = replace(BY_NAME[case], **{"H": 1, "HV": 1} | changes), getattr(torch, dtype)
+
+    def states(dtype, backend):
+        x = make_inputs(case, KDA, dtype)
+        with torch.set_grad_enabled(gradients):
+            return x, KDA.op(**x, return_intermediate_states=True, backend=backend)
+
+    _, (*_, want) = states(torch.float64, "torch")
+    with products_in(dtype):
+        _, (*_, reference) = states(dtype, "torch")
+    x, (o, final, got) = states(dtype, "triton")
+    assert got.shape == want.shape
+    assert (got.dtype, got.is_contiguous(), got.requires_grad) == (dtype, True, False)
+    assert relative_error(got, want) <= allowed(relative_error(reference, want), dtype)
+    plain = KDA.op(**x, backend="triton")
+    assert torch.equal(o.nan_to_num(), plain[0].nan_to_num())
+    if gradients:
+        leaves = [t for t in x.values() if torch.is_tensor(t) and t.requires_grad]
+        for a, b in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (final, plain[1])), strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_states_of_chunks_are_refused_where_they_cannot_be_counted():
+    p = problem_of(mixed(7))._replace(keep_states=True)
+    assert backend.unsupported(p) is None
+    assert "chunks of 64 tokens, chunk_size is 32" in backend.unsupported(p._replace(chunk_size=32))
+    assert "give cu_seqlens_cpu" in backend.unsupported(p._replace(packed=True, lengths=None))
 
 
 def mixed(T, K=16, seed=0, least=-1000.0):
@@ -127,12 +171,13 @@ def test_a_promise_that_holds_changes_nothing(dtype, near):
             assert torch.equal(a, b) if near == 0.0 else relative_error(a, b) <= near
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_broken_promise_is_bounded(backend):
+def test_a_broken_promise_is_bounded(backend, dtype):
     """What is below the bound counts as the bound, and has no gradient."""
     x = mixed(40)
     x["g"][:, 5], x["g"][0, 7, 0, ::2] = -torch.inf, -torch.finfo(torch.float32).max
-    x, kept = changed(x, torch.bfloat16), changed(x | {"g": x["g"].clamp(min=-5.0)}, torch.bfloat16)
+    x, kept = changed(x, dtype), changed(x | {"g": x["g"].clamp(min=-5.0)}, dtype)
     promising = partial(KDA.op, safe_gate=True, lower_bound=-5.0)
     got, want = (gradients(y, backend, op=promising) for y in (x, kept))
     for name, a, b in zip(x, got, want, strict=True):

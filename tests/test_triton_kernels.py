@@ -146,7 +146,7 @@ def test_descriptors_and_pointers_load_the_same():
     [
         ("chunk_gated_delta_rule", {"k": 7}, "in torch.float32 K has to be from 8 to 128 and V from 8 to 512"),
         ("chunk_gated_delta_rule", {"dtype": torch.float64}, "it computes in float32, the tensors are torch.float64"),
-        ("chunk_kda", {"return_intermediate_states": True}, "it does not return the states of chunks"),
+        ("chunk_kda", {"return_intermediate_states": True, "chunk_size": 16}, "it returns the states of chunks of 64"),
         ("fused_recurrent_gated_delta_rule", {"g": None}, "token by token it runs the delta rule with a decay"),
         ("fused_recurrent_gated_delta_rule", {"T": 2**27}, "token by token it counts a tensor's numbers in 32 bits"),
     ],

@@ -27,19 +27,18 @@ def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outp
     final_state = read_states(problem, layout.order, x.initial_state)  # no view, so that callers may write to it
     S = final_state.unflatten(1, (problem.H, -1))
     o = layout.new_tokens(x.v)
-    saved, states = [], []
+    saved, states = [], [S.new_empty(0, *S.shape[1:], dtype=problem.dtype)]
     for segment in layout.segments(max(1, SEGMENT_TILES // problem.HV)):
         tokens = reader.read(segment)
         factors = factor(tokens, fold=True)
         tokens = tokens._replace(b=None)
         if problem.needs_grad and not problem.disable_recompute:
             saved.append(S[: segment.width].clone())
-        keep = problem.keep_states or (problem.needs_grad and problem.disable_recompute)
-        S0 = S.new_empty(segment.size, *S.shape[1:]) if keep else None
+        S0 = S.new_empty(segment.size, *S.shape[1:]) if problem.writes_states else None
         R, O = new_residual(tokens), torch.empty_like(tokens.v)
         for chunks, live in scan(tokens, factors, segment, S, R):
             torch.bmm(flat(factors.Qg[chunks]), flat(live), out=flat(O[chunks]))
-            if keep:
+            if problem.writes_states:
                 S0[chunks] = live
         flat(O).baddbmm_(flat(factors.Y), flat(R), beta=problem.scale, alpha=problem.scale)  # O = scale (Qg S0 + Y R)
         layout.store(O.flatten(1, 2), segment, o)

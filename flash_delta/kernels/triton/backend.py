@@ -5,16 +5,18 @@ the state through them. With a decay per channel ``channel`` forms all that depe
 ``factor``, for ``scan``. Backward: ``factor`` (``channel``) again, ``scan`` for the states and beside it
 ``scan_backward`` right to left, then ``pairs`` and the kernels of ``gradients`` (``channel_gradients``,
 ``halved_gradients``, ``key_head_gradients``) for all chunks at once. Forward keeps what ``solve`` wrote for the
-backward pass, and with ``disable_recompute`` the rest.
+backward pass, and with ``disable_recompute`` the rest. Where a caller wants the states at the chunks' starts, ``scan``
+writes what it would write for the backward pass.
 """
 
 from functools import partial
+from itertools import accumulate
 
 import torch
 import triton
 from torch import Tensor
 
-from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.runtime.arguments import block, every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
@@ -68,8 +70,10 @@ def unsupported(problem: Problem) -> str | None:
         reason = _cannot_decode(problem)
         if reason is not None or not problem.needs_grad:  # backward runs whole chunks
             return reason
-    if problem.keep_states:
-        return "it does not return the states of chunks"
+    if problem.keep_states and problem.chunk_size != C:
+        return f"it returns the states of chunks of {C} tokens, chunk_size is {problem.chunk_size}"
+    if problem.keep_states and problem.lengths is None:
+        return f"it counts chunks on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
     by_chip = problem.dtype == torch.float32 or problem.erase == "undecayed"
     widest = widest_key(problem, chip_of(problem.device)) if by_chip else WIDEST_KEY
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):
@@ -105,16 +109,17 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = (for_backward(p),) if p.needs_grad else ()
-    buffers = tuple(w.buffer for w in saved)
     kept = p.needs_grad and p.disable_recompute
-    kind, split = ("forward", kept), plan_segments(p, chip_of(p.device))
+    shown = (Workspace(p, Residual),) if p.keep_states and not kept else ()
+    buffers = tuple(w.buffer for w in (*saved, *shown))
+    kind, split = ("forward", p.writes_states), plan_segments(p, chip_of(p.device))
     if replayed(known, (*kind, split), x, (o, final, *buffers)):
-        return Outputs(o, final, buffers)
+        return _outputs(p, o, final, saved, shown)
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
     walk = new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
-        solved, factors, channels, residual = (*c.parts(*saved, *handed), None)[:4]
+        solved, factors, channels, residual = (*c.parts(*saved, *handed, *shown), None)[:4]
         _chunks(c, solved, factors, channels)
         if walk is None or every(c):
             run_scan(c, channels, solved, factors, o, final, residual)
@@ -125,7 +130,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         spare = *(w.buffer for w in handed), *(walk or ())[1:]
         run(call, kernels, o, final, *buffers, spare=spare)
     remember(call, x)
-    return Outputs(o, final, buffers)
+    return _outputs(p, o, final, saved, shown)
 
 
 def backward(
@@ -263,6 +268,21 @@ def _cannot_decode(p: Problem) -> str | None:
             f"with a convolution or a norm a program holds states of up to {WHOLE} numbers, K and V are {p.K} and {p.V}"
         )
     return None
+
+
+def _outputs(
+    p: Problem, o: Tensor, final: Tensor, saved: tuple[Workspace, ...], shown: tuple[Workspace, ...]
+) -> Outputs:
+    """The states of chunks are copied from the workspace, sequence after sequence."""
+    states = None
+    if p.keep_states:
+        states = (*saved, *shown)[-1].views()[-1].states[:, :, : p.V, : p.K].mT  # [slots, HV, K, V]
+        if p.packed:  # slots as in chunk.py
+            places = enumerate(zip(accumulate(p.lengths, initial=0), p.lengths, strict=False))
+            runs = [states.narrow(0, start // C + n, -(-length // C)) for n, (start, length) in places]
+            states = torch.cat([states[:0], *runs])
+        states = states.unflatten(0, (p.B, len(states) // max(p.B, 1))).contiguous()
+    return Outputs(o, final, tuple(w.buffer for w in saved), states)
 
 
 def with_flat_parameters(x: Inputs) -> Inputs:

@@ -225,8 +225,8 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
     """How long sequences are split, if that is faster.
 
     None where bits are promised that a split would change: with ``batch_invariant``, and on a pool, where a prompt
-    continues from any multiple of 64 tokens as if it had not been cut (ops/serving/prefill.py). What writes states for
-    the backward pass walks whole sequences, too.
+    continues from any multiple of 64 tokens as if it had not been cut (ops/serving/prefill.py). What writes the states
+    of chunks walks whole sequences, too.
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
@@ -235,7 +235,7 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
     """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
-    if p.pool is not None or p.batch_invariant or (p.needs_grad and p.disable_recompute):
+    if p.pool is not None or p.batch_invariant or p.writes_states:
         return None
     return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
 
