@@ -83,7 +83,7 @@ class Problem(NamedTuple):
 
     @property
     def writes_states(self) -> bool:
-        """Whether the forward pass writes the state at the start of every chunk: to return it, or for the backward pass."""
+        """Whether the forward pass writes the states at chunks' starts: to return them, or for the backward pass."""
         return self.keep_states or (self.needs_grad and self.disable_recompute)
 
     @property

@@ -71,8 +71,8 @@ def chunk_kda(
             ``safe_gate`` only. Default None: unbounded.
         disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
             Default False.
-        return_intermediate_states: also return the state at the start of every chunk, for inference. Packed sequences on
-            a GPU then need ``cu_seqlens_cpu``: their number of chunks is a size. Default False.
+        return_intermediate_states: also return the state at the start of every chunk, for inference. On a GPU packed
+            sequences then need ``cu_seqlens_cpu``, since the result's size depends on it. Default False.
         state_v_first: states are ``[N, HV, V, K]``. Default False.
         cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
             not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
