@@ -46,8 +46,7 @@ def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outp
             saved += [S0] if factors.A is None else [S0, factors.A]
         if problem.keep_states:
             states.append(S0.to(problem.dtype))
-    none = S[:0].to(problem.dtype)
-    states = layout.unpack_chunks(states or [none], problem.B) if problem.keep_states else None
+    states = layout.unpack_chunks(states, problem.B) if problem.keep_states else None
     return Outputs(o, write_states(problem, layout.order, final_state), tuple(saved), states)
 
 

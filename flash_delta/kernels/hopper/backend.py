@@ -73,7 +73,7 @@ def preference(p: Problem) -> tuple[int, str | None]:
     would have to be compiled in the middle of the work.
 
     As measured on an H200 with 132 multiprocessors (docs/notes): this backend is ahead of ``triton``, except for one
-    sequence of some 2,000 tokens on few heads of 128. On a pool this backend walks half a state's chunk in 1.73 us, for which
+    sequence of some 2,000 tokens on few heads of 128. On a pool it walks half a state's chunk in 1.73 us, for which
     ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
     """
     if p.device.type != "cuda" or not (isinstance(p.HV, int) and isinstance(p.K, int)):
