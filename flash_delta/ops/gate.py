@@ -19,7 +19,7 @@ def fused_gdn_gate(
 ) -> Tensor:
     """Log decay of Gated DeltaNet: ``-exp(A_log) * softplus(g + dt_bias)``, with gradients for all three.
 
-    On a GPU it is one kernel, and its gradients are one more. They are the same bits each time.
+    On a GPU it is one kernel, and its gradients are one more. The same call gives the same bits again.
 
     Args:
         g: raw activation ``[..., HV]``, any float dtype; computed in float32 (float64 stays float64).
@@ -60,7 +60,7 @@ def fused_kda_gate(
     """Log decay of Kimi Delta Attention per channel, with gradients for g, A_log and dt_bias.
 
     ``-exp(A_log) * softplus(g + dt_bias)``, or with a bound ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
-    On a GPU it is one kernel, and its gradients are one more. They are the same bits each time.
+    On a GPU it is one kernel, and its gradients are one more. The same call gives the same bits again.
 
     Args:
         g: raw activation ``[..., HV, K]``, any float dtype; computed in float32 (float64 stays float64).
