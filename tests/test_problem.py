@@ -153,7 +153,7 @@ def test_backend_wish_is_obeyed_or_refused(monkeypatch):
 
 
 def test_explain():
-    x = arguments("kda") | {"return_intermediate_states": True}
+    x = arguments("kda") | {"return_intermediate_states": True, "chunk_size": 32}
     explanation = flash_delta.explain(flash_delta.chunk_kda, **x)
     assert explanation.backend == "torch"
     first, second, third, fourth = str(explanation).split("\n")
