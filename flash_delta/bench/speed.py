@@ -126,6 +126,7 @@ def in_words(groups: Sequence[Group]) -> str:
 
 
 def _drawn(groups: Sequence[Group]) -> list[Group]:
+    """Those that the chart has a name for."""
     return [group for group in groups if group.group in NAMES]
 
 
