@@ -113,6 +113,13 @@ def test_what_runs_on_a_cpu(name):
 
 
 WIDTHS = {"gdn-widths", "kda-widths"}
+OF_128 = {  # of these groups' rows, those that peers without other widths run
+    ("flash_qla", "gdn", "forward"),
+    ("flash_qla", "gdn", "training"),
+    ("flashinfer", "gdn", "forward"),
+    ("cudnn", "kda", "training"),
+}
+KEPT = {("gdn", "fla"), ("gdn", "flash_qla"), ("kda", "cudnn")}  # who leaves no choice of what is kept
 HOPPER = {  # the groups of rows that each runs on such a GPU
     "flash_delta": {
         "gdn-prefill",
@@ -151,12 +158,10 @@ def test_what_runs_on_hopper(name, monkeypatch):
     unsupported, device = load(name).unsupported, torch.device("cuda")
     for workload in WORKLOADS:
         reason = unsupported(workload, device)
-        if workload.disable_recompute and workload.member == "gdn" and name in ("fla", "flash_qla"):
+        if workload.disable_recompute and (workload.member, name) in KEPT:
             assert reason == NO_CHOICE
         elif workload.group in WIDTHS and name not in ("flash_delta", "fla"):
-            usual = {"flash_qla": ("forward", "training"), "flashinfer": ("forward",)}.get(name, ())
-            takes = (workload.member, workload.K) == ("gdn", 128) and workload.kind in usual
-            assert (reason is None) == takes
+            assert (reason is None) == (workload.K == 128 and (name, workload.member, workload.kind) in OF_128)
         elif workload.group in HOPPER[name]:
             assert reason is None
             small = unsupported(replace(workload, K=64), device)

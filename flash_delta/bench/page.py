@@ -42,7 +42,7 @@ TITLES = {
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "gdn-widths": "Gated DeltaNet, heads of other widths",
-    "kda-widths": "Kimi Delta Attention, heads of other widths; norm, bounded gate and sigmoid in the op",
+    "kda-widths": "Kimi Delta Attention, forward and backward, heads of other widths",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",

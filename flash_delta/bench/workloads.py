@@ -55,10 +55,9 @@ def _widths() -> Iterator[Workload]:
     for kind in ("forward", "training"):
         yield Workload("gdn-widths", kind, "gdn", 16, 32, 1, 8192, **common, K=64, V=64)
     yield Workload("gdn-widths", "training", "gdn", 8, 8, 16, 2048, "float16", **common, K=256, V=256)
-    raw = {"l2norm": True, "raw": True}
     for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
-        yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, **raw, K=K, V=V)
-    yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, **raw, disable_recompute=True)
+        yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, K=K, V=V)
+    yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, disable_recompute=True)
 
 
 def _decode() -> Iterator[Workload]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import NO_LAYER, Call
+from flash_delta.bench.contestants.call import NO_CHOICE, NO_LAYER, Call
 from flash_delta.bench.contestants.tensors import bounds, leaves
 from flash_delta.testing import Workload
 
@@ -36,6 +36,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return f"its plan {PLAN} is for sm_90"
     if workload.kind == "training" and (workload.raw or workload.l2norm or workload.H != workload.HV):
         return f"the backward of {PLAN} takes log decays, normalised q and k, and ungrouped heads only"
+    if workload.disable_recompute:
+        return NO_CHOICE
     return None
 
 
