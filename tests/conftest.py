@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 
 
 LONG = {  # of tests with many cases, those that take long: beside each of them a quicker one stays
+    "test_batch_invariance.py::test_other_sequences_change_no_bit[kda-triton-given]",
     "test_compiled_models.py::test_layers[gdn-grouped-padded]",
     "test_compiled_models.py::test_layers[kda-bounded-batch]",
     "test_compiled_models.py::test_layers[kda-packed]",
@@ -40,6 +41,8 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_transforms.py::test_what_a_nan_reaches[kda-g-triton]",
     "test_transforms.py::test_what_a_nan_reaches[kda-v-triton]",
     "test_triton_kda.py::test_against_the_recurrence[in-kernel-packed-float32-changes2]",
+    "test_triton_kda.py::test_a_promise_that_holds_changes_nothing[dtype1-0.00390625]",
+    "test_triton_kda.py::test_states_of_chunks[ragged-float32-changes1-True]",
     "test_triton_kernels.py::test_against_the_recurrence[comba-packed-float32-changes18]",
     "test_triton_kernels.py::test_against_the_recurrence[delta-rule-packed-float32-changes17]",
     "test_triton_kernels.py::test_against_the_recurrence[gdn-packed-float32-changes1]",
