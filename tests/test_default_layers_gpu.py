@@ -45,7 +45,8 @@ def arguments(layout, device):
 def results(layer, x, dy, layout):
     x = x.clone().requires_grad_()
     y, _, _ = layer(x, **arguments(layout, x.device))
-    names = [name for name, p in layer.named_parameters() if name != "decay"]  # whose gradient is 0, but for rounding
+    # The gradient of Comba's `decay` is 0 except for rounding: there is nothing to compare.
+    names = [name for name, p in layer.named_parameters() if name != "decay"]
     leaves = [dict(layer.named_parameters())[name] for name in names]
     return dict(zip(["y", "x", *names], [y, *torch.autograd.grad(y, [x, *leaves], dy)], strict=True))
 
