@@ -10,7 +10,7 @@ from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
 from flash_delta.kernels.hopper.gluon_compat import tma_load
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot, place
 
 
 @gluon.jit
@@ -20,11 +20,11 @@ def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexp
     if SEGMENTS:
         cu_seqlens, T, length, N = work
         if flags is None:
-            _, row, start, size, token, chunks, slot, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
+            _, row, start, size, token, chunks, slot, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
             keys = chunks * 0
         else:
-            _, row, start, size, token, chunks, slot, _, keys = find_map(length, cu_seqlens, N, T, PACKED)
-        return gl.program_id(1), row, start, size, token, chunks, slot, keys == 0
+            _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+        return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
     else:
         cu_seqlens, T, _, pool = work
         n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)

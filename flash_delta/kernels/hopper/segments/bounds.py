@@ -60,21 +60,28 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def find_chunks(length, cu_seqlens, N, T, PACKED: gl.constexpr):
+def place(HV):
+    """The slot of this program's segment, and its value head. The heads of a slot come one after the other: in a grid
+    of slots first, the long segments of the last heads would wait until the short sequences of other heads are done."""
+    return gl.program_id(0) // HV, gl.program_id(0) % HV
+
+
+@gluon.jit
+def find_chunks(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
     """This program's segment: its sequence, batch row, the sequence's first token and length, the segment's first token
     in the sequence, the number of its chunks, the first chunk's slot, its number, and whether it ends the sequence."""
-    n, row, token, start, stop, number, last = find_segment(gl.program_id(0), length, cu_seqlens, N, T, PACKED)
+    n, row, token, start, stop, number, last = find_segment(place(HV)[0], length, cu_seqlens, N, T, PACKED)
     chunks = (gl.maximum(gl.minimum(length, stop - token), 0) + C - 1) // C
     slot = first_slot(n, start, T, PACKED)
     return n, row, start, stop - start, token - start, chunks, slot + number * (length // C), number, last
 
 
 @gluon.jit
-def find_map(length, cu_seqlens, N, T, PACKED: gl.constexpr):
+def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
     """What `find_chunks` says, with two changes: there are no chunks if this map is not needed, and instead of whether
     the segment is the last one it says whether the map is Phi (1) or B (0)."""
-    keys = 1 - gl.program_id(2)
-    n, row, start, size, token, chunks, slot, number, last = find_chunks(length, cu_seqlens, N, T, PACKED)
+    keys = 1 - gl.program_id(1)
+    n, row, start, size, token, chunks, slot, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     if last | ((number == 0) & (keys > 0)):
         chunks = chunks * 0
     return n, row, start, size, token, chunks, slot, number, keys

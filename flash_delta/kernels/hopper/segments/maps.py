@@ -38,7 +38,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate
-from flash_delta.kernels.hopper.segments.bounds import find_map
+from flash_delta.kernels.hopper.segments.bounds import find_map, place
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
 from flash_delta.kernels.runtime import arguments
@@ -65,13 +65,13 @@ def map_role(
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    n, _, _, _, _, chunks, _, number, keys = find_map(length, cu_seqlens, N, T, PACKED)
-    index = gl.program_id(0) * HV + gl.program_id(1)
+    n, _, _, _, _, chunks, _, number, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    index = gl.program_id(0)  # slot * HV + value head
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_ROWS))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE_ROWS))[None, :]
     S = gl.where((i + v + (1 - keys) * WIDTH) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
     if INITIAL and ((number == 0) & (keys == 0)):
-        head = (n * HV + gl.program_id(1)) * WIDTH
+        head = (n * HV + place(HV)[1]) * WIDTH
         S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk is there
     sb = gl.convert_layout(S.to(ty), operand)
@@ -149,7 +149,7 @@ def find_maps(
     WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
     NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (slots of segments, HV, 2)."""
+    """Grid (slots of segments * HV, 2)."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
     ty: gl.constexpr = k_desc.dtype
@@ -226,7 +226,7 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
         x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, **MAPS)
-    launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length), p.HV, 2), values, constants))
+    launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length) * p.HV, 2), values, constants))
 
 
 def run_compose_maps(c: Call, w: Walk) -> None:

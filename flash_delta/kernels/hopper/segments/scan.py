@@ -6,7 +6,7 @@
              O = scale (e^G . (q S0) + P U)
 
 There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64: grid
-(slots, HV). Heads of 256 have one state group and a program for every 64 columns: grid (slots, HV, V / 64). They walk
+(slots HV,). Heads of 256 have one state group and a program for every 64 columns: grid (slots HV, V / 64). They walk
 whole sequences, from their initial states.
 
 Barriers, and who completes them: ``full`` the copy engine (all tiles of a chunk are there), ``pfull`` the score group
@@ -35,7 +35,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_st
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import WALKS
 from flash_delta.kernels.runtime.arguments import constants_of
@@ -48,14 +48,14 @@ SCORES = gl.constexpr(2)  # slots of the ring of P
 
 @gluon.jit
 def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
-    tiles, bars, work = shared
+    tiles, bars, work, HV = shared
     sq, sk, sr, sp = tiles
     full, pfull, done = bars
     cu_seqlens, T, length, N = work
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
     zero = gl.zeros([C, C], gl.float32, ROWS)
-    _, _, _, _, _, chunks, _, _, _ = find_chunks(length, cu_seqlens, N, T, PACKED)
+    _, _, _, _, _, chunks, _, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     for t in range(chunks):
         s, x = t % NS, t % SCORES
         mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates are there
@@ -84,8 +84,8 @@ def state_role(
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    slot, hv = gl.program_id(0), gl.program_id(1)
-    n, row, start, size, token, chunks, chunk, _, last = find_chunks(length, cu_seqlens, N, T, PACKED)
+    slot, hv = place(HV)
+    n, row, start, size, token, chunks, chunk, _, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
     PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory by way of ``so``
     SENT: gl.constexpr = PARTS + 3 if SAVE else 1
@@ -190,7 +190,7 @@ def walk_segments(
     barrier()  # all warps of the program: the barriers above are initialised
     bars, saved, work = (full, pfull, done), (s_desc, e_desc, u_desc), (cu_seqlens, T, length, N)
     strides = ((q_batch, k_batch, v_batch), heads, group)
-    score = ((sq, sk, sr, sp), bars, work)
+    score = ((sq, sk, sr, sp), bars, work, HV)
     state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
     if GROUPS == 2:
@@ -203,7 +203,7 @@ def walk_segments(
             (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     else:
-        first = gl.program_id(2) * 64
+        first = gl.program_id(1) * 64
         gl.warp_specialize([
             (score_role, (score, NS, PACKED)),
             (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
@@ -227,5 +227,5 @@ def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk,
         START_V_FIRST=w.starts is not None or p.state_v_first, KEEP=p.needs_grad,
         SAVE=residual is not None, **WALKS[p.K],
     )  # fmt: skip
-    plan = DescribedPlan((count_slots(p, w.length), p.HV, p.V // (HALF * groups)), arguments, constants)
+    plan = DescribedPlan((count_slots(p, w.length) * p.HV, p.V // (HALF * groups)), arguments, constants)
     launch_described(c, walk_segments, plan)
