@@ -4,7 +4,7 @@ import json
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import metadata
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -124,8 +124,8 @@ def changes(old: Group, new: Group) -> Iterator[Change]:
 def machine(device: torch.device) -> dict[str, str]:
     facts = {"python": platform.python_version(), "torch": torch.__version__}
     try:
-        facts["triton"] = metadata.version("triton")
-    except metadata.PackageNotFoundError:
+        facts["triton"] = import_module("triton").__version__  # of the module that runs: another may be installed
+    except ModuleNotFoundError:
         facts["triton"] = "not installed"
     if device.type == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow, lead
 from flash_delta.kernels.hopper.boxes import lines, ragged, rows, squares, states, strides
@@ -152,6 +152,10 @@ def find_maps(
     """Grid (slots of segments * HV, 2)."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
+    _, _, _, _, _, chunks, _, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    if chunks == 0:  # a sequence of one segment needs no map
+        gdc_wait()  # who waits for this kernel waits for those before it, too
+        return
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
