@@ -61,8 +61,8 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
 
 @gluon.jit
 def place(HV):
-    """The slot of this program's segment, and its value head. The heads of a slot come one after the other: in a grid
-    of slots first, the long segments of the last heads would wait until the short sequences of other heads are done."""
+    """The slot of this program's segment, and its value head. The heads of a slot are launched one after the other, so
+    that the long segments of all heads start together, before the short sequences of any head."""
     return gl.program_id(0) // HV, gl.program_id(0) % HV
 
 

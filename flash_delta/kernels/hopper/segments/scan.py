@@ -6,8 +6,8 @@
              O = scale (e^G . (q S0) + P U)
 
 There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64: grid
-(slots HV,). Heads of 256 have one state group and a program for every 64 columns: grid (slots HV, V / 64). They walk
-whole sequences, from their initial states.
+(slots * HV,). Heads of 256 have one state group and a program for every 64 columns: grid (slots * HV, V / 64). They
+walk whole sequences, from their initial states.
 
 Barriers, and who completes them: ``full`` the copy engine (all tiles of a chunk are there), ``pfull`` the score group
 (P is there), ``done`` all state groups (they have read all of a chunk's tiles, so that its slots are free).
