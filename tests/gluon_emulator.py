@@ -86,8 +86,18 @@ class Number(int):
     def to(self, dtype):
         return self
 
-    def __add__(self, other):
-        return Number(int(self) + other)
+
+
+def _scalar_operator(name):
+    def apply(self, other):
+        result = getattr(int(self), name)(other)
+        return result if result is NotImplemented or isinstance(result, Value) else Number(result)
+
+    return apply
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift", "and"):
+    setattr(Number, f"__{_name}__", _scalar_operator(f"__{_name}__"))
 
 
 class Memory:
@@ -178,10 +188,15 @@ class Pointer:
         self.t, self.at = t, at
 
     def __add__(self, offset):
-        return Pointer(self.t, self.at + offset)
+        return Pointer(self.t, offset + self.at)
 
     def load(self):
         return Number(self.t.as_strided((1,), (1,), self.t.storage_offset() + self.at).item())
+
+    def store(self, value):
+        at = bare(self.at)
+        assert at.shape == value.t.shape and at.min() >= 0 and at.max() < self.t.numel(), "a store outside of the tensor"
+        self.t.view(-1)[at] = value.t
 
 
 def bare(x):
@@ -253,7 +268,7 @@ LANGUAGE = {
     "sum": lambda x, axis: Value(x.t.sum(axis)), "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
-    "load": lambda p: p.load(), "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
+    "load": lambda p: p.load(), "store": lambda p, x: p.store(x), "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
     "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
     "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
     "SwizzledSharedLayout": layout, "SliceLayout": layout, "DotOperandLayout": layout,

@@ -14,11 +14,12 @@ kernels of ``triton`` would have saved.
 import torch
 from torch import Tensor
 
+from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import Walk, new_walk
-from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_endless, split_length, split_prompt
+from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_back, split_endless, split_length, split_prompt
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
@@ -35,7 +36,6 @@ WIDTHS = (64, 128, 256)
 PROMPT_HEADS = 0.18  # per multiprocessor: from there on prompts on a pool, of which few are split, keep the card busy
 WHOLE = 256  # heads too wide for the loop: `factor_chunks` first, then a walk of whole sequences
 MOST_VALUES = 512
-backward = triton.backward
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -127,6 +127,21 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         run(call, kernels, o, final, *kept, spare=spare)
     remember(call, x)
     return Outputs(o, final, kept)
+
+
+def backward(
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Inputs:
+    """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
+    if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
+        return triton.backward(p, x, saved, do, dfinal, known)
+    given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+    if x.initial_state is not None:
+        given = given._replace(initial_state=x.initial_state.float().contiguous())
+    dfinal = None if dfinal is None else dfinal.float().contiguous()
+    length = split_back(p, chip_of(p.device).processors)
+    d = by_hand.run_backward(p, given, saved, _described(do), dfinal, known, length)
+    return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:

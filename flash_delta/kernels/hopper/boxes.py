@@ -49,9 +49,9 @@ def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
     return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))
 
 
-def blocks(t: Tensor, columns: int) -> Descriptor:
+def blocks(t: Tensor, columns: int, height: int = C) -> Descriptor:
     width = t.shape[-1]
-    return Descriptor(t, [t.numel() // width, width], [width, 1], [C, columns], layouts.TILE.value)
+    return Descriptor(t, [t.numel() // width, width], [width, 1], [height, columns], layouts.TILE.value)
 
 
 def pool(p: Problem, t: Tensor) -> Descriptor:

@@ -178,7 +178,7 @@ def backward(
         kind = "backward", again, kept
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, laid_out(*x, do, dfinal)))
         run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
-    return d._replace(A_log=_summed(dA_log, x.A_log), dt_bias=_summed(ddt_bias, x.dt_bias))
+    return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
 
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
@@ -306,7 +306,7 @@ def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
     return Workspace(p, *groups, buffer=buffer)
 
 
-def _summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
+def summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
     """The gradient of a parameter, from its float32 sums per chunk and head, or per chunk, head and channel."""
     if like is None:
         return None

@@ -17,6 +17,9 @@ Rows after the end of a sequence get b = 0 and no decay. After the last sequence
 writes zeros to o. For the backward pass it also writes what `solve` writes, except A: ``vectors``, and with a norm
 ``norms``, where p has the lengths of k.
 
+For the backward pass (BACKWARD) row 2 is r_k / (scale r_q), without b. With DIVISIBLE |b| is at least 2^-40, so that dbeta
+can be had from U = b . (..), which it is divided by.
+
 On a pool (``walks``) the first program lists the sequences that the loop walks, o of padding is written as zeros, and
 nothing is written of sequences that `decode` runs.
 
@@ -41,6 +44,7 @@ from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
+SMALLEST = tl.constexpr(2.0**-40)  # |b| that is divided by
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
 
@@ -52,7 +56,7 @@ def rates(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr, SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr, BACKWARD: tl.constexpr, DIVISIBLE: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
@@ -92,6 +96,8 @@ def rates(
         b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
         if RAW_BETA:
             b = tl.where(live, strength(b, beta_top), 0.0)
+        if DIVISIBLE:
+            b = tl.where(live & (tl.abs(b) < SMALLEST), tl.where(b < 0, -SMALLEST, SMALLEST), b)
     last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
     # Reciprocal lengths as logarithms, so that one exponential is enough for a score.
     l_q, l_k = tl.log2(scale), 0.0
@@ -119,7 +125,7 @@ def rates(
     to = out + (slot.to(tl.int64) * HV + hv) * (8 * C) + i
     tl.store(to, G + l_q, mask=known)
     tl.store(to + C, G - l_k, mask=known)
-    tl.store(to + 2 * C, -b * tl.exp2(l_k - l_q), mask=known)
+    tl.store(to + 2 * C, (tl.zeros([C, BH], tl.float32) + 1.0 if BACKWARD else -b) * tl.exp2(l_k - l_q), mask=known)
     tl.store(to + 3 * C, b, mask=known)
     tl.store(to + 4 * C, -tl.exp2(G + l_k), mask=known)
     tl.store(to + 5 * C, tl.exp2(G + l_q), mask=known)
@@ -142,9 +148,11 @@ def new_walks(p: Problem) -> Tensor:
 
 
 def run_rates(
-    c: Call, o: Tensor, out: Tensor, s: Solved | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS
-) -> None:
-    """Launches `rates`. With ``s`` it also writes what the backward pass needs. ``walks``: states are in ``slots``."""
+    c: Call, o: Tensor, out: Tensor, s: Solved | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS,
+    *, backward: bool = False,
+) -> None:  # fmt: skip
+    """Launches `rates`. With ``s`` it also writes what the backward pass needs; ``backward``: it is for the backward
+    pass. ``walks``: states are in ``slots``."""
     p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
@@ -156,4 +164,5 @@ def run_rates(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
         p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables), p.scale, p.beta_range,
         strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns,
+        BACKWARD=backward, DIVISIBLE=backward or (p.needs_grad and p.disable_recompute),
     )  # fmt: skip

@@ -194,32 +194,38 @@ def find_maps(
 def compose_maps(
     B, Phi, starts, cu_seqlens, initial_state, N, T, length, HV, initial_strides,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BACK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``starts [slots, HV, V, K]`` of B [slots, HV, V, K] and Phi [slots, HV, 2, K, K]. Grid (V / BV, HV, N)."""
+    """``starts [slots, HV, V, K]`` of B [slots, HV, V, K] and Phi [slots, HV, 2, K, K]. Grid (V / BV, HV, N).
+
+    BACK: right to left, by the transposes of Phi. What comes out of the last segment is ``initial_state``, and
+    ``starts`` is what comes into every segment from the right."""
     lead(OVERLAP)
     d, hv, n = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, K)
     start, stop, slot = bounds(n, cu_seqlens, N, T, length, PACKED)
     segments = (stop - start + length - 1) // length
     strides, square = (HV.to(tl.int64) * V * K, V * K, 1, K), c[:, None] * K + c[None, :]
+    step = 1
+    if BACK:
+        slot, step, square = slot + tl.maximum(segments - 1, 0), -1, c[:, None] + c[None, :] * K
     S = tl.zeros([BV, K], tl.float32)
     if INITIAL:
         S = load_rows(initial_state, initial_strides, n, hv, d, c, V, K)
     follow(OVERLAP)
     store_rows(starts, strides, S, slot, hv, d, c, V, K)
     S = load_rows(B, strides, slot, hv, d, c, V, K, segments > 1)
-    store_rows(starts, strides, S, slot + 1, hv, d, c, V, K, segments > 1)
-    B_ahead = load_rows(B, strides, slot + 1, hv, d, c, V, K, segments > 2)
+    store_rows(starts, strides, S, slot + step, hv, d, c, V, K, segments > 1)
+    B_ahead = load_rows(B, strides, slot + step, hv, d, c, V, K, segments > 2)
     for number in range(1, segments - 1):
-        at = Phi + ((slot + number).to(tl.int64) * HV + hv) * (2 * K * K) + square
+        at = Phi + ((slot + step * number).to(tl.int64) * HV + hv) * (2 * K * K) + square
         Phi_high, Phi_low = tl.load(at), tl.load(at + K * K)
         high = S.to(tl.bfloat16)
         low = (S - high.to(tl.float32)).to(tl.bfloat16)
         small = tl.dot(low, Phi_high) + tl.dot(high, Phi_low)  # apart from S: in one sum, products wait for each other
         S = tl.dot(high, Phi_high, B_ahead) + small
-        B_ahead = load_rows(B, strides, slot + number + 1, hv, d, c, V, K, number + 2 < segments)
-        store_rows(starts, strides, S, slot + number + 1, hv, d, c, V, K)
+        B_ahead = load_rows(B, strides, slot + step * (number + 1), hv, d, c, V, K, number + 2 < segments)
+        store_rows(starts, strides, S, slot + step * (number + 1), hv, d, c, V, K)
 
 
 def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
@@ -234,7 +240,21 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
 
 
 def run_compose_maps(c: Call, w: Walk) -> None:
-    p, initial = c.p, c.x.initial_state
-    pointers, grid = (w.B, w.Phi, w.starts, c.x.cu_seqlens, initial), (p.V // COMPOSE.BV, p.HV, p.N)
-    scalars = p.N, p.T, w.length, p.HV, arguments.states(p, initial)
-    arguments.launch_rule(c, compose_maps, pointers, grid, COMPOSE, *scalars, INITIAL=initial is not None, follows=True)
+    _compose(c, w.B, w.Phi, w.starts, w.length, c.x.initial_state, back=False)
+
+
+def run_compose_back(c: Call, w: Walk, D: Tensor, ends: Tensor, dfinal: Tensor | None) -> None:
+    """``ends``, the gradient of the state at the end of every segment. ``D``: what `walk_back` finds at its start if
+    that gradient is zero, or, in a sequence's last segment, ``dfinal``."""
+    _compose(c, D, w.Phi, ends, w.length, dfinal, back=True)
+
+
+def _compose(
+    c: Call, B: Tensor, Phi: Tensor, starts: Tensor, length: int, initial: Tensor | None, *, back: bool
+) -> None:
+    p = c.p
+    pointers, grid = (B, Phi, starts, c.x.cu_seqlens, initial), (p.V // COMPOSE.BV, p.HV, p.N)
+    scalars = p.N, p.T, length, p.HV, arguments.states(p, initial)
+    arguments.launch_rule(
+        c, compose_maps, pointers, grid, COMPOSE, *scalars, INITIAL=initial is not None, BACK=back, follows=True
+    )

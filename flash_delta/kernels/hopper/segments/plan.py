@@ -12,6 +12,16 @@ COMPOSE = 1.9  # a segment
 LAUNCHES = 8.0  # of three more kernels
 
 
+class BackPace(NamedTuple):
+    """Of the backward pass, which finds maps and the states in between again."""
+
+    setup: float  # of a program until its first chunk, and after its last one
+    map: float  # a chunk of half a map
+    trace: float  # a chunk of `run_retrace`
+    end: float  # a chunk of `run_find_ends`
+    gradient: float  # a chunk of `walk_back`
+
+
 class SegmentPace(NamedTuple):
     """What the width of heads decides."""
 
@@ -27,6 +37,8 @@ PACES = {
     64: SegmentPace(5.0, 0.7, {1: 1.4}, 0.6, 1.1),
     128: SegmentPace(8.0, 1.0, {1: 1.73, 2: 2.8}, 1.25, 2.15),
 }
+
+BACK = {64: BackPace(8.0, 0.6, 0.8, 1.2, 4.5), 128: BackPace(8.0, 1.25, 1.6, 2.2, 8.6)}
 
 
 def split_length(p: Problem, processors: int) -> int | None:
@@ -70,3 +82,27 @@ def _split(processors: int, states: int, chunks: int, width: int) -> int | None:
     whole = waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
     shared = LAUNCHES + pace.factor * states * chunks / processors
     return fastest_split(chunks, WORTH * whole, times)
+
+
+def split_back(p: Problem, processors: int) -> int | None:
+    """Tokens of a segment in the backward pass; None where whole sequences are faster, and where bits must not depend
+    on lengths."""
+    if p.batch_invariant or p.N == 0:
+        return None
+    sequences, chunks = sequences_of(p)
+    return _split_back(processors, sequences * p.HV, chunks, p.K)
+
+
+@lru_cache(maxsize=1024)
+def _split_back(processors: int, states: int, chunks: int, width: int) -> int | None:
+    pace = BACK[width]
+
+    def walks(states: int, chunks: int) -> float:
+        return sum(waves_us(states, processors, pace.setup, chunks, us) for us in (pace.trace, pace.gradient))
+
+    def times(number: int, length: int) -> Iterator[tuple[float, int]]:
+        maps = waves_us(states * (2 * number - 3), processors, pace.setup, length, pace.map)
+        ends = waves_us(states * (number - 1), processors, pace.setup, length, pace.end)
+        yield 2 * LAUNCHES + maps + ends + 2 * number * COMPOSE + walks(states * number, length), C * length
+
+    return fastest_split(chunks, WORTH * walks(states, chunks), times)

@@ -13,7 +13,8 @@ Barriers, and who completes them: ``full`` the copy engine (all tiles of a chunk
 (P is there), ``done`` all state groups (they have read all of a chunk's tiles, so that its slots are free).
 
 With KEEP b is not in A, and R is multiplied by it instead. With SAVE the state groups also write S0 of every chunk,
-R (without b) and U to memory, as in the loop.
+R (without b) and U to memory, as in the loop. The backward pass finds S0 and U again with this kernel (`run_retrace`):
+then there is neither q nor O, no score group, and R stays where it is.
 """
 
 from torch import Tensor
@@ -29,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.hopper.boxes import lines, ragged, rows, saved, squares, states, strides
+from flash_delta.kernels.hopper.boxes import blocks, lines, ragged, rows, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
@@ -37,10 +38,10 @@ from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
-from flash_delta.kernels.hopper.tiles import WALKS
+from flash_delta.kernels.hopper.tiles import RETRACE, WALKS
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.workspace import Residual
 
 SCORES = gl.constexpr(2)  # slots of the ring of P
@@ -87,8 +88,10 @@ def state_role(
     slot, hv = place(HV)
     n, row, start, size, token, chunks, chunk, _, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
+    READS: gl.constexpr = o_desc is not None
+    KEEP_R: gl.constexpr = SAVE and saved[1] is not None
     PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory by way of ``so``
-    SENT: gl.constexpr = PARTS + 3 if SAVE else 1
+    SENT: gl.constexpr = PARTS + 1 + KEEP_R + READS if SAVE else 1
     NO: gl.constexpr = so.shape[0]  # buffers
     gdc_wait()  # the kernels before this one have ended: ``starts`` is there, and what this one writes is free
     if (chunks > 0) | last:
@@ -111,17 +114,21 @@ def state_role(
             if STAGED:
                 E = warpgroup_mma_wait(0, deps=[E])
             else:
-                O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                if READS:
+                    O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
                 if SAVE:
                     parts = apart_all(S.to(ty), PARTS)
                     for m in gl.static_range(PARTS):
                         part = gl.convert_layout(parts[m], ROWS)
                         at = ((chunk + t) * HV + hv) * WIDTH + v
                         send(saved[0], part, at, 64 * m, so, t * SENT + m, NO, False)
-                E, O = warpgroup_mma_wait(0, deps=[E, O])
+                if READS:
+                    E, O = warpgroup_mma_wait(0, deps=[E, O])
+                else:
+                    E = warpgroup_mma_wait(0, deps=[E])
             R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
-            if SAVE:
+            if KEEP_R:
                 residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
@@ -129,10 +136,10 @@ def state_role(
             U = warpgroup_mma(R, sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             if STAGED:
                 O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            else:
+            elif READS:
                 O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
-            if SAVE:
+            if KEEP_R:
                 send(saved[1], residual, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
             if STAGED:
                 U, O = warpgroup_mma_wait(1, deps=[U, O])
@@ -144,18 +151,23 @@ def state_role(
             if STAGED:
                 O, S = warpgroup_mma_wait(1, deps=[O, S])
                 O *= rate(sr, s, 5).load(ROWS)
-            mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is there
-            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            if READS:
+                mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is there
+                O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
-                send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + 1, NO, True)
-            O, S = warpgroup_mma_wait(0, deps=[O, S])
+                send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + KEEP_R, NO, True)
+            if READS:
+                O, S = warpgroup_mma_wait(0, deps=[O, S])
+            else:
+                S = warpgroup_mma_wait(0, deps=[S])
             mbarrier.arrive(done.index(s), count=1)
-            tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer of ``so``
-            barrier()  # all warps of this state group: none writes before that
-            out = so.index((t * SENT + SENT - 1) % NO)
-            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
-            store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
-        if last:
+            if READS:
+                tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer of ``so``
+                barrier()  # all warps of this state group: none writes before that
+                out = so.index((t * SENT + SENT - 1) % NO)
+                box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
+                store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
+        if last and final is not None:
             store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
 
@@ -169,12 +181,14 @@ def walk_segments(
 ):  # fmt: skip
     gdc_launch_dependents()
     ty: gl.constexpr = k_desc.dtype
-    sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sq, sp = None, None
+    if q_desc is not None:
+        sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+        sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-    sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
     NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar = barriers(1, 1)
@@ -193,8 +207,15 @@ def walk_segments(
     score = ((sq, sk, sr, sp), bars, work, HV)
     state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
-    if GROUPS == 2:
-        first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
+    first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
+    if GROUPS == 2 and q_desc is None:
+        gl.warp_specialize([
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
+            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP,
+                          SAVE)),
+            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize([
             (score_role, (score, NS, PACKED)),
             (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
@@ -202,6 +223,11 @@ def walk_segments(
                           SAVE)),
             (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    elif q_desc is None:
+        gl.warp_specialize([
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
+            (load_role, (loads, HV, 0, WIDTH, 64, NS, NS, PACKED, True)),
+        ], [1], [24])  # fmt: skip
     else:
         first = gl.program_id(1) * 64
         gl.warp_specialize([
@@ -212,20 +238,32 @@ def walk_segments(
 
 
 def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None) -> None:
+    kept = saved(residual, c.p.K) if w.starts is None else saved(residual)
+    ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
+    _run(c, rates, w, kept, *ends, KEEP=c.p.needs_grad, SAVE=residual is not None, **WALKS[c.p.K])
+
+
+def run_retrace(c: Call, rates: Tensor, w: Walk, before: Tensor, U: Tensor) -> None:
+    """Finds ``before``, the state that every chunk starts from, and U of every chunk, for the backward pass."""
+    _run(c, rates, w, (blocks(before, C.value), None, blocks(U, C.value)), None, None, None, KEEP=True, SAVE=True, **RETRACE)
+
+
+def _run(
+    c: Call, rates: Tensor, w: Walk, kept: tuple, q: Descriptor | None, o: Descriptor | None, final: Descriptor | None,
+    **constants: int,
+) -> None:  # fmt: skip
     p, x = c.p, c.x
     groups = 2 if p.K == 128 else 1
-    starts = final if x.initial_state is None else x.initial_state
-    starts = states(p, starts) if w.starts is None else rows(w.starts)
-    kept = saved(residual, p.K) if w.starts is None else saved(residual)
+    starts = final if w.starts is None else rows(w.starts)
+    if w.starts is None and x.initial_state is not None:
+        starts = states(p, x.initial_state)
     arguments = (
-        ragged(x.q, p.K), ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), ragged(o, HALF),
-        *kept, starts, states(p, final), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v),
-        p.HV // p.H, p.HV,
+        q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), o, *kept, starts, final, x.cu_seqlens,
+        w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
-        START_V_FIRST=w.starts is not None or p.state_v_first, KEEP=p.needs_grad,
-        SAVE=residual is not None, **WALKS[p.K],
+        START_V_FIRST=w.starts is not None or p.state_v_first, **constants,
     )  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length) * p.HV, p.V // (HALF * groups)), arguments, constants)
     launch_described(c, walk_segments, plan)

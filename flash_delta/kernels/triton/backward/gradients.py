@@ -207,6 +207,30 @@ def key_gradients(
         store_tile(dp_rows, out_strides, zp.to(ty), token, stop, 0, K, C, BK)
 
 
+@triton.jit
+def store_gate(
+    sums, given, row, hv, head, token, stop, T, g_batch, g_strides, HV: tl.constexpr, C: tl.constexpr,
+    RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Stores dg of one chunk and value head, given the gradients ``sums`` of log decays, and what the raw gate's
+    parameters get from it."""
+    g, A_log, dt_bias, vectors, dg, dA_log, ddt_bias = given
+    i = tl.arange(0, C)
+    if RAW_GATE:
+        live = token + i < stop
+        all_strides = (g_batch, g_strides[0], g_strides[1])
+        a = load_row(rows_of(g, all_strides, row, hv), all_strides, token, stop, C)
+        if HAS_BIAS:
+            a += tl.load(dt_bias + hv).to(tl.float32)
+        decays = tl.load(vectors + head * 4 * C + 3 * C + i)
+        tl.store(dA_log + head, tl.sum(tl.where(live, sums * decays, 0.0)))
+        sums *= -tl.exp(tl.load(A_log + hv).to(tl.float32)) / (1.0 + tl.exp(-a))
+        if HAS_BIAS:
+            tl.store(ddt_bias + head, tl.sum(tl.where(live, sums, 0.0)))
+    strides = (T.to(tl.int64) * HV, HV, 1)
+    store_row(rows_of(dg, strides, row, hv), strides, sums, token, stop, C)
+
+
 @triton.jit(do_not_specialize=["N", "T", "g_batch"])
 def gates(
     g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_strides,
@@ -237,18 +261,8 @@ def gates(
         if UNDECAYED:  # row i erases with the gates before its own
             carrying = i[:, None] < i[None, :]
         sums += tl.sum(tl.where(carrying, tl.load(parts + 2 * C)[None, :], 0.0), 1)
-    if RAW_GATE:
-        live = token + i < stop
-        all_strides = (g_batch, g_strides[0], g_strides[1])
-        a = load_row(rows_of(g, all_strides, row, hv), all_strides, token, stop, C)
-        if HAS_BIAS:
-            a += tl.load(dt_bias + hv).to(tl.float32)
-        decays = tl.load(vectors + head * 4 * C + 3 * C + i)
-        tl.store(dA_log + head, tl.sum(tl.where(live, sums * decays, 0.0)))
-        sums *= -tl.exp(tl.load(A_log + hv).to(tl.float32)) / (1.0 + tl.exp(-a))
-        if HAS_BIAS:
-            tl.store(ddt_bias + head, tl.sum(tl.where(live, sums, 0.0)))
-    store_row(dg_rows, dg_strides, sums, token, stop, C)
+    given = (g, A_log, dt_bias, vectors, dg, dA_log, ddt_bias)
+    store_gate(sums, given, row, hv, head, token, stop, T, g_batch, g_strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
 def run_query_gradients(

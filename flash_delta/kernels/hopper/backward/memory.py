@@ -1,0 +1,64 @@
+"""The tensors by which the kernels of the backward pass hand each other their results."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.problem import Problem
+
+# The lines of `Parts.lines`: 64 float32 numbers each, of one chunk and value head. Line numbers are those of tokens.
+READS = gl.constexpr(0)  # what queries read and keys erase of S0: <q, dq>, and so on
+ERASED = gl.constexpr(1)  # <dV, U>, which is b^2 dbeta
+PAIRS = gl.constexpr(2)  # four lines, one per warp: the sums over pairs of tokens that carry a gate
+FIXED = gl.constexpr(6)  # then of every 64 value columns five lines:
+WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U> for what reads the state behind the chunk
+THROUGH = gl.constexpr(4)  # <S0, dS1>, one number per value column
+GROUP = gl.constexpr(5)
+
+
+def count_lines(V: int) -> int:
+    return FIXED.value + GROUP.value * (V // C)
+
+
+class Trace(NamedTuple):
+    """What the forward pass had, of every chunk."""
+
+    before: Tensor  # [slots, HV, V, K]: the state that it starts from
+    U: Tensor  # [slots, HV, C, V]
+
+
+class Parts(NamedTuple):
+    """What `walk_back` leaves for `finish`."""
+
+    dq: Tensor  # [B, T, HV, K]: of every value head, and without the way back through a norm
+    dk: Tensor  # [B, T, HV, K]
+    lines: Tensor  # [slots, HV, lines, C] float32
+
+
+class Ends(NamedTuple):
+    """Of segments: what stands between them, [slots of segments, HV, V, K] float32."""
+
+    D: Any  # at the start of a segment if nothing comes into it from the right
+    ends: Any  # what does come into it
+
+
+def new_trace(p: Problem) -> Trace:
+    slots = count_slots(p)
+    shapes = (slots, p.HV, p.V, p.K), (slots, p.HV, C, p.V)
+    return Trace(*(torch.empty(*shape, dtype=p.dtype, device=p.device) for shape in shapes))
+
+
+def new_parts(p: Problem) -> Parts:
+    dq, dk = (torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=p.device) for _ in range(2))
+    lines = torch.empty(count_slots(p), p.HV, count_lines(p.V), C, dtype=torch.float32, device=p.device)
+    return Parts(dq, dk, lines)
+
+
+def new_ends(p: Problem, length: int | None) -> Ends:
+    if length is None:
+        return Ends(None, None)
+    shape = count_slots(p, length), p.HV, p.V, p.K
+    return Ends(*(torch.empty(*shape, dtype=torch.float32, device=p.device) for _ in range(2)))

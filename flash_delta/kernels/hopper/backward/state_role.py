@@ -1,0 +1,169 @@
+"""The role of `walk_back` that carries the gradient of the state, right to left (see walk.py)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from flash_delta.kernels.hopper.backward.memory import FIXED, GROUP, THROUGH, WRITES
+from flash_delta.kernels.hopper.forward.state_copies import apart, load_state, store_state
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.layouts import BOX, BY_WARP, NARROW_ROWS, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.rings import rate
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
+
+
+@gluon.jit
+def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl.constexpr):
+    """Writes 32 columns of P and L, those of the keys from m on."""
+    ty: gl.constexpr = k.dtype
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    j = m + gl.arange(0, 32, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    zero = gl.zeros([C, 32], gl.float32, NARROW_ROWS)
+    keys = k.slice(m, 32, 0).permute([1, 0])
+    P = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+    if GRADIENTS:
+        L = warpgroup_mma(k, keys, zero, use_acc=False, is_async=True)
+    decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(NARROW_ROWS) - rate(sr, s, 1).slice(m, 32, 1).load(NARROW_ROWS))
+    if GRADIENTS:
+        P, L = warpgroup_mma_wait(0, deps=[P, L])
+        L = gl.where(i > j, L * decay * rate(sr, s, 2).permute([1, 0]).load(NARROW_ROWS), 0.0).to(ty)
+    else:
+        P = warpgroup_mma_wait(0, deps=[P])
+    P = gl.where(i >= j, P * decay, 0.0).to(ty)
+    mbarrier.wait(g_done, ph ^ 1)  # signalled by those who read P and L: they have left those of the chunk before
+    sp.slice(m, 32, 1).store(P)
+    if GRADIENTS:
+        sl.slice(m, 32, 1).store(L)
+
+
+@gluon.jit
+def through_state(dS, before, v: gl.constexpr, WIDTH: gl.constexpr):
+    """<S0, dS1> of every value column from v on, [64], with the state before the chunk in shared memory."""
+    if WIDTH == 64:
+        own = before.slice(v, 64, 0).load(ROWS).to(gl.float32)
+        return gl.sum(gl.convert_layout(dS, ROWS) * own, 1)
+    else:
+        left, right = apart(dS)
+        t = gl.sum(gl.convert_layout(left, ROWS) * before.slice(v, 64, 0).slice(0, 64, 1).load(ROWS).to(gl.float32), 1)
+        own = before.slice(v, 64, 0).slice(64, 64, 1).load(ROWS).to(gl.float32)
+        return t + gl.sum(gl.convert_layout(right, ROWS) * own, 1)
+
+
+@gluon.jit
+def state_role(
+    sbar, shared, g: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr, ENDS: gl.constexpr,
+    V_FIRST: gl.constexpr, GATE: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """State group g, which has 64 value columns."""
+    dv_desc, after, start_desc, lines, tiles, bars, work, HV = shared
+    sq, sk, sdo1, sa1, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
+    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
+    cu_seqlens, T, length, N = work
+    v: gl.constexpr = 64 * g
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
+    operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
+    wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    ty: gl.constexpr = sk.dtype
+    zero = gl.zeros([64, C], gl.float32, ROWS)
+    slot, hv = place(HV)
+    n, row, start, size, token, chunks, chunk, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
+    row = row * T + start + size
+    own = sds1.index(g)  # [64, WIDTH]: also what whole states are copied through
+    copies = reinterpret(own, ty, [WIDTH // 64, 64, 64], TILE)
+    if not GRADIENTS and number == 0:
+        chunks = chunks * 0  # nobody needs what comes out of a sequence's first segment
+    gdc_wait()  # the kernels before this one have ended: what they wrote is there, and what this one writes is free
+    if (chunks > 0) | last:
+        dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
+        if ENDS:
+            dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
+        elif after is not None:
+            if last:
+                dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
+        for t in range(chunks):
+            c = chunks - 1 - t
+            s, ph = t % 2, t & 1
+            # 0, but the compiler does not know: it would keep the tiles' addresses in registers over the loop.
+            z = t >> 16
+            sdo, sa, sds, sp, sl = sdo1.index(z), sa1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
+            if GRADIENTS:
+                ss, su, sdv = ss1.index(z), su1.index(z), sdv1.index(z + g)
+            mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
+            q, k = sq.index(s), sk.index(s)
+            for m in gl.static_range(2 // GROUPS):
+                store_scores(q, k, sp, sl, sr, s, g_done, ph, v // 2 + 32 * m, GRADIENTS)
+            fence_async_shared()
+            mbarrier.arrive(p_ready, count=1)
+            if GRADIENTS:
+                mbarrier.wait(mid, ph ^ 1)  # signalled by all: they have read dS, S0 and U of the chunk before
+            sds.store(dS.to(ty))
+            fence_async_shared()
+            barrier()  # all warps of this state group: dS is whole in shared memory
+            dU = warpgroup_mma(sds, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+            mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
+            mbarrier.wait(p_ready, ph)  # signalled by the state groups: P is whole
+            dU = warpgroup_mma_wait(0, deps=[dU])
+            dU *= rate(sr, s, 6).load(ROWS)
+            at = lines
+            if GRADIENTS and GATE:
+                at = lines + (((chunk + c) * HV + hv).to(gl.int64) * LINES + FIXED + GROUP * g) * C
+                mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
+                writes = dU * su.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
+                store_by_warp(at + WRITES * C, writes)
+            dU = warpgroup_mma(sdo.slice(v, 64, 1).permute([1, 0]), sp, dU, is_async=True)
+            dU = warpgroup_mma_wait(0, deps=[dU])
+            if not GRADIENTS:
+                mbarrier.arrive(g_done, count=1)
+            mbarrier.wait(a_full, ph)  # signalled by the copy engine: A is there
+            dV = warpgroup_mma(gl.convert_layout(dU.to(ty), operand), sa, zero, use_acc=False, is_async=True)
+            dV = warpgroup_mma_wait(0, deps=[dV])
+            mbarrier.arrive(a_free, count=1)
+            dV *= rate(sr, s, 3).load(ROWS)
+            erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
+            if GRADIENTS:
+                tma.store_wait(0)  # the copy engine has read dV of the chunk before
+                barrier()  # all warps of this state group: none writes before that
+                sdv.permute([1, 0]).store(dV.to(ty))
+                fence_async_shared()
+                barrier()  # all warps of this state group: dV is whole
+                mbarrier.arrive(dv_ready, count=1)
+                box, place_in = reinterpret(sdv, ty, [1, 1, C, 64], BOX), RAGGED - size + token + c * C
+                tma_store(dv_desc, (RAGGED, row, place_in, hv * WIDTH + v), box)
+                if GATE:
+                    mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
+                    i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+                    gl.store(at + THROUGH * C + i, through_state(dS, ss, v, WIDTH))
+                mbarrier.arrive(mid, count=1)
+            dS *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE)
+            dS = warpgroup_mma(gl.convert_layout(erased, wide_operand), k, dS, is_async=True)
+            dS = warpgroup_mma_wait(0, deps=[dS])
+            reads = sdo.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32) * rate(sr, s, 5).load(ROWS)
+            mbarrier.arrive(do_free, count=1)
+            dS = warpgroup_mma(gl.convert_layout(reads.to(ty), wide_operand), q, dS, is_async=True)
+            dS = warpgroup_mma_wait(0, deps=[dS])
+            mbarrier.arrive(kq_free.index(s), count=1)
+        if GRADIENTS:
+            mbarrier.wait(mid, (chunks & 1) ^ 1, pred=chunks > 0)  # as above, of the last chunk: ``copies`` are free
+            if start_desc is not None:
+                if number == 0:
+                    at_row = (n * HV + hv) * WIDTH
+                    store_state(start_desc, dS, None, at_row, v, copies, WIDTH, V_FIRST, WIDTH // 64)
+        elif chunks > 0:
+            store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def store_by_warp(at, x):
+    """Stores for every warp the sums over its 16 rows of x [64, 64]: four lines."""
+    sums = gl.convert_layout(gl.sum(x.reshape([4, 16, C]), 1), BY_WARP)
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_WARP))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, BY_WARP))[None, :]
+    gl.store(at + w * C + j, sums)

@@ -1,0 +1,203 @@
+"""All gradients of a chunk in one kernel, which walks right to left: a program per segment, or sequence, and value head.
+
+    load        loads q, k and rates into a ring of two slots, and A, U, S0 and dO of a chunk: one warp
+    state       P, L     dU = (e^{GC-G} . k) dS1 + P^T dO     dV = b . A^T dU
+                dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^G . k)^T dV
+    gradient    dP = dO U^T     dq = scale e^G . (dO S0) + (dP D) k
+                M = dV U^T      dk = (e^{GC-G} . U) dS1 - e^G . (dV S0) + (dP D)^T q - (M D)^T k - (M D) k
+
+A = (I + diag(b) L)^{-1} is what the forward pass has saved; D is what makes P of q k^T, or L of k k^T. Every state group
+has 64 value columns of the state's gradient, transposed, dS^T [64, K], in float32 accumulators. There are two, or one for
+heads of 64. U, S0 and dO lie in one slot each, so they are loaded while the last products of a chunk are on their way.
+
+What `finish` needs for the gradients of gates and b goes to memory as lines (memory.py): sums of what carries a gate,
+and of nothing else, so that nothing cancels (docs/mathematics.md section 4).
+
+Without GRADIENTS there is no such role. Then the kernel finds what the gradient of the state is at the start of every
+segment if nothing comes in from the right. `compose_maps` makes of it what does come into every segment.
+
+Barriers, and who completes them:
+
+    kq_full, a_full, u_full, s_full, do_full    the copy engine: the tiles are there
+    kq_free     all roles that compute: they have read q, k and rates
+    a_free, do_free     the state groups: they have read A; dO (the gradient role has read it before ``mid``)
+    p_ready     the state groups: their columns of P and L are there
+    dv_ready    the state groups: dV is there, and they have read P
+    mid         all roles that compute: they have read S0, U and dS
+    g_done      who reads P and L last: they may be overwritten
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper import boxes
+from flash_delta.kernels.hopper.backward.gradient_role import gradient_role
+from flash_delta.kernels.hopper.backward.memory import Parts, Trace, count_lines
+from flash_delta.kernels.hopper.backward.state_role import state_role
+from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
+from flash_delta.kernels.hopper.layouts import LINES as LINE
+from flash_delta.kernels.hopper.layouts import TILE, C
+from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
+from flash_delta.kernels.hopper.tiles import FIND_ENDS, WALK_BACK
+from flash_delta.kernels.runtime.arguments import constants_of
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.problem import Inputs
+
+
+@gluon.jit
+def load_role(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr):
+    descs, tiles, bars, work, strides, HV = given
+    q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
+    sq, sk, sdo1, sa1, ss1, su1, _, _, _, _, sr = tiles
+    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, mid, _ = bars
+    cu_seqlens, T, length, N = work
+    batches, heads, group = strides
+    ROW: gl.constexpr = C * WIDTH * 2
+    KEYS: gl.constexpr = 2 * ROW + 8 * C * 4
+    SQUARE: gl.constexpr = C * C * 2
+    STATE: gl.constexpr = WIDTH * WIDTH * 2
+    _, hv = place(HV)
+    h = hv // group
+    _, row, start, size, token, chunks, chunk, number, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
+    if not GRADIENTS and number == 0:
+        chunks = chunks * 0
+    gdc_wait()  # the kernels before this one have ended: what they wrote is there
+    for t in range(chunks):
+        c = chunks - 1 - t
+        s, ph = t % 2, t & 1
+        z = t >> 16  # 0 (state_role.py)
+        at, index = token + c * C, (chunk + c) * HV + hv
+        # ``kq_free``, ``a_free``, ``mid`` and ``do_free`` are signalled by the roles that compute (above).
+        mbarrier.wait(kq_free.index(s), ((t // 2) & 1) ^ 1)
+        mbarrier.expect(kq_full.index(s), KEYS)
+        load_box(k_desc, row * batches[1] + start, size, at, h * heads[1], kq_full.index(s), sk.index(s), WIDTH)
+        load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
+        load_rates(r_desc, index, kq_full.index(s), sr, s)
+        mbarrier.wait(a_free, ph ^ 1)
+        mbarrier.expect(a_full, SQUARE)
+        tma_load(a_desc, [index * C, 0], a_full, sa1.index(z))
+        if GRADIENTS:
+            mbarrier.wait(mid, ph ^ 1)
+            mbarrier.expect(s_full, STATE)
+            tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
+            mbarrier.expect(u_full, ROW)
+            tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
+        mbarrier.wait(do_free, ph ^ 1)
+        mbarrier.expect(do_full, ROW)
+        load_box(do_desc, row * batches[2] + start, size, at, hv * heads[2], do_full, sdo1.index(z), WIDTH)
+
+
+@gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "do_batch", "group", "HV"])
+def walk_back(
+    q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, lines,
+    cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
+    WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
+    GRADIENTS: gl.constexpr, LINES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``after``: of the gradient of the state at the end, of segments with ENDS, otherwise of sequences.
+    Grid (slots of segments * HV,)."""
+    gdc_launch_dependents()
+    GROUPS: gl.constexpr = WIDTH // 64
+    READERS: gl.constexpr = GROUPS + 1 if GRADIENTS else GROUPS
+    ty: gl.constexpr = k_desc.dtype
+    sq = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
+    sk = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
+    sdo = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
+    sa = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+    sds = gl.allocate_shared_memory(ty, [GROUPS, 64, WIDTH], TILE)
+    sp = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+    sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINE)
+    ss, su, sdv, sl, so = sds, sdo, sdo, sp, sdo  # without gradients nobody looks there
+    if GRADIENTS:
+        ss = gl.allocate_shared_memory(ty, [1, WIDTH, WIDTH], TILE)
+        su = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
+        sdv = gl.allocate_shared_memory(ty, [GROUPS, C, 64], TILE)
+        sl = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+        so = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
+    sbar, sbar2 = barriers(GROUPS, 1), barriers(GROUPS, 1)
+    kq_full, kq_free = barriers(2, 1), barriers(2, READERS)
+    full, by_states, mid, g_done = barriers(4, 1), barriers(4, GROUPS), barriers(1, READERS), barriers(1, 1)
+    if not GRADIENTS:
+        g_done = barriers(1, GROUPS)
+    fence_async_shared()
+    barrier()  # all warps of the program: the barriers above are initialised
+    tiles = (sq, sk, sdo, sa, ss, su, sds, sdv, sp, sl, sr)
+    bars = (
+        kq_full, kq_free, full.index(0), by_states.index(0), full.index(1), full.index(2), full.index(3),
+        by_states.index(1), by_states.index(2), by_states.index(3), mid.index(0), g_done.index(0),
+    )  # fmt: skip
+    work, strides = (cu_seqlens, T, length, N), ((q_batch, k_batch, do_batch), heads, group)
+    descs = (q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc)
+    state = (dv_desc, after, start_desc, lines, tiles, bars, work, HV)
+    gradient = (dq_desc, dk_desc, lines, so, tiles, bars, work, HV)
+    loads = (descs, tiles, bars, work, strides, HV)
+    # The first role gets the registers that the others do not ask for.
+    if GRADIENTS and GROUPS == 2:
+        gl.warp_specialize([
+            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES)),
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
+            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
+            (load_role, (loads, WIDTH, True, PACKED)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    elif GRADIENTS:
+        gl.warp_specialize([
+            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES)),
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
+            (load_role, (loads, WIDTH, True, PACKED)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
+            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
+            (load_role, (loads, WIDTH, False, PACKED)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
+            (load_role, (loads, WIDTH, False, PACKED)),
+        ], [1], [24])  # fmt: skip
+
+
+def run_walk_back(
+    c: Call, rates: Tensor, A: Tensor, length: int, trace: Trace, do: Tensor, after: Tensor | None,
+    ends: Tensor | None, parts: Parts, d: Inputs,
+) -> None:  # fmt: skip
+    """Launches `walk_back` for all gradients. ``after``: the gradient of the final states; ``ends``: of the states at
+    the ends of segments of ``length`` tokens, None where sequences are not split."""
+    p, K = c.p, c.p.K
+    saved = boxes.blocks(trace.before, K, K), boxes.blocks(trace.U, K)
+    gradients = boxes.ragged(parts.dq, K), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
+    if ends is not None:
+        state = boxes.rows(ends)
+    else:
+        state = None if after is None else boxes.states(p, after)
+    start = None if d.initial_state is None else boxes.states(p, d.initial_state)
+    _run(c, rates, A, length, do, (*saved, *gradients, state, start, parts.lines), ENDS=ends is not None, GRADIENTS=True, **WALK_BACK[K])
+
+
+def run_find_ends(
+    c: Call, rates: Tensor, A: Tensor, length: int, do: Tensor, after: Tensor | None, D: Tensor
+) -> None:
+    """Launches `walk_back` for ``D``, the gradient of the state at the start of every segment but the first, if what
+    comes into it from the right is zero, or in the last one ``after``."""
+    state = None if after is None else boxes.states(c.p, after)
+    given = (None,) * 5 + (state, boxes.rows(D), D)
+    _run(c, rates, A, length, do, given, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
+
+
+def _run(c: Call, rates: Tensor, A: Tensor, length: int, do: Tensor, given: tuple, **constants: int) -> None:
+    """``given``: descriptors of S0, U, dq, dk, dv, of the states' gradients at the end and at the start, and lines."""
+    p, x = c.p, c.x
+    q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
+    arguments = (
+        q, k, out, boxes.squares(A), *given[:2], boxes.lines(rates), *given[2:], x.cu_seqlens, length, p.N, p.T,
+        *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
+    )  # fmt: skip
+    constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), **constants)
+    launch_described(c, walk_back, DescribedPlan((count_slots(p, length) * p.HV,), arguments, constants))
