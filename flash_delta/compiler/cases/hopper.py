@@ -8,6 +8,9 @@ from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
+from flash_delta.kernels.hopper.backward.run import run_kernels
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import new_walk
@@ -16,6 +19,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
+from flash_delta.kernels.triton.backend import for_backward, new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
 
@@ -105,6 +109,18 @@ def call_walk(case: str) -> None:
     run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
 
 
+def call_back(case: str, length: int | None) -> None:
+    """The launches of the backward pass, where sequences are split into segments of ``length`` tokens or not at all."""
+    p, x = CASES[case]()
+    c = make_call(p, x, ("launches",))._replace(direct=False)
+    solved, *kept = for_backward(p).views()
+    trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
+    do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(x)
+    sums = torch.empty(count_slots(p), p.HV, device="meta")
+    memory = new_rates(p), new_walk(p, length, solved.A), new_ends(p, length), trace, new_parts(p)
+    run_kernels(c, solved, memory, not kept, do, dfinal, d, sums, sums)
+
+
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
@@ -125,6 +141,9 @@ def launches(target: str) -> Iterator[Launch]:
         for form, t in forms[width].items():
             yield Launch(f"{case}-{form}", partial(call_loop, case, t))
         yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
+        if p.needs_grad and width != 256:
+            for form, length in (("back", None), ("back-segments", 128)):
+                yield Launch(f"{case}-{form}", partial(call_back, case, length))
     for name, back in (("pool-segments", False), ("pool-back", True)):
         yield Launch(name, partial(call_prompt, "pool", back=back))
     for case, described_pool in POOLS.items():

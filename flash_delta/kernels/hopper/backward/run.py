@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.backward.finish import run_finish
-from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
+from flash_delta.kernels.hopper.backward.memory import Ends, Parts, Trace, new_ends, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_compose_maps, run_find_maps
@@ -17,6 +17,7 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import run
+from flash_delta.kernels.runtime.workspace import Solved
 from flash_delta.kernels.triton.backend import for_backward, new_gradients, summed, with_flat_parameters
 from flash_delta.problem import Inputs, KnownCall, Problem
 
@@ -39,8 +40,8 @@ def run_backward(
     """Gradients, as `backward` of a backend returns them. ``x``, ``do``: described to the copy engine without a copy.
     ``length``: tokens of a segment, None where sequences are not split."""
     x = with_flat_parameters(x)
-    memory, d = for_backward(p, *saved), new_gradients(x)
-    solved, *kept = memory.views()
+    forward, d = for_backward(p, *saved), new_gradients(x)
+    solved, *kept = forward.views()
     new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
     rates, parts = new_rates(p), new_parts(p)
@@ -50,34 +51,38 @@ def run_backward(
 
     def kernels(c: Call) -> None:
         do, dfinal = c.more
-        vectors = c.parts(memory)[0]
-        run_rates(c, d.v, rates, backward=True)
         forms = [(walk, between)]
-        if every(c):  # whole sequences, and in segments
-            one = c.p._replace(N=1, T=1)
+        if every(c):  # whole sequences, and segments
+            one = p._replace(N=1, T=1)
             forms = [(new_walk(one, n, solved.A), new_ends(one, n)) for n in (None, C)]
-        for w, e in forms:
-            _walk(c, rates, w, e, trace, bool(kept), do, dfinal, parts, d)
-        run_finish(c, rates, vectors, parts, d, dA_log, ddt_bias)
+        for form in forms:
+            memory = rates, *form, trace, parts
+            run_kernels(c, c.parts(forward)[0], memory, not kept, do, dfinal, d, dA_log, ddt_bias)
 
     with on(p.device):
         kind = "hopper", "backward", p.disable_recompute
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, laid_out(*x, do, dfinal)))
         spare = rates, *own, *parts, *(t for t in (*walk[1:], *between) if t is not solved.A)
-        run(call, kernels, *d, dA_log, ddt_bias, memory.buffer, spare=spare)
+        run(call, kernels, *d, dA_log, ddt_bias, forward.buffer, spare=spare)
     return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
 
 
-def _walk(c: Call, rates: Tensor, w: Walk, e: tuple, trace: Trace, kept: bool, do: Tensor, dfinal, parts, d) -> None:
-    """``kept``: the forward pass has left the trace."""
+def run_kernels(
+    c: Call, solved: Solved, memory: tuple[Tensor, Walk, Ends, Trace, Parts], retraced: bool, do: Tensor,
+    dfinal: Tensor | None, d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None,
+) -> None:  # fmt: skip
+    """Launches all kernels. ``retraced``: the forward pass has not left the trace."""
+    rates, w, between, trace, parts = memory
     split = w.starts is not None
+    run_rates(c, d.v, rates, backward=True)
     if split:
         run_find_maps(c, rates, w)
-        if not kept:
+    if retraced:
+        if split:
             run_compose_maps(c, w)
-    if not kept:
-        run_retrace(c, rates, w, *trace)
+        run_retrace(c, rates, w, trace)
     if split:
-        run_find_ends(c, rates, w.A, w.length, do, dfinal, e.D)
-        run_compose_back(c, w, e.D, e.ends, dfinal)
-    run_walk_back(c, rates, w.A, w.length, trace, do, dfinal, e.ends, parts, d)
+        run_find_ends(c, rates, w, do, dfinal, between.D)
+        run_compose_back(c, w, between.D, between.ends, dfinal)
+    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d)
+    run_finish(c, rates, solved, parts, d, dA_log, ddt_bias)

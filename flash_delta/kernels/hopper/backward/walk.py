@@ -43,6 +43,7 @@ from flash_delta.kernels.hopper.layouts import LINES as LINE
 from flash_delta.kernels.hopper.layouts import TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
+from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.tiles import FIND_ENDS, WALK_BACK
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
@@ -165,39 +166,37 @@ def walk_back(
 
 
 def run_walk_back(
-    c: Call, rates: Tensor, A: Tensor, length: int, trace: Trace, do: Tensor, after: Tensor | None,
-    ends: Tensor | None, parts: Parts, d: Inputs,
+    c: Call, rates: Tensor, w: Walk, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None, parts: Parts,
+    d: Inputs,
 ) -> None:  # fmt: skip
     """Launches `walk_back` for all gradients. ``after``: the gradient of the final states; ``ends``: of the states at
-    the ends of segments of ``length`` tokens, None where sequences are not split."""
+    the ends of segments, None where sequences are not split."""
     p, K = c.p, c.p.K
     saved = boxes.blocks(trace.before, K, K), boxes.blocks(trace.U, K)
     gradients = boxes.ragged(parts.dq, K), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
+    state = None if after is None else boxes.states(p, after)
     if ends is not None:
         state = boxes.rows(ends)
-    else:
-        state = None if after is None else boxes.states(p, after)
     start = None if d.initial_state is None else boxes.states(p, d.initial_state)
-    _run(c, rates, A, length, do, (*saved, *gradients, state, start, parts.lines), ENDS=ends is not None, GRADIENTS=True, **WALK_BACK[K])
+    given = (*saved, *gradients, state, start, parts.lines)
+    _run(c, rates, w, do, given, ENDS=ends is not None, GRADIENTS=True, **WALK_BACK[K])
 
 
-def run_find_ends(
-    c: Call, rates: Tensor, A: Tensor, length: int, do: Tensor, after: Tensor | None, D: Tensor
-) -> None:
+def run_find_ends(c: Call, rates: Tensor, w: Walk, do: Tensor, after: Tensor | None, D: Tensor) -> None:
     """Launches `walk_back` for ``D``, the gradient of the state at the start of every segment but the first, if what
     comes into it from the right is zero, or in the last one ``after``."""
     state = None if after is None else boxes.states(c.p, after)
     given = (None,) * 5 + (state, boxes.rows(D), D)
-    _run(c, rates, A, length, do, given, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
+    _run(c, rates, w, do, given, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
 
 
-def _run(c: Call, rates: Tensor, A: Tensor, length: int, do: Tensor, given: tuple, **constants: int) -> None:
+def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, **constants: int) -> None:
     """``given``: descriptors of S0, U, dq, dk, dv, of the states' gradients at the end and at the start, and lines."""
     p, x = c.p, c.x
     q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
     arguments = (
-        q, k, out, boxes.squares(A), *given[:2], boxes.lines(rates), *given[2:], x.cu_seqlens, length, p.N, p.T,
+        q, k, out, boxes.squares(w.A), *given[:2], boxes.lines(rates), *given[2:], x.cu_seqlens, w.length, p.N, p.T,
         *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), **constants)
-    launch_described(c, walk_back, DescribedPlan((count_slots(p, length) * p.HV,), arguments, constants))
+    launch_described(c, walk_back, DescribedPlan((count_slots(p, w.length) * p.HV, 1), arguments, constants))

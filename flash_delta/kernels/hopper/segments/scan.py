@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper.backward.memory import Trace
 from flash_delta.kernels.hopper.boxes import blocks, lines, ragged, rows, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
@@ -243,9 +244,10 @@ def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk,
     _run(c, rates, w, kept, *ends, KEEP=c.p.needs_grad, SAVE=residual is not None, **WALKS[c.p.K])
 
 
-def run_retrace(c: Call, rates: Tensor, w: Walk, before: Tensor, U: Tensor) -> None:
-    """Finds ``before``, the state that every chunk starts from, and U of every chunk, for the backward pass."""
-    _run(c, rates, w, (blocks(before, C.value), None, blocks(U, C.value)), None, None, None, KEEP=True, SAVE=True, **RETRACE)
+def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
+    """Finds the states and U of chunks again, for the backward pass."""
+    kept = blocks(trace.before, C.value), None, blocks(trace.U, C.value)
+    _run(c, rates, w, kept, None, None, None, KEEP=True, SAVE=True, **RETRACE)
 
 
 def _run(
