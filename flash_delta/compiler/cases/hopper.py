@@ -10,7 +10,7 @@ from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
-from flash_delta.kernels.hopper.backward.run import run_kernels
+from flash_delta.kernels.hopper.backward.run import for_backward, run_kernels
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import new_walk
@@ -19,7 +19,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
-from flash_delta.kernels.triton.backend import for_backward, new_gradients
+from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
 

@@ -7,8 +7,8 @@ first, and `walk_segments` takes whole sequences. Values wider than keys are wal
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
-The ``triton`` backend runs what this one cannot run. It also runs the backward pass: for that, forward saves what the
-kernels of ``triton`` would have saved.
+The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
+kernels of ``triton`` would have saved, and that backend runs the backward pass, as it runs all that this one cannot run.
 """
 
 import torch
@@ -26,6 +26,7 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.workspace import Factors, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
@@ -85,7 +86,8 @@ def preference(p: Problem) -> tuple[int, str | None]:
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Of columns as heads nothing is saved: the backward pass, which has whole heads, computes it again."""
-    return triton.empty_saved(p, x) if p.V == p.K else ()
+    fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
+    return (_for_backward(fixed).buffer,) if p.V == p.K else ()
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
@@ -93,7 +95,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return joined(p, forward(*as_heads(p, x), known))
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = triton.for_backward(p) if p.needs_grad else None
+    saved = _for_backward(p) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
@@ -109,7 +111,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
     def kernels(c: Call) -> None:
         w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
-        solved, factors = (None, None) if saved is None else (*c.parts(saved), None)[:2]
+        parts = [] if saved is None else c.parts(saved)
+        solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
         run_rates(c, o, rates, solved)
         if w is None or (every(c) and p.K != WHOLE):
             run_loop(c, o, final, rates, A, r=residual)
@@ -134,7 +137,8 @@ def backward(
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
-        return triton.backward(p, x, saved, do, dfinal, known)
+        known_there = saved if by_hand.unsupported(p) is not None else ()
+        return triton.backward(p, x, known_there, do, dfinal, known)
     given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
     if x.initial_state is not None:
         given = given._replace(initial_state=x.initial_state.float().contiguous())
@@ -177,6 +181,11 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
     return o
 
 
+def _for_backward(p: Problem) -> Workspace:
+    """What forward saves: for the backward pass by hand, or for that of ``triton``."""
+    return by_hand.for_backward(p) if by_hand.unsupported(p) is None else triton.for_backward(p)
+
+
 def _new_walk(p: Problem, length: int | None, A: Tensor | None = None) -> Walk | None:
     """What a walk of segments, or of sequences with wide heads, needs; None where the loop does all."""
     return None if length is None and p.K != WHOLE else new_walk(p, length, A)
@@ -214,5 +223,10 @@ def remark(p: Problem) -> str | None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:
-        said.append("its backward pass is that of 'triton'")
+        reason = by_hand.unsupported(p)
+        back = None if reason else split_back(p, chip_of(p.device).processors)
+        if reason:
+            said.append(f"its backward pass is that of 'triton': {reason}")
+        elif back is not None:
+            said.append(f"its backward pass walks segments of {back} tokens")
     return "; ".join(said) or None

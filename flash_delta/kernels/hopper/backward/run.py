@@ -16,9 +16,9 @@ from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.compile_key import laid_out
-from flash_delta.kernels.runtime.launch import run
-from flash_delta.kernels.runtime.workspace import Solved
-from flash_delta.kernels.triton.backend import for_backward, new_gradients, summed, with_flat_parameters
+from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
+from flash_delta.kernels.triton.backend import new_gradients, summed, with_flat_parameters
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 WIDTHS = (64, 128)
@@ -33,6 +33,11 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
+def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
+    """What the forward pass saves for this backward pass: with ``disable_recompute`` also states and U of chunks."""
+    return Workspace(p, Solved, *((Residual,) if p.disable_recompute else ()), buffer=buffer)
+
+
 def run_backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None,
     length: int | None,
@@ -40,13 +45,28 @@ def run_backward(
     """Gradients, as `backward` of a backend returns them. ``x``, ``do``: described to the copy engine without a copy.
     ``length``: tokens of a segment, None where sequences are not split."""
     x = with_flat_parameters(x)
-    forward, d = for_backward(p, *saved), new_gradients(x)
-    solved, *kept = forward.views()
+    d = new_gradients(x)
     new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
+    own = *d, dA_log, ddt_bias, *saved
+    kind = "hopper", "backward", p.disable_recompute
+    name = kind, length, laid_out(*x, do, dfinal)
+    if not replayed(known, name, x, (do, dfinal), own):
+        with on(p.device):
+            call = make_call(p, x, kind, do, dfinal, known=known, name=name)
+            _run(call, saved, d, dA_log, ddt_bias, length, own)
+        remember(call, x)
+    return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
+
+
+def _run(
+    call: Call, saved: tuple[Tensor, ...], d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None,
+    length: int | None, own: tuple[Tensor | None, ...],
+) -> None:  # fmt: skip
+    p, forward = call.p, for_backward(call.p, *saved)
+    solved, *kept = forward.views()
     rates, parts = new_rates(p), new_parts(p)
     trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
-    own = () if kept else trace
     walk, between = new_walk(p, length, solved.A), new_ends(p, length)
 
     def kernels(c: Call) -> None:
@@ -59,12 +79,8 @@ def run_backward(
             memory = rates, *form, trace, parts
             run_kernels(c, c.parts(forward)[0], memory, not kept, do, dfinal, d, dA_log, ddt_bias)
 
-    with on(p.device):
-        kind = "hopper", "backward", p.disable_recompute
-        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, laid_out(*x, do, dfinal)))
-        spare = rates, *own, *parts, *(t for t in (*walk[1:], *between) if t is not solved.A)
-        run(call, kernels, *d, dA_log, ddt_bias, forward.buffer, spare=spare)
-    return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
+    spare = rates, *parts, *walk[2:], *between, *(() if kept else trace)
+    run(call, kernels, *own, spare=spare)
 
 
 def run_kernels(
