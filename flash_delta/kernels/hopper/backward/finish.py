@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_tile, rows_of, store_row, store_tile
-from flash_delta.kernels.hopper.backward.memory import ERASED, PAIRS, READS, THROUGH, WRITES, Parts, count_lines
+from flash_delta.kernels.hopper.backward.memory import ERASED, FIXED, GROUP, PAIRS, READS, THROUGH, WRITES, Parts, count_lines
 from flash_delta.kernels.hopper.tiles import FINISH
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
@@ -83,12 +83,15 @@ def finish(
             strides = (T.to(tl.int64) * HV, HV, 1)
             store_row(rows_of(dbeta, strides, row, hv), strides, db, token, stop, C)
         if GATE:
-            pairs, through = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            pairs, writes, through = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
             for warp in tl.static_range(4):
                 pairs += tl.load(line + (PAIRS + warp) * C)
             for group in tl.static_range(V // 64):
-                through += tl.load(line + (THROUGH + group) * C)
-            reads, writes = tl.load(line + READS * C), tl.load(line + WRITES * C)
+                own = line + (FIXED + group * GROUP) * C
+                for warp in tl.static_range(4):
+                    writes += tl.load(own + (WRITES + warp) * C)
+                through += tl.load(own + THROUGH * C)
+            reads = tl.load(line + READS * C)
             carrying = i[:, None] <= i[None, :]  # [t, i]: what reads in row i carries gate t, what writes there does not
             sums = tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)
             sums += pairs + tl.load(rate + 7 * C) * tl.sum(through)

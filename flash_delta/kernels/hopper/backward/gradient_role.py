@@ -11,10 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.backward.memory import ERASED, PAIRS, READS, WRITES
+from flash_delta.kernels.hopper.backward.memory import ERASED, PAIRS, READS
+from flash_delta.kernels.hopper.backward.state_role import store_by_warp
 from flash_delta.kernels.hopper.forward.state_copies import apart_all
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import BOX, BY_WARP, RAGGED, ROWS, C
+from flash_delta.kernels.hopper.layouts import BOX, RAGGED, ROWS, C
 from flash_delta.kernels.hopper.rings import rate
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 
@@ -23,21 +24,6 @@ from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 def score_decay(sr, s):
     """What P is of q k^T. Above the diagonal it may be infinite."""
     return gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
-
-
-@gluon.jit
-def scaled(tile, rates, LAYOUT: gl.constexpr):
-    """The rows of a tile times their rates, as the first factor of a product."""
-    return (tile.load(LAYOUT).to(gl.float32) * rates.permute([1, 0]).load(LAYOUT)).to(tile.dtype)
-
-
-@gluon.jit
-def store_by_warp(at, x):
-    """Stores for every warp the sums over its 16 rows of x [64, 64]: four lines."""
-    sums = gl.convert_layout(gl.sum(x.reshape([4, 16, C]), 1), BY_WARP)
-    w = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_WARP))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, BY_WARP))[None, :]
-    gl.store(at + w * C + j, sums)
 
 
 @gluon.jit
@@ -56,10 +42,7 @@ def gradient_role(
 ):  # fmt: skip
     dq_desc, dk_desc, lines, so1, tiles, bars, work, HV = shared
     sq, sk, sdo1, sa1, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
-    (
-        kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, ds_full, ds_free, mid,
-        g_done,
-    ) = bars  # fmt: skip
+    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
     cu_seqlens, T, length, N = work
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
@@ -82,10 +65,10 @@ def gradient_role(
         line = lines + ((chunk + c) * HV + hv).to(gl.int64) * (LINES * C)
         mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
         q, k = sq.index(s), sk.index(s)
-        mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO, U and S0 are there
+        mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO, S0 and U are there
+        mbarrier.wait(s_full, ph)
         mbarrier.wait(u_full, ph)
         dP = warpgroup_mma(sdo, su.permute([1, 0]), zero, use_acc=False, is_async=True)
-        mbarrier.wait(s_full, ph)
         dq = warpgroup_mma(sdo, ss, wide, use_acc=False, is_async=True)
         mbarrier.wait(p_ready, ph)  # signalled by the state groups: P and L are there
         dP, dq = warpgroup_mma_wait(1, deps=[dP, dq])
@@ -93,65 +76,63 @@ def gradient_role(
             X = dP * sp.load(ROWS).to(gl.float32)
         dP = gl.where(i >= j, dP * score_decay(sr, s), 0.0).to(ty)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(do_free, count=1)
         dq *= rate(sr, s, 5).permute([1, 0]).load(WIDE)
         if GATE:
             reads = row_products(q, dq, WIDTH)
         dq = warpgroup_mma(gl.convert_layout(dP, wide_operand), k, dq, is_async=True)
-        tma.store_wait(0)  # the copy engine has read dk of the chunk before
-        mbarrier.wait(ds_full, ph)  # signalled by the state groups: dS is there
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        barrier()  # all warps of this role: none writes before that
-        so.store(dq.to(ty))
-        fence_async_shared()
-        barrier()  # all warps of this role: dq is whole in shared memory
-        tma_store(dq_desc, (RAGGED, row, at, hv * WIDTH), box)
-        dk = wide
-        for g in gl.static_range(GROUPS):
-            written = scaled(su.slice(64 * g, 64, 1), rate(sr, s, 6), operand)
-            dk = warpgroup_mma(written, sds1.index(z + g), dk, use_acc=g > 0, is_async=True)
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(ds_free, count=1)
-        if GATE:
-            writes = row_products(k, dk, WIDTH)
-            gl.store(line + WRITES * C + rows, writes)
         mbarrier.wait(dv_ready, ph)  # signalled by the state groups: dV is there, and they have read P
-        sp.store(dP)
-        M = warpgroup_mma(sdv1.index(z), su.slice(0, 64, 1).permute([1, 0]), zero, use_acc=False, is_async=True)
+        M = warpgroup_mma(
+            sdv1.index(z), su.slice(0, 64, 1).permute([1, 0]), zero, use_acc=False, is_async=True
+        )
         for g in gl.static_range(1, GROUPS):
             M = warpgroup_mma(sdv1.index(z + g), su.slice(64 * g, 64, 1).permute([1, 0]), M, is_async=True)
-        for g in gl.static_range(GROUPS):
-            erased = scaled(sdv1.index(z + g), rate(sr, s, 4), operand)
-            dk = warpgroup_mma(erased, ss.slice(64 * g, 64, 0), dk, is_async=True)
-        M, dk = warpgroup_mma_wait(GROUPS, deps=[M, dk])
+        tma.store_wait(0)  # the copy engine has read dk of the chunk before
+        dq, M = warpgroup_mma_wait(GROUPS, deps=[dq, M])
+        barrier()  # all warps of this role: none writes before that
+        so.store(dq.to(ty))
+        sp.store(dP)
+        fence_async_shared()
+        barrier()  # all warps of this role: dq and dP are whole in shared memory
+        tma_store(dq_desc, (RAGGED, row, at, hv * WIDTH), box)
+        decay = score_decay(sr, s) * rate(sr, s, 2).permute([1, 0]).load(ROWS)
+        M = warpgroup_mma_wait(0, deps=[M])
         gl.store(line + ERASED * C + rows, gl.sum(gl.where(i == j, M, 0.0), 1))
         if GATE:
             X -= M * sl.load(ROWS).to(gl.float32)
             barrier()  # all warps of this role: they have read L
-        decay = score_decay(sr, s) * rate(sr, s, 2).permute([1, 0]).load(ROWS)
         sl.store(gl.where(i > j, -M * decay, 0.0).to(ty))
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(mid, count=1)
         if GATE:
-            reads += row_products(k, dk, WIDTH) - writes
-            gl.store(line + READS * C + rows, reads)
             tma.store_wait(0)  # the copy engine has read dq
             barrier()  # all warps of this role: none writes before that
             so.slice(0, 64, 1).store(gl.where(i < j, zero + 1.0, zero).to(ty))
         fence_async_shared()
         barrier()  # all warps of this role: what they wrote is there for wgmma
+        dk = wide
         if GATE:
             high = X.to(ty)
             low = (X - high.to(gl.float32)).to(ty)
             ones = so.slice(0, 64, 1)
             carried = warpgroup_mma(gl.convert_layout(high, operand), ones, zero, use_acc=False, is_async=True)
             carried = warpgroup_mma(gl.convert_layout(low, operand), ones, carried, is_async=True)
+        for g in gl.static_range(GROUPS):
+            dk = warpgroup_mma(sdv1.index(z + g), ss.slice(64 * g, 64, 0), dk, use_acc=g > 0, is_async=True)
+        if GATE:
+            carried, dk = warpgroup_mma_wait(GROUPS, deps=[carried, dk])
+            store_by_warp(line + PAIRS * C, gl.where(i >= j, carried, 0.0))
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk *= rate(sr, s, 4).permute([1, 0]).load(WIDE)
+        if GATE:
+            reads += row_products(k, dk, WIDTH)
+            gl.store(line + READS * C + rows, reads)
+        for g in gl.static_range(GROUPS):
+            written = su.slice(64 * g, 64, 1).load(operand).to(gl.float32)
+            written = (written * rate(sr, s, 6).permute([1, 0]).load(operand)).to(ty)
+            dk = warpgroup_mma(written, sds1.index(z + g), dk, is_async=True)
         dk = warpgroup_mma(sp.permute([1, 0]), q, dk, is_async=True)
         dk = warpgroup_mma(sl.permute([1, 0]), k, dk, is_async=True)
         dk = warpgroup_mma(sl, k, dk, is_async=True)
-        if GATE:
-            carried, dk = warpgroup_mma_wait(3, deps=[carried, dk])
-            store_by_warp(line + PAIRS * C, gl.where(i >= j, carried, 0.0))
+        dk = warpgroup_mma_wait(3, deps=[dk])
+        mbarrier.arrive(mid, count=1)
         dk = warpgroup_mma_wait(0, deps=[dk])
         mbarrier.arrive(g_done, count=1)
         if not GATE:

@@ -9,16 +9,18 @@ from triton.experimental.gluon import language as gl
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.problem import Problem
 
-# The lines of `Parts.lines`: 64 float32 numbers each, of one chunk and value head.
-READS = gl.constexpr(0)  # what tokens read and erase of S0: <q, dq> and <k, dk>
-WRITES = gl.constexpr(1)  # what they write for those after the chunk: <k, dk>
-ERASED = gl.constexpr(2)  # <dV, U>, which is b^2 dbeta
-PAIRS = gl.constexpr(3)  # four lines, one per warp: the sums over pairs of tokens that carry a gate
-THROUGH = gl.constexpr(7)  # one line per state group: <S0, dS1> of every value column
+# The lines of `Parts.lines`: 64 float32 numbers each, of one chunk and value head. Line numbers are those of tokens.
+READS = gl.constexpr(0)  # what queries read and keys erase of S0: <q, dq>, and so on
+ERASED = gl.constexpr(1)  # <dV, U>, which is b^2 dbeta
+PAIRS = gl.constexpr(2)  # four lines, one per warp: the sums over pairs of tokens that carry a gate
+FIXED = gl.constexpr(6)  # then of every 64 value columns five lines:
+WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U> for what reads the state behind the chunk
+THROUGH = gl.constexpr(4)  # <S0, dS1>, one number per value column
+GROUP = gl.constexpr(5)
 
 
 def count_lines(V: int) -> int:
-    return THROUGH.value + V // C
+    return FIXED.value + GROUP.value * (V // C)
 
 
 class Trace(NamedTuple):

@@ -11,10 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.backward.memory import THROUGH
+from flash_delta.kernels.hopper.backward.memory import FIXED, GROUP, THROUGH, WRITES
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import BOX, NARROW_ROWS, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.layouts import BOX, BY_WARP, NARROW_ROWS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import rate
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 
@@ -62,10 +62,7 @@ def state_role(
     """State group g, which has 64 value columns."""
     dv_desc, after, start_desc, lines, tiles, bars, work, HV = shared
     sq, sk, sdo1, sa1, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
-    (
-        kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, ds_full, ds_free, mid,
-        g_done,
-    ) = bars  # fmt: skip
+    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
     cu_seqlens, T, length, N = work
     v: gl.constexpr = 64 * g
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
@@ -95,7 +92,7 @@ def state_role(
             z = t >> 16
             sdo, sa, sds, sp, sl = sdo1.index(z), sa1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
             if GRADIENTS:
-                ss, sdv = ss1.index(z), sdv1.index(z + g)
+                ss, su, sdv = ss1.index(z), su1.index(z), sdv1.index(z + g)
             mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
             q, k = sq.index(s), sk.index(s)
             for m in gl.static_range(2 // GROUPS):
@@ -103,17 +100,21 @@ def state_role(
             fence_async_shared()
             mbarrier.arrive(p_ready, count=1)
             if GRADIENTS:
-                mbarrier.wait(ds_free, ph ^ 1)  # signalled by the gradient role, which has read dS of the chunk before
+                mbarrier.wait(mid, ph ^ 1)  # signalled by all: they have read dS, S0 and U of the chunk before
             sds.store(dS.to(ty))
             fence_async_shared()
             barrier()  # all warps of this state group: dS is whole in shared memory
-            if GRADIENTS:
-                mbarrier.arrive(ds_full, count=1)
             dU = warpgroup_mma(sds, k.permute([1, 0]), zero, use_acc=False, is_async=True)
             mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
             mbarrier.wait(p_ready, ph)  # signalled by the state groups: P is whole
             dU = warpgroup_mma_wait(0, deps=[dU])
             dU *= rate(sr, s, 6).load(ROWS)
+            at = lines
+            if GRADIENTS and GATE:
+                at = lines + (((chunk + c) * HV + hv).to(gl.int64) * LINES + FIXED + GROUP * g) * C
+                mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
+                writes = dU * su.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
+                store_by_warp(at + WRITES * C, writes)
             dU = warpgroup_mma(sdo.slice(v, 64, 1).permute([1, 0]), sp, dU, is_async=True)
             dU = warpgroup_mma_wait(0, deps=[dU])
             if not GRADIENTS:
@@ -125,8 +126,7 @@ def state_role(
             dV *= rate(sr, s, 3).load(ROWS)
             erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
             if GRADIENTS:
-                mbarrier.wait(mid, ph ^ 1)  # signalled by all: they have read S0, and dV of the chunk before
-                tma.store_wait(0)  # as has the copy engine
+                tma.store_wait(0)  # the copy engine has read dV of the chunk before
                 barrier()  # all warps of this state group: none writes before that
                 sdv.permute([1, 0]).store(dV.to(ty))
                 fence_async_shared()
@@ -137,8 +137,7 @@ def state_role(
                 if GATE:
                     mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
                     i = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))
-                    at = lines + (((chunk + c) * HV + hv).to(gl.int64) * LINES + THROUGH + g) * C
-                    gl.store(at + i, through_state(dS, ss, v, WIDTH))
+                    gl.store(at + THROUGH * C + i, through_state(dS, ss, v, WIDTH))
                 mbarrier.arrive(mid, count=1)
             dS *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE)
             dS = warpgroup_mma(gl.convert_layout(erased, wide_operand), k, dS, is_async=True)
@@ -149,7 +148,7 @@ def state_role(
             dS = warpgroup_mma_wait(0, deps=[dS])
             mbarrier.arrive(kq_free.index(s), count=1)
         if GRADIENTS:
-            mbarrier.wait(ds_free, (chunks & 1) ^ 1, pred=chunks > 0)  # as above, of the last chunk: ``copies`` are free
+            mbarrier.wait(mid, (chunks & 1) ^ 1, pred=chunks > 0)  # as above, of the last chunk: ``copies`` are free
             if start_desc is not None:
                 if number == 0:
                     at_row = (n * HV + hv) * WIDTH
@@ -158,3 +157,11 @@ def state_role(
             store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
         tma.store_wait(0)
 
+
+@gluon.jit
+def store_by_warp(at, x):
+    """Stores for every warp the sums over its 16 rows of x [64, 64]: four lines."""
+    sums = gl.convert_layout(gl.sum(x.reshape([4, 16, C]), 1), BY_WARP)
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_WARP))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, BY_WARP))[None, :]
+    gl.store(at + w * C + j, sums)

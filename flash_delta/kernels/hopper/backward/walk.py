@@ -8,7 +8,7 @@
 
 A = (I + diag(b) L)^{-1} is what the forward pass has saved; D is what makes P of q k^T, or L of k k^T. Every state group
 has 64 value columns of the state's gradient, transposed, dS^T [64, K], in float32 accumulators. There are two, or one for
-heads of 64. U, S0 and dO lie in one slot each, so they are loaded while a chunk's last products are on their way.
+heads of 64. U, S0 and dO lie in one slot each, so they are loaded while the last products of a chunk are on their way.
 
 What `finish` needs for the gradients of gates and b goes to memory as lines (memory.py): sums of what carries a gate,
 and of nothing else, so that nothing cancels (docs/mathematics.md section 4).
@@ -19,13 +19,11 @@ segment if nothing comes in from the right. `compose_maps` makes of it what does
 Barriers, and who completes them:
 
     kq_full, a_full, u_full, s_full, do_full    the copy engine: the tiles are there
-    kq_free, do_free    all roles that compute: they have read q, k and rates; dO
-    a_free      the state groups: they have read A
+    kq_free     all roles that compute: they have read q, k and rates
+    a_free, do_free     the state groups: they have read A; dO (the gradient role has read it before ``mid``)
     p_ready     the state groups: their columns of P and L are there
-    ds_full     the state groups: dS1 is there
     dv_ready    the state groups: dV is there, and they have read P
-    ds_free     the gradient role: it has read dS1, which comes first, for the state groups wait for it
-    mid         all roles that compute: they have read U, S0 and dV
+    mid         all roles that compute: they have read S0, U and dS
     g_done      who reads P and L last: they may be overwritten
 """
 
@@ -58,7 +56,7 @@ def load_role(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
     descs, tiles, bars, work, strides, HV = given
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
     sq, sk, sdo1, sa1, ss1, su1, _, _, _, _, sr = tiles
-    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, _, _, mid, _ = bars
+    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, mid, _ = bars
     cu_seqlens, T, length, N = work
     batches, heads, group = strides
     ROW: gl.constexpr = C * WIDTH * 2
@@ -85,15 +83,15 @@ def load_role(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
         mbarrier.wait(a_free, ph ^ 1)
         mbarrier.expect(a_full, SQUARE)
         tma_load(a_desc, [index * C, 0], a_full, sa1.index(z))
+        if GRADIENTS:
+            mbarrier.wait(mid, ph ^ 1)
+            mbarrier.expect(s_full, STATE)
+            tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
+            mbarrier.expect(u_full, ROW)
+            tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
         mbarrier.wait(do_free, ph ^ 1)
         mbarrier.expect(do_full, ROW)
         load_box(do_desc, row * batches[2] + start, size, at, hv * heads[2], do_full, sdo1.index(z), WIDTH)
-        if GRADIENTS:
-            mbarrier.wait(mid, ph ^ 1)
-            mbarrier.expect(u_full, ROW)
-            tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
-            mbarrier.expect(s_full, STATE)
-            tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
 
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "do_batch", "group", "HV"])
@@ -125,16 +123,15 @@ def walk_back(
         so = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
     sbar, sbar2 = barriers(GROUPS, 1), barriers(GROUPS, 1)
     kq_full, kq_free = barriers(2, 1), barriers(2, READERS)
-    full, by_states, by_all = barriers(4, 1), barriers(4, GROUPS), barriers(2, READERS)
-    by_gradients = barriers(2, 1)
-    g_done = by_gradients.index(1) if GRADIENTS else by_states.index(3)
+    full, by_states, mid, g_done = barriers(4, 1), barriers(4, GROUPS), barriers(1, READERS), barriers(1, 1)
+    if not GRADIENTS:
+        g_done = barriers(1, GROUPS)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     tiles = (sq, sk, sdo, sa, ss, su, sds, sdv, sp, sl, sr)
     bars = (
         kq_full, kq_free, full.index(0), by_states.index(0), full.index(1), full.index(2), full.index(3),
-        by_all.index(0), by_states.index(1), by_states.index(2), by_states.index(3), by_gradients.index(0),
-        by_all.index(1), g_done,
+        by_states.index(1), by_states.index(2), by_states.index(3), mid.index(0), g_done.index(0),
     )  # fmt: skip
     work, strides = (cu_seqlens, T, length, N), ((q_batch, k_batch, do_batch), heads, group)
     descs = (q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc)
