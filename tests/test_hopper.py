@@ -85,11 +85,13 @@ def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
 
 def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(problem()) is None
-    assert backend.remark(problem(needs_grad=True)) == "its backward pass is that of 'triton'"
+    assert backend.remark(problem(needs_grad=True)) is None
+    wide = backend.remark(problem(needs_grad=True, K=256, V=256))
+    assert wide == "its backward pass is that of 'triton': K and V have to be 64 or 128, both; they are 256 and 256"
     said = backend.remark(problem(T=32768, N=1, HV=8, needs_grad=True))
     assert said == (
-        "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; its backward pass is that of "
-        "'triton'"
+        "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; its backward pass walks "
+        "segments of 2048 tokens"
     )
     assert backend.remark(problem(T=32768, N=1, HV=8, K=256, V=256)) is None, "wide heads are not split"
     columns = backend.remark(problem(T=32768, N=1, HV=4, V=256))

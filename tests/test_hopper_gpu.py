@@ -44,6 +44,7 @@ def take(monkeypatch, form):
     _, tile, length = form
     monkeypatch.setattr(loop, "tiles", lambda p, chip, every, saving=False: (SAVING[p.K] if saving else tile,))
     monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
+    monkeypatch.setattr(backend, "split_back", lambda p, processors: length)
     monkeypatch.setattr(backend, "FORWARD", ("hopper", form))  # of its own: what was launched is remembered
 
 

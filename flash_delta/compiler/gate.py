@@ -36,6 +36,14 @@ BY_HAND = "flash_delta.compiler.cases.hopper"
 SERVING = "flash_delta.compiler.cases.serving"
 ALLOWED = (
     Allowed(
+        f"{BY_HAND}/*-back*/walk_back", HOPPER, "spill",
+        "addresses of tiles, the same for all chunks, beside accumulators: a state group has 144 registers", 700,
+    ),
+    Allowed(
+        f"{BY_HAND}/*-back*/walk_back", HOPPER, "serialised",
+        "ptxas finds too few registers for what Triton 3.9 makes of it; it has not been timed so", triton="3.9",
+    ),
+    Allowed(
         f"{LIBRARY}/*/factor", HOPPER, "spill",
         "with 168 registers three programs share a multiprocessor: 10 % faster on an H200 than without a spill", 80,
     ),

@@ -8,7 +8,7 @@ Prompts on a pool are walked by the loop, which reads and writes the slots. A si
 (segments/prompt_state.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
-kernels of ``triton`` would have saved, and that backend runs the backward pass, as it runs all that this one cannot run.
+kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
 """
 
 import torch
@@ -19,7 +19,13 @@ from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import Walk, new_walk
-from flash_delta.kernels.hopper.segments.plan import may_split_prompt, split_back, split_endless, split_length, split_prompt
+from flash_delta.kernels.hopper.segments.plan import (
+    may_split_prompt,
+    split_back,
+    split_endless,
+    split_length,
+    split_prompt,
+)
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
@@ -113,7 +119,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
         parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        run_rates(c, o, rates, solved)
+        run_rates(c, o, rates, solved, divisible=saved is not None and by_hand.unsupported(p) is None)
         if w is None or (every(c) and p.K != WHOLE):
             run_loop(c, o, final, rates, A, r=residual)
         if w is not None:
@@ -137,8 +143,7 @@ def backward(
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
-        known_there = saved if by_hand.unsupported(p) is not None else ()
-        return triton.backward(p, x, known_there, do, dfinal, known)
+        return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
     given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
     if x.initial_state is not None:
         given = given._replace(initial_state=x.initial_state.float().contiguous())

@@ -46,6 +46,19 @@ def _halved(a: Any) -> dict[str, float]:
     return {} if a.k.dtype == torch.bfloat16 else {"CCK": 33.5, "CKV": 3}
 
 
+def _walk_segments(a: Any) -> dict[str, float]:
+    """Without q nothing is read from the state but what is erased."""
+    reads = a.q_desc is not None
+    return {"CCK": reads * a.WIDTH / (64 * a.GROUPS), "CCV": 1 + reads, "CKV": 2 + reads}
+
+
+def _walk_back(a: Any) -> dict[str, float]:
+    """A map of a segment needs the gradient of its state only. Sums over pairs are products with ones, of two parts."""
+    if not a.GRADIENTS:
+        return {"CCK": 1, "CCV": 2, "CKV": 3}
+    return {"CCK": 6, "CCV": 4, "CKV": 6, "CCC": 2 * a.GATE}
+
+
 # How many matrix products a kernel issues for a chunk and value head, by their size: 2 of C x K x V are {"CKV": 2}.
 # Keyed by kernel; a function takes the kernel's arguments by name. What is absent issues none.
 PRODUCTS: dict[str, Callable[[Any], dict[str, float]]] = {
@@ -66,7 +79,8 @@ PRODUCTS: dict[str, Callable[[Any], dict[str, float]]] = {
     "factor_chunks": lambda a: {"CCK": 1 / a.members},
     "find_maps": lambda _: {"CCV": 2, "CKV": 4},
     "compose_maps": lambda a: {"KKV": 3 * C / a.length},
-    "walk_segments": lambda a: {"CCK": a.WIDTH / (64 * a.GROUPS), "CCV": 2, "CKV": 3},
+    "walk_segments": _walk_segments,
+    "walk_back": _walk_back,
 }
 
 

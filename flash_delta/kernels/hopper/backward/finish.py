@@ -1,8 +1,8 @@
-"""What is left after `walk_back`: dq and dk of a key head are summed over its value heads, and go back through norms; the
-gradients of gates and b are made of the lines that `walk_back` has left.
+"""What is left after `walk_back`. The gradients dq and dk of a key head are summed over its value heads, and go back
+through norms. The gradients of gates and b are made of the lines that `walk_back` has left.
 
     dg_t = sum over j < t <= i of X_ij + sum over i >= t of reads_i + sum over i < t of writes_i + gamma <S0, dS1>
-    db_i = <dV_i, U_i> / b_i^2
+    db_i = <dV_i, U_i> / b_i^2, and if b_i is tiny less (sum over j < i of L_ij <dV_i, U_j>) / b_i
 
 X_ij is what the pair of tokens (i, j) has of any gate between them. Grid (slots, H).
 """
@@ -12,7 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_tile, rows_of, store_row, store_tile
-from flash_delta.kernels.hopper.backward.memory import ERASED, FIXED, GROUP, PAIRS, READS, THROUGH, WRITES, Parts, count_lines
+from flash_delta.kernels.hopper.backward.memory import (
+    ERASED,
+    FIXED,
+    GROUP,
+    PAIRS,
+    READS,
+    TAKEN,
+    THROUGH,
+    WRITES,
+    Parts,
+    count_lines,
+)
+from flash_delta.kernels.hopper.forward.rates import TINY
 from flash_delta.kernels.hopper.tiles import FINISH
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
@@ -22,8 +34,10 @@ from flash_delta.problem import Inputs
 
 
 @triton.jit
-def sum_heads(parts, x, x_strides, norm, out, row, token, stop, h, T, HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-              C: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+def sum_heads(
+    parts, x, x_strides, norm, out, row, token, stop, h, T,
+    HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Stores the gradient of x, of a chunk and key head."""
     head_strides, out_strides = (T.to(tl.int64) * HV * K, HV * K, K, 1), (T.to(tl.int64) * H * K, H * K, K, 1)
     z = tl.zeros([C, K], tl.float32)
@@ -48,16 +62,16 @@ def finish(
     i = tl.arange(0, C)
     if empty:
         key_strides, head_strides = (T.to(tl.int64) * H * K, H * K, K, 1), (T.to(tl.int64) * HV, HV, 1)
-        nothing = tl.zeros([C, K], dq.dtype.element_ty)
+        nothing, none = tl.zeros([C, K], dq.dtype.element_ty), tl.zeros([C], tl.float32)
         store_tile(rows_of(dq, key_strides, row, h), key_strides, nothing, token, stop, 0, K, C, K)
         store_tile(rows_of(dk, key_strides, row, h), key_strides, nothing, token, stop, 0, K, C, K)
         for member in range(HV // H):
             hv = h * (HV // H) + member
             head = slot.to(tl.int64) * HV + hv
             if HAS_BETA:
-                store_row(rows_of(dbeta, head_strides, row, hv), head_strides, tl.zeros([C], tl.float32), token, stop, C)
+                store_row(rows_of(dbeta, head_strides, row, hv), head_strides, none, token, stop, C)
             if GATE:
-                store_row(rows_of(dg, head_strides, row, hv), head_strides, tl.zeros([C], tl.float32), token, stop, C)
+                store_row(rows_of(dg, head_strides, row, hv), head_strides, none, token, stop, C)
             if RAW_GATE:
                 tl.store(dA_log + head, 0.0)
             if HAS_BIAS:
@@ -77,7 +91,9 @@ def finish(
         rate = rates + head * (8 * C) + i
         if HAS_BETA:
             b = tl.load(rate + 3 * C)
-            db = tl.load(line + ERASED * C) / tl.where(b == 0.0, 1.0, b * b)  # b is 0 after the end of a sequence
+            divisor = tl.where(b == 0.0, 1.0, b)  # b is 0 after the end of a sequence only
+            db = tl.load(line + ERASED * C) / (divisor * divisor)
+            db -= tl.where(tl.abs(b) < TINY, tl.load(line + TAKEN * C) / divisor, 0.0)  # there U is b R (rates.py)
             if RAW_BETA:
                 db *= b * (1.0 - b / beta_top)
             strides = (T.to(tl.int64) * HV, HV, 1)
@@ -92,7 +108,7 @@ def finish(
                     writes += tl.load(own + (WRITES + warp) * C)
                 through += tl.load(own + THROUGH * C)
             reads = tl.load(line + READS * C)
-            carrying = i[:, None] <= i[None, :]  # [t, i]: what reads in row i carries gate t, what writes there does not
+            carrying = i[:, None] <= i[None, :]  # [t, i]: what row i reads carries gate t, what it writes does not
             sums = tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)
             sums += pairs + tl.load(rate + 7 * C) * tl.sum(through)
             given = (g, A_log, dt_bias, vectors, dg, dA_log, ddt_bias)
@@ -108,6 +124,4 @@ def run_finish(
         dA_log, ddt_bias,
     )  # fmt: skip
     scalars = p.N, p.T, p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g)
-    launch_rule(
-        c, finish, pointers, (count_slots(p), p.H, 1), FINISH, *scalars, LINES=count_lines(p.V), follows=True
-    )
+    launch_rule(c, finish, pointers, (count_slots(p), p.H, 1), FINISH, *scalars, LINES=count_lines(p.V), follows=True)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.backward.memory import ERASED, PAIRS, READS
+from flash_delta.kernels.hopper.backward.memory import ERASED, PAIRS, READS, TAKEN
 from flash_delta.kernels.hopper.backward.state_role import store_by_warp
 from flash_delta.kernels.hopper.forward.state_copies import apart_all
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
@@ -41,8 +41,8 @@ def gradient_role(
     shared, WIDTH: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, PACKED: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     dq_desc, dk_desc, lines, so1, tiles, bars, work, HV = shared
-    sq, sk, sdo1, sa1, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
-    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
+    sq, sk, sdo1, _, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
+    kq_full, kq_free, _, _, u_full, s_full, do_full, _, p_ready, dv_ready, mid, g_done = bars
     cu_seqlens, T, length, N = work
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
@@ -65,9 +65,9 @@ def gradient_role(
         line = lines + ((chunk + c) * HV + hv).to(gl.int64) * (LINES * C)
         mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
         q, k = sq.index(s), sk.index(s)
-        mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO, S0 and U are there
-        mbarrier.wait(s_full, ph)
-        mbarrier.wait(u_full, ph)
+        mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
+        mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
+        mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
         dP = warpgroup_mma(sdo, su.permute([1, 0]), zero, use_acc=False, is_async=True)
         dq = warpgroup_mma(sdo, ss, wide, use_acc=False, is_async=True)
         mbarrier.wait(p_ready, ph)  # signalled by the state groups: P and L are there
@@ -81,9 +81,7 @@ def gradient_role(
             reads = row_products(q, dq, WIDTH)
         dq = warpgroup_mma(gl.convert_layout(dP, wide_operand), k, dq, is_async=True)
         mbarrier.wait(dv_ready, ph)  # signalled by the state groups: dV is there, and they have read P
-        M = warpgroup_mma(
-            sdv1.index(z), su.slice(0, 64, 1).permute([1, 0]), zero, use_acc=False, is_async=True
-        )
+        M = warpgroup_mma(sdv1.index(z), su.slice(0, 64, 1).permute([1, 0]), zero, use_acc=False, is_async=True)
         for g in gl.static_range(1, GROUPS):
             M = warpgroup_mma(sdv1.index(z + g), su.slice(64 * g, 64, 1).permute([1, 0]), M, is_async=True)
         tma.store_wait(0)  # the copy engine has read dk of the chunk before
@@ -97,9 +95,11 @@ def gradient_role(
         decay = score_decay(sr, s) * rate(sr, s, 2).permute([1, 0]).load(ROWS)
         M = warpgroup_mma_wait(0, deps=[M])
         gl.store(line + ERASED * C + rows, gl.sum(gl.where(i == j, M, 0.0), 1))
+        erased = M * sl.load(ROWS).to(gl.float32)
+        gl.store(line + TAKEN * C + rows, gl.sum(erased, 1))
         if GATE:
-            X -= M * sl.load(ROWS).to(gl.float32)
-            barrier()  # all warps of this role: they have read L
+            X -= erased
+        barrier()  # all warps of this role: they have read L
         sl.store(gl.where(i > j, -M * decay, 0.0).to(ty))
         if GATE:
             tma.store_wait(0)  # the copy engine has read dq

@@ -12,8 +12,9 @@ from flash_delta.problem import Problem
 # The lines of `Parts.lines`: 64 float32 numbers each, of one chunk and value head. Line numbers are those of tokens.
 READS = gl.constexpr(0)  # what queries read and keys erase of S0: <q, dq>, and so on
 ERASED = gl.constexpr(1)  # <dV, U>, which is b^2 dbeta
-PAIRS = gl.constexpr(2)  # four lines, one per warp: the sums over pairs of tokens that carry a gate
-FIXED = gl.constexpr(6)  # then of every 64 value columns five lines:
+TAKEN = gl.constexpr(2)  # sums over j of <dV_i, U_j> L_ij, which is b_i times what its chunk takes from dbeta_i
+PAIRS = gl.constexpr(3)  # four lines, one per warp: the sums over pairs of tokens that carry a gate
+FIXED = gl.constexpr(7)  # then of every 64 value columns five lines:
 WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U> for what reads the state behind the chunk
 THROUGH = gl.constexpr(4)  # <S0, dS1>, one number per value column
 GROUP = gl.constexpr(5)

@@ -82,9 +82,8 @@ def state_role(
         dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
         if ENDS:
             dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
-        elif after is not None:
-            if last:
-                dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
+        elif after is not None and last:
+            dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
         for t in range(chunks):
             c = chunks - 1 - t
             s, ph = t % 2, t & 1
@@ -148,11 +147,9 @@ def state_role(
             dS = warpgroup_mma_wait(0, deps=[dS])
             mbarrier.arrive(kq_free.index(s), count=1)
         if GRADIENTS:
-            mbarrier.wait(mid, (chunks & 1) ^ 1, pred=chunks > 0)  # as above, of the last chunk: ``copies`` are free
-            if start_desc is not None:
-                if number == 0:
-                    at_row = (n * HV + hv) * WIDTH
-                    store_state(start_desc, dS, None, at_row, v, copies, WIDTH, V_FIRST, WIDTH // 64)
+            mbarrier.wait(mid, (chunks & 1) ^ 1, pred=chunks > 0)  # signalled by all: they have read the last dS
+            if start_desc is not None and number == 0:
+                store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
         elif chunks > 0:
             store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
         tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""All gradients of a chunk in one kernel, which walks right to left: a program per segment, or sequence, and value head.
+"""All gradients of a chunk in one kernel, right to left: a program per segment, or sequence, and value head.
 
     load        loads q, k and rates into a ring of two slots, and A, U, S0 and dO of a chunk: one warp
     state       P, L     dU = (e^{GC-G} . k) dS1 + P^T dO     dV = b . A^T dU
@@ -6,9 +6,9 @@
     gradient    dP = dO U^T     dq = scale e^G . (dO S0) + (dP D) k
                 M = dV U^T      dk = (e^{GC-G} . U) dS1 - e^G . (dV S0) + (dP D)^T q - (M D)^T k - (M D) k
 
-A = (I + diag(b) L)^{-1} is what the forward pass has saved; D is what makes P of q k^T, or L of k k^T. Every state group
-has 64 value columns of the state's gradient, transposed, dS^T [64, K], in float32 accumulators. There are two, or one for
-heads of 64. U, S0 and dO lie in one slot each, so they are loaded while the last products of a chunk are on their way.
+A = (I + diag(b) L)^{-1} is what the forward pass has saved. D is what makes P of q k^T, or L of k k^T. Every state
+group has 64 value columns of the state's gradient, transposed, dS^T [64, K], in float32 accumulators. There are two of
+them, or one for heads of 64. U, S0 and dO have one slot each: they are loaded under the last products of a chunk.
 
 What `finish` needs for the gradients of gates and b goes to memory as lines (memory.py): sums of what carries a gate,
 and of nothing else, so that nothing cancels (docs/mathematics.md section 4).
@@ -52,7 +52,7 @@ from flash_delta.problem import Inputs
 
 
 @gluon.jit
-def load_role(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr):
+def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr):
     descs, tiles, bars, work, strides, HV = given
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
     sq, sk, sdo1, sa1, ss1, su1, _, _, _, _, sr = tiles
@@ -74,22 +74,22 @@ def load_role(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
         s, ph = t % 2, t & 1
         z = t >> 16  # 0 (state_role.py)
         at, index = token + c * C, (chunk + c) * HV + hv
-        # ``kq_free``, ``a_free``, ``mid`` and ``do_free`` are signalled by the roles that compute (above).
+        # Signalled by all roles that compute: they have read q, k and rates.
         mbarrier.wait(kq_free.index(s), ((t // 2) & 1) ^ 1)
         mbarrier.expect(kq_full.index(s), KEYS)
         load_box(k_desc, row * batches[1] + start, size, at, h * heads[1], kq_full.index(s), sk.index(s), WIDTH)
         load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
         load_rates(r_desc, index, kq_full.index(s), sr, s)
-        mbarrier.wait(a_free, ph ^ 1)
+        mbarrier.wait(a_free, ph ^ 1)  # signalled by the state groups: they have read A
         mbarrier.expect(a_full, SQUARE)
         tma_load(a_desc, [index * C, 0], a_full, sa1.index(z))
         if GRADIENTS:
-            mbarrier.wait(mid, ph ^ 1)
+            mbarrier.wait(mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
             mbarrier.expect(s_full, STATE)
             tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
             mbarrier.expect(u_full, ROW)
             tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
-        mbarrier.wait(do_free, ph ^ 1)
+        mbarrier.wait(do_free, ph ^ 1)  # signalled by the state groups: they have read dO
         mbarrier.expect(do_full, ROW)
         load_box(do_desc, row * batches[2] + start, size, at, hv * heads[2], do_full, sdo1.index(z), WIDTH)
 
@@ -144,24 +144,24 @@ def walk_back(
             (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES)),
             (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
             (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
-            (load_role, (loads, WIDTH, True, PACKED)),
+            (load_back, (loads, WIDTH, True, PACKED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif GRADIENTS:
         gl.warp_specialize([
             (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES)),
             (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
-            (load_role, (loads, WIDTH, True, PACKED)),
+            (load_back, (loads, WIDTH, True, PACKED)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
             (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
-            (load_role, (loads, WIDTH, False, PACKED)),
+            (load_back, (loads, WIDTH, False, PACKED)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
-            (load_role, (loads, WIDTH, False, PACKED)),
+            (load_back, (loads, WIDTH, False, PACKED)),
         ], [1], [24])  # fmt: skip
 
 

@@ -17,8 +17,9 @@ Rows after the end of a sequence get b = 0 and no decay. After the last sequence
 writes zeros to o. For the backward pass it also writes what `solve` writes, except A: ``vectors``, and with a norm
 ``norms``, where p has the lengths of k.
 
-For the backward pass (BACKWARD) row 2 is r_k / (scale r_q), without b. With DIVISIBLE |b| is at least 2^-40, so that dbeta
-can be had from U = b . (..), which it is divided by.
+In the backward pass (BACKWARD) row 2 is r_k / (scale r_q), without b. The backward pass by hand finds dbeta from U,
+which has b as a factor, and divides by b. So with DIVISIBLE |b| is at least 2^-40, and where it is below 2^-14 row 2
+has 0 for it: the float16 numbers of `invert` hold no such b. There U is b R, which `finish` knows.
 
 On a pool (``walks``) the first program lists the sequences that the loop walks, o of padding is written as zeros, and
 nothing is written of sequences that `decode` runs.
@@ -44,7 +45,7 @@ from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
-SMALLEST = tl.constexpr(2.0**-40)  # |b| that is divided by
+SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # |b| that is divided by; that erases in its chunk
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
 
@@ -91,6 +92,7 @@ def rates(
         sums = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
         G = (sums * BITS).to(tl.float32)
     b = tl.where(live, 1.0, 0.0)
+    erasing = b
     if HAS_BETA:
         at = row.to(tl.int64) * beta_batch + (token + i).to(tl.int64) * beta_strides[0] + hv * beta_strides[1]
         b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
@@ -98,6 +100,7 @@ def rates(
             b = tl.where(live, strength(b, beta_top), 0.0)
         if DIVISIBLE:
             b = tl.where(live & (tl.abs(b) < SMALLEST), tl.where(b < 0, -SMALLEST, SMALLEST), b)
+        erasing = tl.where(tl.abs(b) < TINY, 0.0, b) if DIVISIBLE else b
     last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
     # Reciprocal lengths as logarithms, so that one exponential is enough for a score.
     l_q, l_k = tl.log2(scale), 0.0
@@ -125,7 +128,9 @@ def rates(
     to = out + (slot.to(tl.int64) * HV + hv) * (8 * C) + i
     tl.store(to, G + l_q, mask=known)
     tl.store(to + C, G - l_k, mask=known)
-    tl.store(to + 2 * C, (tl.zeros([C, BH], tl.float32) + 1.0 if BACKWARD else -b) * tl.exp2(l_k - l_q), mask=known)
+    if BACKWARD:
+        erasing = tl.full([C, BH], -1.0, tl.float32)
+    tl.store(to + 2 * C, -erasing * tl.exp2(l_k - l_q), mask=known)
     tl.store(to + 3 * C, b, mask=known)
     tl.store(to + 4 * C, -tl.exp2(G + l_k), mask=known)
     tl.store(to + 5 * C, tl.exp2(G + l_q), mask=known)
@@ -149,10 +154,10 @@ def new_walks(p: Problem) -> Tensor:
 
 def run_rates(
     c: Call, o: Tensor, out: Tensor, s: Solved | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS,
-    *, backward: bool = False,
+    *, divisible: bool = False, backward: bool = False,
 ) -> None:  # fmt: skip
-    """Launches `rates`. With ``s`` it also writes what the backward pass needs; ``backward``: it is for the backward
-    pass. ``walks``: states are in ``slots``."""
+    """Launches `rates`. With ``s`` it also writes what the backward pass needs. ``divisible``: that one is by hand;
+    ``backward``: it has begun. ``walks``: states are in ``slots``."""
     p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
@@ -164,5 +169,5 @@ def run_rates(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
         p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables), p.scale, p.beta_range,
         strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns,
-        BACKWARD=backward, DIVISIBLE=backward or (p.needs_grad and p.disable_recompute),
+        BACKWARD=backward, DIVISIBLE=divisible or backward,
     )  # fmt: skip

@@ -1,0 +1,106 @@
+"""The Hopper backward pass on a CPU: Triton's interpreter runs kernels in Triton, and those in Gluon are emulated."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flash_delta.kernels.hopper.backward import run as by_hand
+from flash_delta.kernels.hopper.backward import walk
+from flash_delta.kernels.hopper.segments import maps, scan
+from flash_delta.kernels.triton import backend as triton
+from flash_delta.ops import _backend, _function
+from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, run, truth
+from tests.gluon_emulator import Kernel, emulated
+from tests.test_hopper_segments import PACKED, RAW, ROW, ROWS
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+GROUPED = replace(ROWS, H=2, HV=6, T=130, B=1)
+CELLS = {  # member, case, tokens of a segment
+    "packed": ("gdn", PACKED, None),
+    "packed-segments": ("gdn", PACKED, 64),
+    "raw": ("gdn", replace(PACKED, options=RAW), 64),
+    "raw-64": ("gdn", replace(PACKED, K=64, V=64, options=RAW), None),
+    "rows-64": ("delta-rule", replace(ROWS, K=64, V=64, options={"state_v_first": True}), 64),
+    "two-chunks": ("gdn", replace(ROW, T=330), 128),
+    "grouped": ("gdn", GROUPED, None),
+    "no-initial-state": ("gdn", replace(ROW, initial_state=False, T=129), 64),
+    "v-first": ("gdn", replace(ROW, T=129, options={"state_v_first": True}), None),
+    "extreme-decay": ("gdn", replace(ROW, decay="extreme"), 64),
+    "correlated-keys": ("gdn", replace(ROW, keys="correlated", beta="one"), None),
+    "negative-eigenvalues": ("gdn", replace(GROUPED, options=RAW | {"allow_neg_eigval": True}), None),
+    "left-by-forward": ("gdn", replace(PACKED, options=RAW | {"disable_recompute": True}), 64),
+}
+KERNELS = (
+    (maps, "segments.maps", "find_maps"),
+    (scan, "segments.scan", "walk_segments"),
+    (walk, "backward.walk", "walk_back"),
+)
+
+
+@pytest.fixture
+def by_hand_in(monkeypatch):
+    """Every call's backward pass is this one, in segments of so many tokens; its forward pass is that of ``triton``."""
+
+    def chosen(length):
+        for module, path, kernel in KERNELS:
+            made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
+            monkeypatch.setattr(module, kernel, Kernel(made))
+        monkeypatch.setattr(by_hand, "for_backward", triton.for_backward)  # the forward pass saves what this one reads
+
+        def backward(p, x, saved, do, dfinal, known):
+            return by_hand.run_backward(p, x, saved, do.contiguous(), dfinal, None, length)
+
+        taken = SimpleNamespace(
+            forward=lambda p, x, known: triton.forward(p, x), backward=backward,
+            unsupported=lambda p: None, preference=lambda p: (0, None),
+        )  # fmt: skip
+        monkeypatch.setattr(_function, "load_backend", lambda name: taken)
+        monkeypatch.setattr(_backend, "_find", lambda name, on_cpu, load: taken)
+
+    return chosen
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_against_the_recurrence(by_hand_in, cell):
+    name, case, length = CELLS[cell]
+    member = MEMBERS[name]
+    x = make_inputs(case, member, torch.bfloat16)
+    wanted = truth(member, x)
+    with products_in(torch.bfloat16):
+        reference = run(member, x, backend="torch")
+    by_hand_in(length)
+    results = run(member, x)
+    assert results.keys() == wanted.keys()
+    for tensor, got in results.items():
+        error, rounded = (relative_error(t, wanted[tensor]) for t in (got, reference[tensor]))
+        assert error <= allowed(rounded, torch.bfloat16), tensor
+
+
+def test_b_of_zero_has_a_gradient(by_hand_in):
+    """U is zero where b is zero, and dbeta is a quotient of products with U."""
+    member = MEMBERS["gdn"]
+    x = make_inputs(replace(ROW, T=100), member, torch.bfloat16)
+    x["beta"] = x["beta"].detach().clone()
+    x["beta"][:, ::2] = 0.0
+    x["beta"].requires_grad_()
+    wanted = truth(member, x)
+    by_hand_in(None)
+    got = run(member, x)
+    assert relative_error(got["dk"], wanted["dk"]) < 6e-3
+    for rows in (slice(0, None, 2), slice(1, None, 2)):  # those with b = 0 and the others
+        assert relative_error(got["dbeta"][:, rows], wanted["dbeta"][:, rows]) < 6e-3
+
+
+def test_what_it_leaves_to_triton():
+    def reason(dtype, K, V):
+        return by_hand.unsupported(SimpleNamespace(dtype=dtype, K=K, V=V))
+
+    assert reason(torch.bfloat16, 128, 128) is None
+    assert "exponents" in reason(torch.float16, 64, 64)
+    assert reason(torch.bfloat16, 256, 256) == "K and V have to be 64 or 128, both; they are 256 and 256"
