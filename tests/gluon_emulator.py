@@ -189,7 +189,10 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.t, offset + self.at)
 
-    def load(self):
+    def load(self, mask=None, other=None):
+        if mask is not None:
+            at = torch.where(mask.t, bare(self.at), 0)
+            return Value(torch.where(mask.t, self.t.view(-1)[at], other))
         return Number(self.t.as_strided((1,), (1,), self.t.storage_offset() + self.at).item())
 
     def store(self, value):
@@ -245,11 +248,20 @@ def layout(*arguments):
 
 
 def maximum(a, b):
-    return Value(torch.maximum(a.t, b.t)) if isinstance(a, Value) else Number(max(a, b))
+    if isinstance(a, Value):
+        return Value(a.t.clamp(min=b)) if isinstance(b, float) else Value(torch.maximum(a.t, b.t))
+    return Number(max(a, b))
 
 
 def choose(c, a, b):
     return Value(torch.where(c.t, bare(a), bare(b))) if isinstance(c, Value) else (a if c else b)
+
+
+def total(x, axis):
+    """A number, of a tensor with one axis."""
+    if x.t.ndim > 1:
+        return Value(x.t.sum(axis))
+    return x.t.sum().item() if x.dtype.is_floating_point else Number(x.t.sum())
 
 
 def largest(x, axis):
@@ -265,10 +277,10 @@ LANGUAGE = {
     "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
     "where": choose, "exp2": lambda x: Value(x.t.exp2()),
-    "sum": lambda x, axis: Value(x.t.sum(axis)), "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
+    "sum": total, "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
-    "store": lambda p, x: p.store(x), "load": lambda p: p.load(),
+    "store": lambda p, x: p.store(x), "load": lambda p, **mask: p.load(**mask), "log2": lambda x: Value(x.t.log2()),
     "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
     "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
     "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,

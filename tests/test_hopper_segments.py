@@ -37,6 +37,7 @@ CELLS = {
     "delta-rule-rows": ("delta-rule", ROWS, 2, torch.bfloat16),
     "three-heads": ("gdn", replace(ROWS, H=2, HV=6, T=130), 1, torch.bfloat16),
     "strong-decay": ("gdn", replace(ROW, decay="strong"), 1, torch.bfloat16),
+    "faded": ("gdn", replace(PACKED, T=850, lengths=(1, 400, 0, 449), decay="extreme"), 3, torch.bfloat16),
     "extreme-decay": ("gdn", replace(ROW, decay="extreme"), 1, torch.bfloat16),
     "v-first": ("gdn", replace(ROW, options={"state_v_first": True}), 1, torch.bfloat16),
     "no-initial-state": ("gdn", replace(ROW, initial_state=False), 1, torch.bfloat16),

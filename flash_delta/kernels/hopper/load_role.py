@@ -10,7 +10,7 @@ from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
 from flash_delta.kernels.hopper.gluon_compat import tma_load
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot, place
+from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot, place, without_faded
 
 
 @gluon.jit
@@ -24,6 +24,7 @@ def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexp
             keys = chunks * 0
         else:
             _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+            token, chunks, slot, _ = without_faded(token, chunks, slot, keys, flags[1])
         return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
     else:
         cu_seqlens, T, _, pool = work
@@ -93,7 +94,7 @@ def load_role(
     strides: of (q, k, v) the tokens from one batch row to the next, of each the numbers from head to head, and the
     value heads per key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
-    flags: those of `find_maps`, whose state groups may end early; None elsewhere.
+    flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk; None elsewhere.
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars
@@ -103,15 +104,13 @@ def load_role(
     t = 0
     for item in range(first, items, step):
         hv, row, start, size, token, chunks, slot, valued = find_work(item, work, flags, HV, PACKED, SEGMENTS)
-        if flags is not None and chunks == 0:
-            gdc_wait()  # a kernel that waits for this one relies on it having waited for those before
         c, going = chunks * 0, chunks > 0
         while going:
             s = t % SLOTS
             wait_free(done, t, SLOTS, NS)  # signalled by the state groups, which have left the chunk in this slot
             ended = c * 0 > 0
             if flags is not None:
-                ended = end_early(flags, full.index(s), c)
+                ended = end_early(flags[0], full.index(s), c)
             if not ended:
                 where = (hv, row, start, size, token + c * C, (slot + c) * HV + hv)
                 load_chunk(descs, tiles, full.index(s), s, where, strides, column, valued, t == 0, WIDTH, VALUES)

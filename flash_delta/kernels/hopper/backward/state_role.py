@@ -60,7 +60,7 @@ def state_role(
     V_FIRST: gl.constexpr, GATE: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     """State group g, which has 64 value columns."""
-    dv_desc, after, start_desc, lines, tiles, bars, work, HV = shared
+    dv_desc, after, start_desc, lines, tiles, bars, work, left, HV = shared
     sq, sk, sdo1, sa1, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
     cu_seqlens, T, length, N = work
@@ -75,14 +75,17 @@ def state_role(
     row = row * T + start + size
     own = sds1.index(g)  # [64, WIDTH]: also what whole states are copied through
     copies = reinterpret(own, ty, [WIDTH // 64, 64, 64], TILE)
-    if not GRADIENTS and number == 0:
-        chunks = chunks * 0  # nobody needs what comes out of a sequence's first segment
+    needed, faded = chunks > 0, chunks * 0 > 0
+    if not GRADIENTS:
+        needed = needed & (number > 0)  # nobody needs what comes out of a sequence's first segment
+        faded = left < chunks
+        chunks = gl.minimum(chunks, left)
     gdc_wait()  # the kernels before this one have ended: what they wrote is there, and what this one writes is free
     if (chunks > 0) | last:
         dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
         if ENDS:
             dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
-        elif after is not None and last:
+        elif after is not None and (last & ~faded):
             dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
         for t in range(chunks):
             c = chunks - 1 - t
@@ -150,7 +153,7 @@ def state_role(
             mbarrier.wait(mid, (chunks & 1) ^ 1, pred=chunks > 0)  # signalled by all: they have read the last dS
             if start_desc is not None and number == 0:
                 store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
-        elif chunks > 0:
+        elif needed:
             store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
         tma.store_wait(0)
 

@@ -14,7 +14,8 @@ What `finish` needs for the gradients of gates and b goes to memory as lines (me
 and of nothing else, so that nothing cancels (docs/mathematics.md section 4).
 
 Without GRADIENTS there is no such role. Then the kernel finds what the gradient of the state is at the start of every
-segment if nothing comes in from the right. `compose_maps` makes of it what does come into every segment.
+segment if nothing comes in from the right. `compose_maps` makes of it what does come into every segment. Such a walk
+begins at the first chunk from the right that has not decayed to zero at the start.
 
 Barriers, and who completes them:
 
@@ -42,7 +43,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
 from flash_delta.kernels.hopper.layouts import LINES as LINE
 from flash_delta.kernels.hopper.layouts import TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
+from flash_delta.kernels.hopper.segments.bounds import count_left, find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.tiles import FIND_ENDS, WALK_BACK
 from flash_delta.kernels.runtime.arguments import constants_of
@@ -53,7 +54,7 @@ from flash_delta.problem import Inputs
 
 @gluon.jit
 def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr):
-    descs, tiles, bars, work, strides, HV = given
+    descs, tiles, bars, work, strides, left, HV = given
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
     sq, sk, sdo1, sa1, ss1, su1, _, _, _, _, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, mid, _ = bars
@@ -65,9 +66,9 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
     STATE: gl.constexpr = WIDTH * WIDTH * 2
     _, hv = place(HV)
     h = hv // group
-    _, row, start, size, token, chunks, chunk, number, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-    if not GRADIENTS and number == 0:
-        chunks = chunks * 0
+    _, row, start, size, token, chunks, chunk, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
+    if not GRADIENTS:
+        chunks = gl.minimum(chunks, left)
     gdc_wait()  # the kernels before this one have ended: what they wrote is there
     for t in range(chunks):
         c = chunks - 1 - t
@@ -97,7 +98,7 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "do_batch", "group", "HV"])
 def walk_back(
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, lines,
-    cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
+    rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
     GRADIENTS: gl.constexpr, LINES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -135,9 +136,15 @@ def walk_back(
     )  # fmt: skip
     work, strides = (cu_seqlens, T, length, N), ((q_batch, k_batch, do_batch), heads, group)
     descs = (q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc)
-    state = (dv_desc, after, start_desc, lines, tiles, bars, work, HV)
+    left = gl.program_id(0) * 0
+    if not GRADIENTS:
+        gdc_wait()  # `rates` has ended
+        _, _, _, _, _, chunks, chunk, number, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
+        if number > 0:
+            left = count_left(rates, place(HV)[1], HV, chunk, chunks, False)
+    state = (dv_desc, after, start_desc, lines, tiles, bars, work, left, HV)
     gradient = (dq_desc, dk_desc, lines, so, tiles, bars, work, HV)
-    loads = (descs, tiles, bars, work, strides, HV)
+    loads = (descs, tiles, bars, work, strides, left, HV)
     # The first role gets the registers that the others do not ask for.
     if GRADIENTS and GROUPS == 2:
         gl.warp_specialize([
@@ -195,8 +202,8 @@ def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, **constants:
     p, x = c.p, c.x
     q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
     arguments = (
-        q, k, out, boxes.squares(w.A), *given[:2], boxes.lines(rates), *given[2:], x.cu_seqlens, w.length, p.N, p.T,
-        *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
+        q, k, out, boxes.squares(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
+        p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), **constants)
     launch_described(c, walk_back, DescribedPlan((count_slots(p, w.length) * p.HV, 1), arguments, constants))

@@ -7,7 +7,10 @@ after the other, which needs no layout, and because the tests run Gluon kernels 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flash_delta.kernels.hopper.layouts import C
+from flash_delta.kernels.hopper.layouts import BY_WARP, C
+
+FADED = gl.constexpr(-184.0)  # as a power of two
+LEAST = gl.constexpr(2.0**-126)
 
 
 @gluon.jit
@@ -85,3 +88,35 @@ def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
     if last | ((number == 0) & (keys > 0)):
         chunks = chunks * 0
     return n, row, start, size, token, chunks, slot, number, keys
+
+
+@gluon.jit
+def without_faded(token, chunks, slot, keys, left):
+    """Of a map: the first token, the number and the first slot of the chunks that it has to walk, and how many chunks
+    come before those. ``left``: how many chunks have not faded at the segment's end. If some have, Phi is zero."""
+    skipped = gl.maximum(chunks - left, 0)
+    chunks = gl.where((keys > 0) & (skipped > 0), 0, chunks - skipped)
+    return token + skipped * C, chunks, slot + skipped, skipped
+
+
+@gluon.jit
+def count_left(rates, hv, HV, slot, chunks, FROM_END: gl.constexpr):
+    """How many of a segment's chunks, counted from its end or from its start, have an effect there: what they leave has
+    not decayed by 2^-184. In float32 anything below 2^35 is zero after that. ``slot``: of its first chunk."""
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, BY_WARP))
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, BY_WARP))
+    count, decayed, going = chunks * 0, 0.0, chunks > 0
+    while going:
+        c = count + j
+        if FROM_END:
+            c = chunks - 1 - c
+        at = ((slot + c) * HV + hv).to(gl.int64) * (8 * C) + 7 * C
+        gamma = gl.load(rates + at, mask=count + j < chunks, other=1.0)
+        bits = gl.log2(gl.maximum(gamma, LEAST))
+        square = bits[None, :] + gl.zeros([64, 64], gl.float32, BY_WARP)
+        before = decayed + gl.sum(gl.where(j[None, :] < i[:, None], square, 0.0), 1)
+        left = gl.sum(gl.where((before > FADED) & (count + i < chunks), 1, 0), 0)
+        decayed += gl.sum(bits, 0)
+        count += left
+        going = (left == 64) & (count < chunks)
+    return count

@@ -10,8 +10,10 @@ becomes of zero; in a sequence's first segment it starts from the initial state 
 the first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or one
 for heads of 64.
 
-Once Phi is zero it stays zero, so its program ends there, with the same bits as if it had gone on. Programs of Phi are
-launched first, so that others take the place of those that end early.
+What has decayed to zero at the end of a segment needs no walk. The sums of gates tell so beforehand: B begins where
+chunks start to matter, and if some do not, Phi is zero. Also, once Phi is zero it stays zero, so its program ends,
+with the same bits as if it had gone on. Programs of Phi are launched first, and others take the place of those that
+end early.
 
 `compose_maps` multiplies numbers that are two bfloat16 each, and leaves out the smallest of the four products. Its
 error is 2^-16; the walk itself rounds to 2^-9.
@@ -38,7 +40,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate
-from flash_delta.kernels.hopper.segments.bounds import find_map, place
+from flash_delta.kernels.hopper.segments.bounds import count_left, find_map, place, without_faded
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
 from flash_delta.kernels.runtime import arguments
@@ -56,7 +58,7 @@ def map_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
     PACKED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    tiles, flags, bars, initial, B_desc, Phi_desc, work, HV = shared
+    tiles, flags, bars, initial, B_desc, Phi_desc, work, lasting, HV = shared
     sk, sr, sa = tiles
     full, done = bars
     cu_seqlens, T, length, N = work
@@ -65,12 +67,15 @@ def map_role(
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    n, _, _, _, _, chunks, _, number, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    n, _, _, _, token, chunks, slot, number, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    needed = chunks > 0
+    _, chunks, _, skipped = without_faded(token, chunks, slot, keys, lasting)
     index = gl.program_id(0)  # slot * HV + value head
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_ROWS))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE_ROWS))[None, :]
-    S = gl.where((i + v + (1 - keys) * WIDTH) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-    if INITIAL and ((number == 0) & (keys == 0)):
+    kept = (skipped == 0) & (keys > 0)  # the identity; what has faded is zero
+    S = gl.where((i + v + gl.where(kept, 0, WIDTH)) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
+    if INITIAL and ((number == 0) & (keys == 0) & (skipped == 0)):
         head = (n * HV + place(HV)[1]) * WIDTH
         S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk is there
@@ -106,7 +111,7 @@ def map_role(
         going = (end < chunks) & ((keys == 0) | (left > 0))
     if begin < chunks:
         leave(flags, v // 64, full, done, begin, chunks, NS)
-    if chunks > 0:
+    if needed:
         if keys == 0:
             store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
@@ -144,18 +149,19 @@ def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "k_batch", "v_batch", "group", "HV"])
 def find_maps(
-    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, cu_seqlens, length, N, T, k_batch, v_batch, heads,
-    group, HV,
+    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, length, N, T, k_batch, v_batch,
+    heads, group, HV,
     WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
     NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments * HV, 2)."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
-    _, _, _, _, _, chunks, _, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    gdc_wait()  # `rates` has ended; and who waits for this kernel waits for those before it, too
     if chunks == 0:  # a sequence of one segment needs no map
-        gdc_wait()  # who waits for this kernel waits for those before it, too
         return
+    left = count_left(rates, place(HV)[1], HV, slot, chunks, True)
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
@@ -175,8 +181,8 @@ def find_maps(
     first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
     bars, work = (full, done), (cu_seqlens, T, length, N)
     strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
-    shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, HV)
-    loads = ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), flags, bars, work, strides)
+    shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, left, HV)
+    loads = ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), (flags, left), bars, work, strides)
     if GROUPS == 2:
         gl.warp_specialize([
             (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
@@ -233,7 +239,7 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     initial, started = (w.B, False) if x.initial_state is None else (x.initial_state, True)
     values = (
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), states(p, initial), rows(w.B), squares(w.Phi),
-        x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
+        rates, x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, **MAPS)
     launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length) * p.HV, 2), values, constants))
