@@ -11,11 +11,14 @@ from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.run import for_backward, run_kernels
+from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
@@ -109,16 +112,26 @@ def call_walk(case: str) -> None:
     run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
 
 
-def call_back(case: str, length: int | None) -> None:
-    """The launches of the backward pass, where sequences are split into segments of ``length`` tokens or not at all."""
+def call_back(case: str, form: str) -> None:
+    """The launches of the backward pass: of whole sequences; of segments, without what is found of their ends; of
+    that."""
     p, x = CASES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     solved, *kept = for_backward(p).views()
     trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
     do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(x)
-    sums = torch.empty(count_slots(p), p.HV, device="meta")
-    memory = new_rates(p), new_walk(p, length, solved.A), new_ends(p, length), trace, new_parts(p)
-    run_kernels(c, solved, memory, not kept, do, dfinal, d, sums, sums)
+    sums, rates, parts = torch.empty(count_slots(p), p.HV, device="meta"), new_rates(p), new_parts(p)
+    length = None if form == "back" else 128
+    walk, between = new_walk(p, length, solved.A), new_ends(p, length)
+    if form == "back":
+        run_kernels(c, solved, (rates, walk, between, trace, parts), not kept, do, dfinal, d, sums, sums)
+    elif form == "back-segments":
+        run_retrace(c, rates, walk, trace)
+        run_walk_back(c, rates, walk, trace, do, dfinal, between.ends, parts, d)
+    else:
+        run_find_maps(c, rates, walk)
+        run_find_ends(c, rates, walk, do, dfinal, between.D)
+        run_compose_back(c, walk, between.D, between.ends, dfinal)
 
 
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None, Residual | None]:
@@ -142,8 +155,8 @@ def launches(target: str) -> Iterator[Launch]:
             yield Launch(f"{case}-{form}", partial(call_loop, case, t))
         yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
         if p.needs_grad and width != 256:
-            for form, length in (("back", None), ("back-segments", 128)):
-                yield Launch(f"{case}-{form}", partial(call_back, case, length))
+            for form in ("back", "back-segments", "back-ends"):
+                yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for name, back in (("pool-segments", False), ("pool-back", True)):
         yield Launch(name, partial(call_prompt, "pool", back=back))
     for case, described_pool in POOLS.items():

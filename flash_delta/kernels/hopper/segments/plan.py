@@ -38,7 +38,7 @@ PACES = {
     128: SegmentPace(8.0, 1.0, {1: 1.73, 2: 2.8}, 1.25, 2.15),
 }
 
-BACK = {64: BackPace(8.0, 0.6, 0.8, 1.2, 4.5), 128: BackPace(8.0, 1.25, 1.6, 2.2, 8.6)}
+BACK = {64: BackPace(8.0, 0.6, 0.8, 1.2, 4.5), 128: BackPace(8.0, 1.25, 1.6, 2.2, 9.6)}
 
 
 def split_length(p: Problem, processors: int) -> int | None:
@@ -101,8 +101,9 @@ def _split_back(processors: int, states: int, chunks: int, width: int) -> int | 
         return sum(waves_us(states, processors, pace.setup, chunks, us) for us in (pace.trace, pace.gradient))
 
     def times(number: int, length: int) -> Iterator[tuple[float, int]]:
-        maps = waves_us(states * (2 * number - 3), processors, pace.setup, length, pace.map)
-        ends = waves_us(states * (number - 1), processors, pace.setup, length, pace.end)
+        # As gates are when training begins, so many of these walks begin late or end early.
+        maps = max(1.0, 0.6 * states * (2 * number - 3) / processors) * (pace.setup + length * pace.map)
+        ends = max(1.0, 0.75 * states * (number - 1) / processors) * (pace.setup + length * pace.end)
         yield 2 * LAUNCHES + maps + ends + 2 * number * COMPOSE + walks(states * number, length), C * length
 
     return fastest_split(chunks, WORTH * walks(states, chunks), times)
