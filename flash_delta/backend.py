@@ -66,8 +66,8 @@ class Backend(Protocol):
         Returns:
             ``o [B, T, HV, V]`` in ``problem.dtype``; ``final_state`` of ``problem.state_shape`` in
             ``problem.accumulate``, always, and in memory of its own; with ``problem.needs_grad`` in ``saved`` what
-            ``backward`` wants to have, or nothing; with ``problem.keep_states`` the chunks' ``states``. Rows of a
-            packed ``o`` after the last sequence are zeros.
+            ``backward`` wants to have, or nothing, and in ``planned`` what would save it work; with
+            ``problem.keep_states`` the chunks' ``states``. Rows of a packed ``o`` after the last sequence are zeros.
         """
 
     def backward(
@@ -80,8 +80,9 @@ class Backend(Protocol):
         known: KnownCall | None = None,
     ) -> Inputs:
         """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` and ``dfinal`` may have
-        any strides. ``saved`` is what ``forward`` saved; it is empty after ``step``, and under torch.compile without
-        ``empty_saved``. Under torch.compile autograd records nothing in here."""
+        any strides. ``saved`` is what ``forward`` saved, with ``planned`` behind it except under torch.compile. It is
+        empty after ``step``, and under torch.compile without ``empty_saved``. Under torch.compile autograd records
+        nothing in here."""
 
     def step(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
         """As ``forward``, token by token, for ``problem.recurrent``: T calls of one token, with the state handed on,

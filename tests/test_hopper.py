@@ -128,7 +128,7 @@ def test_without_tokens_states_stay_as_they_are(sizes, begun):
     states = torch.randn(p.state_shape) if begun else None
     x = Inputs(q, q, v, v[..., 0].float(), v[..., 0], initial_state=states)
     x = x._replace(cu_seqlens=torch.zeros(1, dtype=torch.int32) if p.packed else None)
-    o, final, saved, _ = backend.forward(p, x)
+    o, final, saved, *_ = backend.forward(p, x)
     assert o.shape == v.shape
     assert not o.any()
     assert torch.equal(final, torch.zeros(p.state_shape) if states is None else states)

@@ -11,9 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.backward import walk
-from flash_delta.kernels.hopper.segments import maps, scan
-from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.segments import factor, maps, scan
+from flash_delta.kernels.hopper.segments.memory import new_maps, new_walk
+from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.ops import _backend, _function
+from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from tests.gluon_emulator import Kernel, emulated
@@ -35,8 +39,10 @@ CELLS = {  # member, case, tokens of a segment
     "correlated-keys": ("gdn", replace(ROW, keys="correlated", beta="one"), None),
     "negative-eigenvalues": ("gdn", replace(GROUPED, options=RAW | {"allow_neg_eigval": True}), None),
     "left-by-forward": ("gdn", replace(PACKED, options=RAW | {"disable_recompute": True}), 64),
+    "maps-left-by-forward": ("gdn", replace(PACKED, options=RAW), 64),
 }
 KERNELS = (
+    (factor, "segments.factor", "factor_chunks"),
     (maps, "segments.maps", "find_maps"),
     (scan, "segments.scan", "walk_segments"),
     (walk, "backward.walk", "walk_back"),
@@ -45,25 +51,37 @@ KERNELS = (
 
 @pytest.fixture
 def by_hand_in(monkeypatch):
-    """Every call's backward pass is this one, in segments of so many tokens; its forward pass is that of ``triton``."""
+    """Every call runs by hand, in segments of so many tokens. Segments' maps are found again, unless they are left."""
 
-    def chosen(length):
+    def chosen(length, leave_maps=False):
         for module, path, kernel in KERNELS:
             made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
             monkeypatch.setattr(module, kernel, Kernel(made))
-        monkeypatch.setattr(by_hand, "for_backward", triton.for_backward)  # the forward pass saves what this one reads
+
+        def forward(p, x, known):
+            out = forward_by_hand(p, x, length)
+            return out if leave_maps else out._replace(planned=())
 
         def backward(p, x, saved, do, dfinal, known):
             return by_hand.run_backward(p, x, saved, do.contiguous(), dfinal, None, length)
 
         taken = SimpleNamespace(
-            forward=lambda p, x, known: triton.forward(p, x), backward=backward,
-            unsupported=lambda p: None, preference=lambda p: (0, None),
-        )  # fmt: skip
+            forward=forward, backward=backward, unsupported=lambda p: None, preference=lambda p: (0, None)
+        )
         monkeypatch.setattr(_function, "load_backend", lambda name: taken)
         monkeypatch.setattr(_backend, "_find", lambda name, on_cpu, load: taken)
 
     return chosen
+
+
+def forward_by_hand(p, x, length):
+    o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
+    saved, left = by_hand.for_backward(p), None if length is None else new_maps(p, length)
+    walked, *kept = saved.views()
+    c = make_call(p, x, ("test",))
+    run_rates(c, o, rates, walked)
+    run_walk(c, o, final, rates, new_walk(p, length, walked.A, left), *kept)
+    return Outputs(o, final, (saved.buffer,), planned=left or ())
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -74,7 +92,7 @@ def test_against_the_recurrence(by_hand_in, cell):
     wanted = truth(member, x)
     with products_in(torch.bfloat16):
         reference = run(member, x, backend="torch")
-    by_hand_in(length)
+    by_hand_in(length, leave_maps=cell.startswith("maps"))
     results = run(member, x)
     assert results.keys() == wanted.keys()
     for tensor, got in results.items():

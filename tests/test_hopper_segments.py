@@ -12,7 +12,7 @@ import flash_delta
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.memory import new_walk
-from flash_delta.kernels.hopper.segments.plan import split_endless, split_length
+from flash_delta.kernels.hopper.segments.plan import split_endless, split_length, split_training
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backend import for_backward
@@ -162,6 +162,15 @@ def test_who_is_split():
     assert split_length(wide, H200) is None
     rows = problem(T=16384, N=2)._replace(packed=False, B=2)
     assert split_length(rows, H200) == split_length(problem(N=2), H200)
+
+
+def test_both_passes_are_split_alike():
+    """Unless the forward pass of so many heads is never split; maps are then found by the backward pass."""
+    assert split_training(problem(T=8192), H200) == (512, 512)
+    assert split_training(problem(T=32768, HV=32), H200) == (4096, 4096)
+    assert split_training(problem(HV=64), H200) == (None, 8192)
+    for p in (problem(T=8192, HV=32, N=8), problem(N=0), problem()._replace(batch_invariant=True)):
+        assert split_training(p, H200) == (None, None)
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -48,7 +48,7 @@ def run(
         if known.needs_grad:
             o, final_state, states = DeltaRule.apply(problem, known, *x)
         else:  # autograd's bookkeeping would be a good part of a decoding step
-            o, final_state, _, states = forward(problem, known, x)
+            o, final_state, _, states, _ = forward(problem, known, x)
     result = (o, final_state if as_bool(problem.op, "output_final_state", output_final_state) else None)
     return (*result, states) if problem.keep_states else result
 
@@ -82,7 +82,7 @@ class DeltaRule(torch.autograd.Function):
     def forward(ctx, problem: Problem, known: KnownCall, *tensors: Tensor | None):
         out = forward(problem, known, Inputs(*tensors))
         ctx.problem, ctx.known = problem, known
-        ctx.save_for_backward(*tensors, *out.saved)
+        ctx.save_for_backward(*tensors, *out.saved, *out.planned)
         ctx.set_materialize_grads(False)
         if out.states is not None:
             ctx.mark_non_differentiable(out.states)

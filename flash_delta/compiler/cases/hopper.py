@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
-from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
-from flash_delta.kernels.hopper.backward.run import for_backward, run_kernels
+from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
@@ -21,7 +21,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Residual, Solved, Workspace
+from flash_delta.kernels.runtime.workspace import Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -117,14 +117,15 @@ def call_back(case: str, form: str) -> None:
     that."""
     p, x = CASES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
-    solved, *kept = for_backward(p).views()
+    walked, *kept = for_backward(p).views()
     trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
     do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(x)
-    sums, rates, parts = torch.empty(count_slots(p), p.HV, device="meta"), new_rates(p), new_parts(p)
+    sums, parts, rates = torch.empty(count_slots(p), p.HV, device="meta"), new_parts(p), walked.rates.view(-1, 4 * C)
     length = None if form == "back" else 128
-    walk, between = new_walk(p, length, solved.A), new_ends(p, length)
+    walk, between = new_walk(p, length, walked.A), new_ends(p, length)
+    left = Left(trace=bool(kept), maps=False)
     if form == "back":
-        run_kernels(c, solved, (rates, walk, between, trace, parts), not kept, do, dfinal, d, sums, sums)
+        run_kernels(c, walked, (walk, between, trace, parts), left, do, dfinal, d, sums, sums)
     elif form == "back-segments":
         run_retrace(c, rates, walk, trace)
         run_walk_back(c, rates, walk, trace, do, dfinal, between.ends, parts, d)
@@ -134,11 +135,11 @@ def call_back(case: str, form: str) -> None:
         run_compose_back(c, walk, between.D, between.ends, dfinal)
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | None, Residual | None]:
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
-    solved = Workspace(p, Solved).views()[0] if p.needs_grad else None
+    solved = Workspace(p, Solved if unsupported(p) else Walked).views()[0] if p.needs_grad else None
     residual = Workspace(p, Residual).views()[0] if p.disable_recompute else None
     return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, residual
 

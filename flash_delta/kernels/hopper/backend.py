@@ -18,13 +18,14 @@ from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.segments.memory import Walk, new_walk
+from flash_delta.kernels.hopper.segments.memory import Maps, Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
+    Lengths,
     may_split_prompt,
-    split_back,
     split_endless,
     split_length,
     split_prompt,
+    split_training,
 )
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
@@ -107,19 +108,21 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
     kind, processors = (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute), chip_of(p.device).processors
-    length = split_length(p, processors)
-    if replayed(known, (*kind, length), x, (o, final, *kept)):
-        return Outputs(o, final, kept)
+    length, back = _lengths(p)
+    maps = new_maps(p, length) if length is not None and length == back else None
+    planned = maps or ()
+    if replayed(known, (*kind, length), x, (o, final, *kept, *planned)):
+        return Outputs(o, final, kept, planned=planned)
     rates = new_rates(p)
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk = _new_walk(p, length, A)
+    walk = _new_walk(p, length, A, maps)
 
     def kernels(c: Call) -> None:
         w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
         parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        run_rates(c, o, rates, solved, divisible=saved is not None and by_hand.unsupported(p) is None)
+        run_rates(c, o, rates, solved)
         if w is None or (every(c) and p.K != WHOLE):
             run_loop(c, o, final, rates, A, r=residual)
         if w is not None:
@@ -132,10 +135,11 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         if x.initial_state is not None:
             given = given._replace(initial_state=x.initial_state.float().contiguous())
         call = make_call(p, given, kind, known=known, name=(*kind, length))
-        spare = (rates, *(t for t in (walk or ())[1:] if t is not A))
-        run(call, kernels, o, final, *kept, spare=spare)
+        handed = walk or ()
+        spare = (rates, *(t for t in handed[1:] if not any(t is saved for saved in (A, *planned))))
+        run(call, kernels, o, final, *kept, *planned, spare=spare)
     remember(call, x)
-    return Outputs(o, final, kept)
+    return Outputs(o, final, kept, planned=planned)
 
 
 def backward(
@@ -148,8 +152,7 @@ def backward(
     if x.initial_state is not None:
         given = given._replace(initial_state=x.initial_state.float().contiguous())
     dfinal = None if dfinal is None else dfinal.float().contiguous()
-    length = split_back(p, chip_of(p.device).processors)
-    d = by_hand.run_backward(p, given, saved, _described(do), dfinal, known, length)
+    d = by_hand.run_backward(p, given, saved, _described(do), dfinal, known, _lengths(p).back)
     return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
 
@@ -191,9 +194,17 @@ def _for_backward(p: Problem) -> Workspace:
     return by_hand.for_backward(p) if by_hand.unsupported(p) is None else triton.for_backward(p)
 
 
-def _new_walk(p: Problem, length: int | None, A: Tensor | None = None) -> Walk | None:
+def _lengths(p: Problem) -> Lengths:
+    """How both passes are split; the second is None where it is not by hand."""
+    processors = chip_of(p.device).processors
+    if p.needs_grad and by_hand.unsupported(p) is None:
+        return split_training(p, processors)
+    return Lengths(split_length(p, processors), None)
+
+
+def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Maps | None = None) -> Walk | None:
     """What a walk of segments, or of sequences with wide heads, needs; None where the loop does all."""
-    return None if length is None and p.K != WHOLE else new_walk(p, length, A)
+    return None if length is None and p.K != WHOLE else new_walk(p, length, A, maps)
 
 
 def _memory(prompt: Prompt | None) -> tuple[Tensor, ...]:
@@ -221,15 +232,16 @@ def _describable(t: Tensor) -> bool:
 
 def remark(p: Problem) -> str | None:
     """What `explain` adds: whether sequences are split, and who runs the backward pass."""
-    find = split_length if p.pool is None else split_prompt
     said = [] if p.V == p.K else [f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}"]
-    length = find(p._replace(HV=p.HV * p.V // p.K, V=p.K), chip_of(p.device).processors)
+    walked = p._replace(HV=p.HV * p.V // p.K, V=p.K, needs_grad=p.needs_grad and p.V == p.K)
+    length, back = _lengths(walked)
+    if p.pool is not None:
+        length = split_prompt(walked, chip_of(p.device).processors)
     if length is not None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:
         reason = by_hand.unsupported(p)
-        back = None if reason else split_back(p, chip_of(p.device).processors)
         if reason:
             said.append(f"its backward pass is that of 'triton': {reason}")
         elif back is not None:

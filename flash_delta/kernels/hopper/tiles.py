@@ -30,6 +30,11 @@ RATES = triton.Tile(1, 3)  # `rates` with gates only
 RATES_OF_ROWS = triton.Tile(4, 3)  # with whole rows, too: of q and k for norms, or wide rows of zeros
 
 
+def compose_tile(p: Problem, chip: Chip) -> triton.Tile:
+    """Every program of a head reads all of its maps, so there are no more of them than multiprocessors."""
+    return triton.Tile(8, 3, 32) if 16 * chip.processors < p.HV * p.V else triton.Tile(4, 3, 16)
+
+
 def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
     """Half a state per program as long as all programs can run at once: on an H200 a chunk then takes 1.8 us, and 3.1
     with a whole state.
@@ -59,13 +64,12 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[
 FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
 MEMBERS = 2  # value heads per program of `factor_chunks` at most; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
-COMPOSE = triton.Tile(8, 3, 16)
 HAND_OVER = triton.Tile(4, 3, 4096)
 # By the width of heads.
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
 # The backward pass. RETRACE is `walk_segments` without outputs.
-RETRACE = {"NS": 4, "REGISTERS": 216}
+RETRACE = {"NS": 3, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
-FINISH = triton.Tile(4, 3)
+FINISH = triton.Tile(8, 3)

@@ -4,7 +4,7 @@ A backend hands in what its launches take, by a model: programs run in waves of 
 wave takes a set-up time and a time for each of its chunks. All times are in microseconds.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flash_delta.kernels.device.chunk import C
@@ -26,11 +26,17 @@ def fastest_split(chunks: int, limit: float, times: Callable[[int, int], Iterabl
     tiles.
     """
     best, fastest = limit, None
-    for number in range(2, min(MOST, chunks // FEWEST) + 1):
-        for us, split in times(number, -(-chunks // number)):
+    for number, length in splits(chunks):
+        for us, split in times(number, length):
             if us < best:
                 best, fastest = us, split
     return fastest
+
+
+def splits(chunks: int) -> Iterator[tuple[int, int]]:
+    """Into how many segments a sequence of ``chunks`` may be split, and the chunks of each."""
+    for number in range(2, min(MOST, chunks // FEWEST) + 1):
+        yield number, -(-chunks // number)
 
 
 def sequences_of(p: Problem) -> tuple[int, int]:

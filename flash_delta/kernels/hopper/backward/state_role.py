@@ -87,6 +87,8 @@ def state_role(
             dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
         elif after is not None and (last & ~faded):
             dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
+        if GRADIENTS and start_desc is not None and ((chunks == 0) & (number == 0)):
+            store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
         for t in range(chunks):
             c = chunks - 1 - t
             s, ph = t % 2, t & 1
@@ -149,11 +151,11 @@ def state_role(
             dS = warpgroup_mma(gl.convert_layout(reads.to(ty), wide_operand), q, dS, is_async=True)
             dS = warpgroup_mma_wait(0, deps=[dS])
             mbarrier.arrive(kq_free.index(s), count=1)
-        if GRADIENTS:
-            mbarrier.wait(mid, (chunks & 1) ^ 1, pred=chunks > 0)  # signalled by all: they have read the last dS
-            if start_desc is not None and number == 0:
+            # In the loop, for the sake of Triton 3.9: after it ptxas would serialise all products.
+            if GRADIENTS and start_desc is not None and ((c == 0) & (number == 0)):
+                mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
                 store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
-        elif needed:
+        if not GRADIENTS and needed:
             store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
         tma.store_wait(0)
 

@@ -14,12 +14,12 @@ r_q and r_k are the reciprocal lengths of q and k, 1 without a norm. G is summed
 e^-128, which is 0 in float32, so that |G| stays below 2^14, and its differences resolve 2^-10 after 64 such tokens.
 
 Rows after the end of a sequence get b = 0 and no decay. After the last sequence of a packed row this kernel
-writes zeros to o. For the backward pass it also writes what `solve` writes, except A: ``vectors``, and with a norm
-``norms``, where p has the lengths of k.
+writes zeros to o. With a norm it also writes ``norms``, where p has the lengths of k.
 
-In the backward pass (BACKWARD) row 2 is r_k / (scale r_q), without b. The backward pass by hand finds dbeta from U,
-which has b as a factor, and divides by b. So with DIVISIBLE |b| is at least 2^-40, and where it is below 2^-14 row 2
-has 0 for it: the float16 numbers of `invert` hold no such b. There U is b R, which `finish` knows.
+For the backward pass of ``triton`` it writes what `solve` writes, except A: ``vectors``. For that by hand it writes
+``left``, which are rates without b in row 2, and a raw gate's log decays. That pass finds dbeta from U, which has b as
+a factor, and divides by b. So then |b| is at least 2^-40, and where it is below 2^-14 row 2 has 0 for it: the float16
+numbers of `invert` hold no such b. There U is b R, which `finish` knows.
 
 On a pool (``walks``) the first program lists the sequences that the loop walks, o of padding is written as zeros, and
 nothing is written of sequences that `decode` runs.
@@ -40,7 +40,7 @@ from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
-from flash_delta.kernels.runtime.workspace import Solved
+from flash_delta.kernels.runtime.workspace import Solved, Walked
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
@@ -51,13 +51,13 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, vectors, norms, walks, read_indices, write_indices,
-    has_initial_state, N, T, slots, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch,
-    g_strides, beta_batch, beta_strides,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, vectors, left, decays, walks, read_indices,
+    write_indices, has_initial_state, N, T, slots, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides,
+    g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr, SHORT: tl.constexpr, BACKWARD: tl.constexpr, DIVISIBLE: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
@@ -98,9 +98,9 @@ def rates(
         b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
         if RAW_BETA:
             b = tl.where(live, strength(b, beta_top), 0.0)
-        if DIVISIBLE:
+        if left is not None:
             b = tl.where(live & (tl.abs(b) < SMALLEST), tl.where(b < 0, -SMALLEST, SMALLEST), b)
-        erasing = tl.where(tl.abs(b) < TINY, 0.0, b) if DIVISIBLE else b
+        erasing = b if left is None else tl.where(tl.abs(b) < TINY, 0.0, b)
     last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
     # Reciprocal lengths as logarithms, so that one exponential is enough for a score.
     l_q, l_k = tl.log2(scale), 0.0
@@ -125,17 +125,25 @@ def rates(
         tl.store(at + 2 * C, b, mask=known)
         if RAW_GATE:
             tl.store(at + 3 * C, x, mask=known)
-    to = out + (slot.to(tl.int64) * HV + hv) * (8 * C) + i
-    tl.store(to, G + l_q, mask=known)
-    tl.store(to + C, G - l_k, mask=known)
-    if BACKWARD:
-        erasing = tl.full([C, BH], -1.0, tl.float32)
-    tl.store(to + 2 * C, -erasing * tl.exp2(l_k - l_q), mask=known)
-    tl.store(to + 3 * C, b, mask=known)
-    tl.store(to + 4 * C, -tl.exp2(G + l_k), mask=known)
-    tl.store(to + 5 * C, tl.exp2(G + l_q), mask=known)
-    tl.store(to + 6 * C, tl.exp2(last - G + l_k), mask=known)
-    tl.store(to + 7 * C, tl.exp2(last) + tl.zeros([C, BH], tl.float32), mask=known)
+    at = (slot.to(tl.int64) * HV + hv) * (8 * C) + i
+    ratio = tl.exp2(l_k - l_q) + tl.zeros([C, BH], tl.float32)
+    gamma = tl.exp2(last) + tl.zeros([C, BH], tl.float32)
+    shared = G + l_q, G - l_k, b, -tl.exp2(G + l_k), tl.exp2(G + l_q), tl.exp2(last - G + l_k), gamma
+    store_rates(out + at, -erasing * ratio, shared, known, C)
+    if left is not None:
+        store_rates(left + at, ratio, shared, known, C)
+        if RAW_GATE:
+            tl.store(decays + (slot.to(tl.int64) * HV + hv) * C + i, x, mask=known)
+
+
+@triton.jit
+def store_rates(to, ratio, shared, known, C: tl.constexpr):
+    """``ratio``: row 2; ``shared``: all others."""
+    tl.store(to, shared[0], mask=known)
+    tl.store(to + C, shared[1], mask=known)
+    tl.store(to + 2 * C, ratio, mask=known)
+    for row in tl.static_range(3, 8):
+        tl.store(to + row * C, shared[row - 1], mask=known)
 
 
 NO_SLOTS = Slots(None, None)
@@ -153,15 +161,18 @@ def new_walks(p: Problem) -> Tensor:
 
 
 def run_rates(
-    c: Call, o: Tensor, out: Tensor, s: Solved | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS,
-    *, divisible: bool = False, backward: bool = False,
+    c: Call, o: Tensor, out: Tensor, saved: Solved | Walked | None = None, walks: Tensor | None = None,
+    slots: Slots = NO_SLOTS,
 ) -> None:  # fmt: skip
-    """Launches `rates`. With ``s`` it also writes what the backward pass needs. ``divisible``: that one is by hand;
-    ``backward``: it has begun. ``walks``: states are in ``slots``."""
+    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``: states are in ``slots``."""
     p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
-    kept = (None, None) if s is None else (s.vectors, s.norms)
+    kept = (None,) * 4
+    if isinstance(saved, Walked):
+        kept = saved.norms, None, saved.rates, saved.decays
+    elif saved is not None:
+        kept = saved.norms, saved.vectors, None, None
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, *kept, walks, *tables)
     tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
@@ -169,5 +180,4 @@ def run_rates(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
         p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables), p.scale, p.beta_range,
         strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns,
-        BACKWARD=backward, DIVISIBLE=divisible or backward,
     )  # fmt: skip

@@ -42,7 +42,7 @@ from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_map, place, without_faded
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
-from flash_delta.kernels.hopper.tiles import COMPOSE, MAPS
+from flash_delta.kernels.hopper.tiles import MAPS, compose_tile
 from flash_delta.kernels.runtime import arguments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -258,9 +258,9 @@ def run_compose_back(c: Call, w: Walk, D: Tensor, ends: Tensor, dfinal: Tensor |
 def _compose(
     c: Call, B: Tensor, Phi: Tensor, starts: Tensor, length: int, initial: Tensor | None, *, back: bool
 ) -> None:
-    p = c.p
-    pointers, grid = (B, Phi, starts, c.x.cu_seqlens, initial), (p.V // COMPOSE.BV, p.HV, p.N)
+    p, tile = c.p, compose_tile(c.p, c.shape.chip)
+    pointers, grid = (B, Phi, starts, c.x.cu_seqlens, initial), (p.V // tile.BV, p.HV, p.N)
     scalars = p.N, p.T, length, p.HV, arguments.states(p, initial)
     arguments.launch_rule(
-        c, compose_maps, pointers, grid, COMPOSE, *scalars, INITIAL=initial is not None, BACK=back, follows=True
+        c, compose_maps, pointers, grid, tile, *scalars, INITIAL=initial is not None, BACK=back, follows=True
     )

@@ -21,13 +21,25 @@ class Walk(NamedTuple):
     starts: Tensor | None  # [slots of segments, HV, V, K] float32
 
 
-def new_walk(p: Problem, length: int | None, A: Tensor | None = None) -> Walk:
-    """Memory for a walk in segments of ``length`` tokens, or of whole sequences if it is None. ``A``: memory for A, if
-    it is saved."""
+class Maps(NamedTuple):
+    """What the backward pass can take from the forward pass, if their segments are the same."""
+
+    Phi: Tensor
+    starts: Tensor
+
+
+def new_maps(p: Problem, length: int) -> Maps:
+    slots = count_slots(p, length)
+    Phi = torch.empty(slots, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device)
+    return Maps(Phi, torch.empty(slots, p.HV, p.V, p.K, dtype=torch.float32, device=p.device))
+
+
+def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Maps | None = None) -> Walk:
+    """Memory for a walk in segments of ``length`` tokens, or of whole sequences if it is None. ``A``, ``maps``: memory
+    for these, if they are saved."""
     if A is None:
         A = torch.empty(count_slots(p), p.HV, C, C, dtype=p.dtype, device=p.device)
     if length is None:
         return Walk((p.T // C + 1) * C, A, None, None, None)
-    slots = count_slots(p, length)
-    B, starts = (torch.empty(slots, p.HV, p.V, p.K, dtype=torch.float32, device=p.device) for _ in range(2))
-    return Walk(length, A, B, torch.empty(slots, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device), starts)
+    Phi, starts = maps or new_maps(p, length)
+    return Walk(length, A, torch.empty_like(starts), Phi, starts)

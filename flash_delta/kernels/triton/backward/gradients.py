@@ -209,21 +209,19 @@ def key_gradients(
 
 @triton.jit
 def store_gate(
-    sums, given, row, hv, head, token, stop, T, g_batch, g_strides, HV: tl.constexpr, C: tl.constexpr,
+    sums, given, row, hv, head, token, stop, T, all_strides, HV: tl.constexpr, C: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of one chunk and value head, given the gradients ``sums`` of log decays, and what the raw gate's
-    parameters get from it."""
-    g, A_log, dt_bias, vectors, dg, dA_log, ddt_bias = given
+    parameters get from it. ``decays``: where a raw gate's log decays lie."""
+    g, A_log, dt_bias, decays, dg, dA_log, ddt_bias = given
     i = tl.arange(0, C)
     if RAW_GATE:
         live = token + i < stop
-        all_strides = (g_batch, g_strides[0], g_strides[1])
         a = load_row(rows_of(g, all_strides, row, hv), all_strides, token, stop, C)
         if HAS_BIAS:
             a += tl.load(dt_bias + hv).to(tl.float32)
-        decays = tl.load(vectors + head * 4 * C + 3 * C + i)
-        tl.store(dA_log + head, tl.sum(tl.where(live, sums * decays, 0.0)))
+        tl.store(dA_log + head, tl.sum(tl.where(live, sums * tl.load(decays + i), 0.0)))
         sums *= -tl.exp(tl.load(A_log + hv).to(tl.float32)) / (1.0 + tl.exp(-a))
         if HAS_BIAS:
             tl.store(ddt_bias + head, tl.sum(tl.where(live, sums, 0.0)))
@@ -261,8 +259,9 @@ def gates(
         if UNDECAYED:  # row i erases with the gates before its own
             carrying = i[:, None] < i[None, :]
         sums += tl.sum(tl.where(carrying, tl.load(parts + 2 * C)[None, :], 0.0), 1)
-    given = (g, A_log, dt_bias, vectors, dg, dA_log, ddt_bias)
-    store_gate(sums, given, row, hv, head, token, stop, T, g_batch, g_strides, HV, C, RAW_GATE, HAS_BIAS)
+    given = (g, A_log, dt_bias, vectors + head * 4 * C + 3 * C, dg, dA_log, ddt_bias)
+    strides = (g_batch, g_strides[0], g_strides[1])
+    store_gate(sums, given, row, hv, head, token, stop, T, strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
 def run_query_gradients(
