@@ -17,7 +17,7 @@ from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.forward import segments
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, plan_segments
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import TENSORS, products_in, recurrence
+from flash_delta.testing.accuracy import TENSORS, products_in, recurrence, run, truth
 from flash_delta.testing.cases import Case
 
 # One, several and no segments of a sequence, a last one of one token, and guard rows; values before keys in a block.
@@ -37,10 +37,23 @@ CELLS = {
 }
 
 
+GRADIENTS = {
+    "gdn-packed": ("gdn", replace(PACKED, HV=1), 1, torch.float32),
+    "kda-packed": ("kda", replace(PACKED, HV=1), 1, torch.float32),
+    "comba-rows": ("comba", replace(ROW, T=130), 1, torch.float32),
+    "two-chunks": ("gdn", replace(ROW, T=330), 2, torch.float32),
+    "v-first": ("simple-gla", replace(ROW, T=130, options={"state_v_first": True}), 1, torch.float32),
+    "left-by-forward": ("gdn", replace(ROW, options={"disable_recompute": True}), 1, torch.bfloat16),
+    "no-initial-state": ("delta-rule", replace(ROW, initial_state=False), 1, torch.bfloat16),
+}
+
+
 def split(monkeypatch, chunks, tma=False):
     """Sequences, into segments of so many chunks each."""
     tile = Tile(4, 1, 16, tma=tma)
-    monkeypatch.setattr(backend, "plan_segments", lambda p, chip: Segments(64 * chunks, tile, tile, tile))
+    found = Segments(64 * chunks, tile, tile, tile)
+    monkeypatch.setattr(backend, "plan_segments", lambda p, chip: None if p.writes_states else found)
+    monkeypatch.setattr(backend, "plan_back", lambda p, chip: found)
 
 
 def results(member, x, name="triton"):
@@ -78,18 +91,21 @@ def test_how_a_map_is_walked_changes_no_bit(decay, monkeypatch):
         assert all(torch.equal(t, other[tensor]) for tensor, t in outputs[0].items())
 
 
-def test_gradients_do_not_know_of_segments(monkeypatch):
-    """The backward pass walks whole sequences, from the same inputs."""
-    x = make_inputs(ROW, MEMBERS["gdn"], torch.float32)
-    leaves = [t for t in x.values() if torch.is_tensor(t) and t.requires_grad]
-
-    def gradients():
-        o, state = flash_delta.chunk_gated_delta_rule(**x, backend="triton")
-        return torch.autograd.grad(o.sum() + state.sum(), leaves)
-
-    whole = gradients()
-    split(monkeypatch, 1)
-    assert all(torch.equal(a, b) for a, b in zip(whole, gradients(), strict=True))
+@pytest.mark.parametrize("cell", GRADIENTS)
+def test_gradients_against_the_recurrence(cell, monkeypatch):
+    """What they have of whole sequences' walks is in the tests of the kernels."""
+    name, case, chunks, dtype = GRADIENTS[cell]
+    split(monkeypatch, chunks)
+    member = MEMBERS[name]
+    x = make_inputs(case, member, dtype)
+    wanted = truth(member, x)
+    with products_in(dtype):
+        reference = run(member, x, backend="torch")
+    got = run(member, x, backend="triton")
+    assert got.keys() == wanted.keys()
+    for tensor, value in wanted.items():
+        limit = allowed(relative_error(reference[tensor], value), dtype)
+        assert relative_error(got[tensor], value) <= limit, tensor
 
 
 def problem(T=32768, HV=8, N=1, **changes):

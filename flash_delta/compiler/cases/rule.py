@@ -28,10 +28,17 @@ from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, 
 from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
 from flash_delta.kernels.triton.backward.pairs import run_pairs
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
+from flash_delta.kernels.triton.backward.segments import new_segmented_back, run_ends, run_segments_back
 from flash_delta.kernels.triton.forward.channel import run_channel
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_compose, run_maps, run_segments
+from flash_delta.kernels.triton.forward.segments import (
+    compose_states,
+    new_segmented_scan,
+    run_compose,
+    run_maps,
+    run_segments,
+)
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile, widest_key
 from flash_delta.problem import Inputs, Problem
@@ -142,6 +149,14 @@ class Kernels:
         run_segments(self.c, self.channels, self.solved, self.factors, o, final, walk)
         return {"o": o, "final_state": final}
 
+    def segments_back(self, split: Segments) -> None:
+        """All launches of the backward pass's walk in segments, except those of maps."""
+        read = (self.c, self.channels, self.solved, self.factors)
+        back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
+        run_ends(*read, do, state, back)
+        compose_states(self.c, back.walk, back.D, back.ends, state, back=True)
+        run_segments_back(*read, self.residual, do, self.chain, state, back, recompute=True)
+
     def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
         state, do = self.x.initial_state, self.x.v
         dinitial = None if state is None else torch.empty_like(state)
@@ -200,6 +215,10 @@ def call_segments(case: RuleCase, split: Segments) -> None:
     Kernels(*problem_of(case)).segments(split)
 
 
+def call_segments_back(case: RuleCase, split: Segments) -> None:
+    Kernels(*problem_of(case)).segments_back(split)
+
+
 def call_scan_backward(case: RuleCase, recompute: bool, t: Tile) -> None:
     Kernels(*problem_of(case)).scan_backward(recompute, t)
 
@@ -228,3 +247,4 @@ def launches(target: str) -> Iterator[Launch]:
             yield Launch(f"{name}-maps", partial(call_maps, case, splits[0]))
             for split in splits:
                 yield Launch(f"{name}-BV={split.scan.BV}-segments", partial(call_segments, case, split))
+            yield Launch(f"{name}-segments-back", partial(call_segments_back, case, splits[0]))

@@ -39,6 +39,7 @@ from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, 
 from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
 from flash_delta.kernels.triton.backward.pairs import run_pairs
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
+from flash_delta.kernels.triton.backward.segments import memory_of, new_segmented_back, run_segmented_back
 from flash_delta.kernels.triton.forward.channel import run_channel
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
@@ -46,7 +47,7 @@ from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.tiles import plan_segments, widest_key
+from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
@@ -145,7 +146,8 @@ def backward(
     x = with_flat_parameters(x)
     own = () if kept else (Factors, Channels, Residual)
     memory = for_backward(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
-    d, widths = new_gradients(x), (p.K,) if p.gate == "channel" else ()
+    d, widths, split = new_gradients(x), (p.K,) if p.gate == "channel" else (), plan_back(p, chip_of(p.device))
+    segments = new_segmented_back(p, split)
     new = partial(torch.empty, count_slots(p), p.HV, *widths, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
 
@@ -158,9 +160,10 @@ def backward(
             run_solve(c, channels, solved)
         if p.gate != "channel" and recompute:
             run_factor(c, solved, factors, follows=again)
-        run_scan_backward(
-            c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state, recompute=recompute
-        )
+        walked = (c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state)
+        if segments is None or every(c):
+            run_scan_backward(*walked, recompute=recompute)
+        run_segmented_back(*walked, segments, recompute=recompute)
         run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
         if p.gate == "channel":
             if p.dtype == torch.bfloat16:
@@ -176,8 +179,9 @@ def backward(
 
     with on(p.device):
         kind = "backward", again, kept
-        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, laid_out(*x, do, dfinal)))
-        run(call, kernels, *d, dA_log, ddt_bias, *(w.buffer for w in memory))
+        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
+        own = *d, dA_log, ddt_bias, *(w.buffer for w in memory)
+        run(call, kernels, *own, spare=memory_of(segments))
     return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
 
 

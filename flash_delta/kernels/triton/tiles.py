@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash_delta.kernels.device.chunk import C
+from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, fastest_split, sequences_of, waves_us
 from flash_delta.problem import Problem
@@ -166,6 +166,9 @@ PACES = {
 }
 # Elsewhere the share of their products, and segments have to promise more.
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
+# The backward pass, as a multiple of the scan's chunk: the scan again beside the backward one, and what finds the ends
+# of segments; and the share of a whole walk's time that segments may take there.
+BOTH, ENDS, BACK_WORTH = 1.8, 1.3, 0.85
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
 # values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
 # Measured on an H200 with 64 and with 256 rows (docs/notes).
@@ -240,6 +243,25 @@ def plan_endless(p: Problem, chip: Chip) -> Segments | None:
     return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
 
 
+def plan_back(p: Problem, chip: Chip) -> Segments | None:
+    """The same of the backward pass, also where the forward pass has written the states of chunks."""
+    if p.N == 0 or plan_back_endless(p, chip) is None:
+        return None
+    return _plan_back(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p))
+
+
+def plan_back_endless(p: Problem, chip: Chip) -> Segments | None:
+    return plan_endless(p._replace(keep_states=False, disable_recompute=False), chip)
+
+
+def back_tiles(p: Problem, chip: Chip, length: int, every: bool, *, recompute: bool) -> tuple[Tile, ...]:
+    """Of the backward scan in segments, of which there are as many as a chip has room for; ``every``: all choices."""
+    kernel = "scan_both" if recompute else "scan_backward"
+    tiles = _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
+    walks = count_slots(p, length) * p.HV * (1 + recompute)
+    return tiles if every else (next((t for t in tiles if walks * -(-p.V // t.BV) <= chip.processors), tiles[-1]),)
+
+
 def maps_tile(p: Problem, chip: Chip) -> Tile:
     return _tile("channel_maps" if p.gate == "channel" else "maps", chip.target, p.dtype, p.K, p.V)
 
@@ -275,6 +297,22 @@ def _scan_tiles(
     return (next((t for t in choices if states * -(-V // t.BV) <= chip.processors), choices[-1]),)
 
 
+def _walk_us(walk: float, channel: bool, chip: Chip, width: int, tile: Tile, states: int, length: int) -> float:
+    """Of programs that walk ``length`` chunks of so many states, which takes ``walk`` times what the scan does."""
+    pace = PACES.get((channel, family(chip.target)), PACE)
+    chunk = walk * pace.scan.get(tile.BV, pace.other)
+    return waves_us(states * -(-width // tile.BV), chip.processors, pace.setup, length, chunk)
+
+
+def _maps_us(channel: bool, chip: Chip, K: int, V: int, tile: Tile, states: int, number: int, length: int) -> float:
+    """Of the first of ``number`` segments the values' columns are mapped; of all between it and the last also the
+    keys'."""
+    pace = PACES.get((channel, family(chip.target)), PACE)
+    programs = states * (-(-V // tile.BV) + (number - 2) * -(-(V + K) // tile.BV))
+    maps = waves_us(programs, pace.together * chip.processors, pace.setup, length, pace.maps)
+    return maps + pace.launches + number * pace.compose
+
+
 @lru_cache(maxsize=1024)
 def _plan_segments(
     channel: bool, chip: Chip, dtype: torch.dtype, HV: int, K: int, V: int, N: int, chunks: int
@@ -286,17 +324,34 @@ def _plan_segments(
     mapping = _tile("channel_maps" if channel else "maps", chip.target, dtype, K, V)
     composing = _tile("compose", chip.target, dtype, K, V)
 
-    def scan_us(tile: Tile, states: int, length: int) -> float:
-        chunk = pace.scan.get(tile.BV, pace.other)
-        return waves_us(states * -(-V // tile.BV), chip.processors, pace.setup, length, chunk)
-
     def times(number: int, length: int) -> Iterator[tuple[float, Segments]]:
-        # Maps: of the first segment the values' columns; of those between the first and the last also the keys'.
-        programs = N * HV * (-(-V // mapping.BV) + (number - 2) * -(-(V + K) // mapping.BV))
-        maps = waves_us(programs, pace.together * chip.processors, pace.setup, length, pace.maps)
-        shared = maps + pace.launches + number * pace.compose
+        shared = _maps_us(channel, chip, K, V, mapping, N * HV, number, length)
         for tile in scans[-2:]:
-            yield shared + scan_us(tile, N * HV * number, length), Segments(C * length, mapping, composing, tile)
+            us = shared + _walk_us(1.0, channel, chip, V, tile, N * HV * number, length)
+            yield us, Segments(C * length, mapping, composing, tile)
 
     (whole,) = _scan_tiles("scan", channel, chip, dtype, K, V, N * HV)
-    return fastest_split(chunks, pace.worth * scan_us(whole, N * HV, chunks), times)
+    return fastest_split(chunks, pace.worth * _walk_us(1.0, channel, chip, V, whole, N * HV, chunks), times)
+
+
+@lru_cache(maxsize=1024)
+def _plan_back(
+    channel: bool, chip: Chip, dtype: torch.dtype, HV: int, K: int, V: int, N: int, chunks: int
+) -> Segments | None:
+    pace = PACES.get((channel, family(chip.target)), PACE)
+    mapping = _tile("channel_maps" if channel else "maps", chip.target, dtype, K, V)
+    composing = _tile("compose", chip.target, dtype, K, V)
+
+    def walk_us(kind: str, walk: float, states: int, length: int, choices: int) -> float:
+        tiles = _scan_tiles(kind, channel, chip, dtype, K, V, 0)[-choices:]
+        tile = next((t for t in tiles if states * -(-V // t.BV) <= chip.processors), tiles[-1])
+        return _walk_us(walk, channel, chip, V, tile, states, length)
+
+    def times(number: int, length: int) -> Iterator[tuple[float, Segments]]:
+        shared = _maps_us(channel, chip, K, V, mapping, N * HV, number, length) + pace.launches + number * pace.compose
+        ends = walk_us("scan_backward", ENDS, N * HV * number, length, 2)
+        both = walk_us("scan_both", BOTH, 2 * N * HV * number, length, 2)
+        yield shared + ends + both, Segments(C * length, mapping, composing, mapping)
+
+    whole = walk_us("scan_both", BOTH, 2 * N * HV, chunks, 4)
+    return fastest_split(chunks, BACK_WORTH * whole, times)

@@ -1,11 +1,12 @@
-"""What is left after `walk_back`. The gradients dq and dk of a key head are summed over its value heads, and go back
-through norms. The gradients of gates and b are made of the lines that `walk_back` has left.
+"""What is left after `walk_back`. `sum_heads` sums the gradients dq and dk of a key head over its value heads, and
+takes them back through norms: grid (slots, H, 2). `finish` makes the gradients of gates and b of the lines that
+`walk_back` has left: grid (slots, HV). They are two kernels because `finish` needs few registers and `sum_heads` many.
 
     dg_t = sum over j < t <= i of X_ij + sum over i >= t of reads_i + sum over i < t of writes_i + gamma <S0, dS1>
     db_i = <dV_i, U_i> / b_i^2, and if b_i is tiny less (sum over j < i of L_ij <dV_i, U_j>) / b_i
 
-X_ij is what the pair of tokens (i, j) has of any gate between them. Grid (slots, H, 3): dq, dk, and the rest. Chunks
-after the last sequence get zeros, in dv too, which `walk_back` writes of others.
+X_ij is what the pair of tokens (i, j) has of any gate between them. Chunks after the last sequence get zeros, in dv
+too, which `walk_back` writes of others.
 """
 
 import triton
@@ -26,7 +27,7 @@ from flash_delta.kernels.hopper.backward.memory import (
     count_lines,
 )
 from flash_delta.kernels.hopper.forward.rates import TINY
-from flash_delta.kernels.hopper.tiles import FINISH
+from flash_delta.kernels.hopper.tiles import FINISH, SUM_HEADS
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Walked
@@ -34,8 +35,26 @@ from flash_delta.kernels.triton.backward.gradients import norm_backward, store_g
 from flash_delta.problem import Inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def sum_heads(
+    q, k, norms, head_dq, head_dk, cu_seqlens, dq, dk, N, T, q_strides, k_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
+    norm = norms
+    if NORM:
+        norm = norms + (slot.to(tl.int64) * H + h) * (3 * C)
+    if tl.program_id(2) == 0:
+        sum_of(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, HV, H, K, C, NORM)
+    else:
+        if NORM:
+            norm += C
+        sum_of(head_dk, k, k_strides, norm, dk, row, token, stop, empty, h, T, HV, H, K, C, NORM)
+
+
+@triton.jit
+def sum_of(
     parts, x, x_strides, norm, out, row, token, stop, empty, h, T,
     HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -83,63 +102,51 @@ def gate_gradient(line, rate, V: tl.constexpr, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch"])
 def finish(
-    q, k, g, A_log, dt_bias, rates, decays, norms, head_dq, head_dk, lines, cu_seqlens, dq, dk, dv, dg, dbeta,
-    dA_log, ddt_bias, N, T, beta_top, q_strides, k_strides, g_batch, g_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    g, A_log, dt_bias, rates, decays, lines, cu_seqlens, dv, dg, dbeta, dA_log, ddt_bias, N, T, beta_top, g_batch,
+    g_strides,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr,
+    RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
-    part = tl.program_id(2)
-    norm = norms
-    if NORM:
-        norm = norms + (slot.to(tl.int64) * H + h) * (3 * C)
-    if part == 0:
-        sum_heads(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, HV, H, K, C, NORM)
-    elif part == 1:
-        if NORM:
-            norm += C
-        sum_heads(head_dk, k, k_strides, norm, dk, row, token, stop, empty, h, T, HV, H, K, C, NORM)
-    else:
-        i = tl.arange(0, C)
-        for member in range(HV // H):
-            hv = h * (HV // H) + member
-            head = slot.to(tl.int64) * HV + hv
-            line, rate = lines + head * (LINES * C) + i, rates + head * (8 * C) + i
-            if empty:
-                strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
-                nothing = tl.zeros([C, V], dv.dtype.element_ty)
-                store_tile(rows_of(dv, strides, row, hv), strides, nothing, token, stop, 0, V, C, V)
-            strides = (T.to(tl.int64) * HV, HV, 1)
-            if HAS_BETA:
-                db = tl.zeros([C], tl.float32)
-                if not empty:
-                    db = beta_gradient(line, rate, beta_top, C, RAW_BETA)
-                store_row(rows_of(dbeta, strides, row, hv), strides, db, token, stop, C)
-            if GATE:
-                if empty:
-                    store_row(rows_of(dg, strides, row, hv), strides, tl.zeros([C], tl.float32), token, stop, C)
-                    if RAW_GATE:
-                        tl.store(dA_log + head, 0.0)
-                    if HAS_BIAS:
-                        tl.store(ddt_bias + head, 0.0)
-                else:
-                    sums, log_decays = gate_gradient(line, rate, V, C), decays
-                    if RAW_GATE:
-                        log_decays = decays + head * C
-                    given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)
-                    g_all = (g_batch, g_strides[0], g_strides[1])
-                    store_gate(sums, given, row, hv, head, token, stop, T, g_all, HV, C, RAW_GATE, HAS_BIAS)
+    slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
+    i, head = tl.arange(0, C), slot.to(tl.int64) * HV + hv
+    strides = (T.to(tl.int64) * HV, HV, 1)
+    line, rate = lines + head * (LINES * C) + i, rates + head * (8 * C) + i
+    if empty:
+        none, v_strides = tl.zeros([C], tl.float32), (T.to(tl.int64) * HV * V, HV * V, V, 1)
+        rows, nothing = rows_of(dv, v_strides, row, hv), tl.zeros([C, V], dv.dtype.element_ty)
+        store_tile(rows, v_strides, nothing, token, stop, 0, V, C, V)
+        if HAS_BETA:
+            store_row(rows_of(dbeta, strides, row, hv), strides, none, token, stop, C)
+        if GATE:
+            store_row(rows_of(dg, strides, row, hv), strides, none, token, stop, C)
+        if RAW_GATE:
+            tl.store(dA_log + head, 0.0)
+        if HAS_BIAS:
+            tl.store(ddt_bias + head, 0.0)
+        return
+    if HAS_BETA:
+        db = beta_gradient(line, rate, beta_top, C, RAW_BETA)
+        store_row(rows_of(dbeta, strides, row, hv), strides, db, token, stop, C)
+    if GATE:
+        log_decays = decays
+        if RAW_GATE:
+            log_decays = decays + head * C
+        given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)
+        all_strides = (g_batch, g_strides[0], g_strides[1])
+        sums = gate_gradient(line, rate, V, C)
+        store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
 def run_finish(
     c: Call, walked: Walked, parts: Parts, d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None
 ) -> None:
-    p, x = c.p, c.x
+    p, x, slots = c.p, c.x, count_slots(c.p)
     pointers = (
-        x.q, x.k, x.g, x.A_log, x.dt_bias, *walked[1:], *parts, x.cu_seqlens, d.q, d.k, d.v, d.g, d.beta, dA_log,
+        x.g, x.A_log, x.dt_bias, walked.rates, walked.decays, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, dA_log,
         ddt_bias,
     )  # fmt: skip
-    scalars = p.N, p.T, p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g)
-    grid = (count_slots(p), p.H, 3)
-    launch_rule(c, finish, pointers, grid, FINISH, *scalars, LINES=count_lines(p.V), follows=True)
+    scalars = p.N, p.T, p.beta_range, batch(x.g), tokens(x.g)
+    launch_rule(c, finish, pointers, (slots, p.HV, 1), FINISH, *scalars, LINES=count_lines(p.V), follows=True)
+    pointers = (x.q, x.k, walked.norms, parts.dq, parts.dk, x.cu_seqlens, d.q, d.k)
+    launch_rule(c, sum_heads, pointers, (slots, p.H, 2), SUM_HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True)

@@ -11,16 +11,23 @@ N).
 
 RECOMPUTE: what `scan` had not saved is written by as many programs before these. Neither walk needs what the other
 one writes, and each waits for its own products most of the time: side by side they take little longer than one.
+
+In SEGMENTS (segments.py) the grid has their slots instead of N. A segment starts from ``dfinal[slot]``, what comes into
+it from the right, and `scan` from ``initial_state[slot]``. With ENDS this is what finds the former: dS at the start of
+every segment except a sequence's first, if nothing comes into it from the right, or into a sequence's last one
+``dfinal``. It goes to ``dinitial[slot]``, and nothing else is written.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
-    bounds,
     follow,
     lead,
+    load_block,
     load_tile,
     matrix,
     pitch,
@@ -32,40 +39,42 @@ from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, s
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.forward.scan import load_rates, load_state, scan, store_state
+from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import copies, maps, readers
 from flash_delta.kernels.triton.tiles import scan_tiles
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "length"])
 def scan_backward(
     q, p, v, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
-    q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
+    length, q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    RECOMPUTE: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
+    GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
-    n, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     if RECOMPUTE:
-        if n < N:
+        walks = tl.num_programs(2) // 2 if SEGMENTS else N
+        if z < walks:
             scan(
                 q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
-                None, None, None, None, N, T, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                 q_strides, p_strides, v_strides, initial_strides, initial_strides,
-                H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL, False, False, False, True, CHANNEL, TMA, GIVEN_TMA,
-                OVERLAP, PRECISION,
+                H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL and not SEGMENTS, False, SEGMENTS, False, True,
+                CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
             return
-        n -= N
+        z -= walks
     h = hv // (HV // H)
-    row = n * (1 - PACKED)
-    start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
+    n, row, start, stop, slot, number, last = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = q.dtype.element_ty
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
+    if SEGMENTS:
+        chunks = tl.where(n < N, chunks, 0)
     rows = chunks * (HV * C)
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
@@ -73,8 +82,9 @@ def scan_backward(
     k_matrix, v_matrix, c_matrix = (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
     Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
-    dSs = matrix(dstates + head * ROWS * KP, k_matrix, chunks * (HV * ROWS), KP, BV, BK, TMA)
-    dUs = matrix(dU + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
+    if not ENDS:
+        dSs = matrix(dstates + head * ROWS * KP, k_matrix, chunks * (HV * ROWS), KP, BV, BK, TMA)
+        dUs = matrix(dU + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
     if CHANNEL:
         As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
     dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, GIVEN_TMA)
@@ -89,8 +99,11 @@ def scan_backward(
         ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
     dS = tl.zeros([BV, BK], tl.float32)
     if FINAL:
-        dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K)
+        stored = last & (n < N) if ENDS else True
+        dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K, stored)
     follow(OVERLAP)
+    if SEGMENTS and not ENDS:  # `compose` wrote it
+        dS = load_block(dfinal + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head + (chunks - 1) * HV, i, c, chunks, C, K, CHANNEL)
     for back in range(chunks):
         j = chunks - 1 - back
@@ -101,7 +114,8 @@ def scan_backward(
         x = load_tile(Xs, k_matrix, at, rows, 0, KP, C, BK, TMA)
         qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
         s = dS.to(ty)
-        store_tile(dSs, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
+        if not ENDS:
+            store_tile(dSs, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
         if CHANNEL:
             lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * e_p[None, :]
             lam = tl.dot(dO, y, lam, input_precision=PRECISION).to(ty)
@@ -114,10 +128,14 @@ def scan_backward(
         if ERASE:
             pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
             dS = tl.dot(-(lam * (e_p * b)[None, :]).to(ty), pp, dS, input_precision=PRECISION)
-        store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, VP, C, BV, TMA)
+        if not ENDS:
+            store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, VP, C, BV, TMA)
         e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
-    if INITIAL:
-        store_state(dinitial, dinitial_strides, dS, n, hv, d, c, V, K)
+    if ENDS:
+        store_state(dinitial, dinitial_strides, dS, z, hv, d, c, V, K, (number > 0) & (chunks > 0))
+    elif INITIAL:
+        first = (number == 0) & (n < N) if SEGMENTS else True
+        store_state(dinitial, dinitial_strides, dS, n, hv, d, c, V, K, first)
 
 
 def run_scan_backward(
@@ -126,14 +144,25 @@ def run_scan_backward(
 ) -> None:  # fmt: skip
     """``recompute``: writes ``r``, too, in programs of their own."""
     p, x = c.p, c.x
-
-    read = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, x.initial_state, dfinal)
-    pointers = (*read, *r, *chain, dinitial)
+    ends = (x.initial_state, dfinal, *r, *chain, dinitial)
+    strides_of = (states(p, x.initial_state), states(p, dfinal), states(p, dinitial))
     for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
-        launch_rule(
-            c, scan_backward, pointers, (-(-p.V // columns(p, t)), p.HV, p.N * (1 + recompute)), t,
-            p.N, p.T, strides(x.q), strides(c.keys), strides(x.v), strides(do), states(p, x.initial_state),
-            states(p, dfinal), states(p, dinitial),
-            FINAL=dfinal is not None, INITIAL=x.initial_state is not None, RECOMPUTE=recompute,
-            **copies(c, t, x.v, do), follows=recompute,
+        launch_walk(
+            c, ch, s, f, do, ends, strides_of, t, p.N, 0, FINAL=dfinal is not None,
+            INITIAL=x.initial_state is not None, RECOMPUTE=recompute, SEGMENTS=False, ENDS=False, follows=recompute,
         )  # fmt: skip
+
+
+def launch_walk(
+    c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, ends: tuple[Tensor | None, ...],
+    strides_of: tuple[Any, ...], t: Tile, walks: int, length: int, *, follows: bool, **constants: bool,
+) -> None:  # fmt: skip
+    """``ends``: the tensors from ``initial_state`` to ``dinitial``; ``strides_of``: of the first two and the last.
+    ``walks``: sequences, or slots of segments."""
+    p, x = c.p, c.x
+    pointers = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
+    grid = (-(-p.V // columns(p, t)), p.HV, walks * (1 + constants["RECOMPUTE"]))
+    launch_rule(
+        c, scan_backward, pointers, grid, t, p.N, p.T, length, strides(x.q), strides(c.keys), strides(x.v),
+        strides(do), *strides_of, **constants, **copies(c, t, x.v, do), follows=follows,
+    )  # fmt: skip

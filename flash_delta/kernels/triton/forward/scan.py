@@ -20,10 +20,10 @@ there are. A launch is for ``least`` to ``most`` of them; with fewer or more its
 ``others`` also serves more than ``most``: its programs then walk several, one after the other.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), R and
-U = A (b . R), each ``[slots, HV, C, V']``. Without OUTPUT it is a part of `scan_backward`.
+U = A (b . R), each ``[slots, HV, C, V']``. Without OUTPUT it is then a part of `scan_backward`.
 
 A long sequence may be walked in SEGMENTS of ``length`` tokens, side by side (segments.py): grid (V / BV, HV, slots of
-segments), each from the state in ``initial_state[slot]``, which `compose` has written. Before, without OUTPUT, every
+segments), each from the state in ``initial_state[slot]``, which `compose` has written. Before, only for MAP, every
 segment's map of the state is found, S_end = Phi S + B: grid ((V + K) / BV, ...), since the columns of Phi are those of
 a state that starts as the identity and meets no values.
 """
@@ -138,7 +138,7 @@ def walk(
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
     read_indices, write_indices, has_initial_state, checkpoint_indices = indices
     N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
-    MAP: tl.constexpr = SEGMENTS and not OUTPUT
+    MAP: tl.constexpr = SEGMENTS and not OUTPUT and not SAVE
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
     ROWS: tl.constexpr = whole_rows(V)
@@ -159,8 +159,8 @@ def walk(
     if MAP:  # none of a sequence's last segment, and of the first one, whose start is known, no Phi
         well = (chunks > 0) & (n < N) & (ends == 0) & ((number > 0) | (w < V))
         stored, last = well & (number == 0), z
-    if POOL or MAP:
-        chunks = tl.where(well, chunks, 0)
+    if POOL or MAP or (SEGMENTS and SAVE):
+        chunks = tl.where(well & (n < N) if SEGMENTS else well, chunks, 0)
     rows = chunks * (HV * C)
     CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
     k_matrix, v_matrix, c_matrix = (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
@@ -191,7 +191,7 @@ def walk(
     if INITIAL:
         S = load_state(initial_state, initial_strides, first, hv, d, c, V, K, stored)
     follow(OVERLAP)
-    if SEGMENTS and OUTPUT:  # `compose` wrote it
+    if SEGMENTS and not MAP:  # `compose` wrote it
         S = load_block(initial_state + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
     if MAP:
         S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is what becomes of key j

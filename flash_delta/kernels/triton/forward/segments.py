@@ -12,8 +12,7 @@ even where it has faded. Segments start at multiples of their length from a sequ
 finds its own as a slot of chunks does (chunk.py): no plan in memory, no length on the host, nothing that a length
 compiles.
 
-Backward would take Phi^T and what dO alone sends to a segment's start, from `scan_backward` without its stores, and the
-same `compose` from right to left.
+The backward pass does the same from right to left (backward/segments.py).
 """
 
 from typing import NamedTuple
@@ -36,11 +35,16 @@ from flash_delta.problem import Problem
 
 @triton.jit(do_not_specialize=["N", "T", "length"])
 def compose(
-    maps, starts, cu_seqlens, initial_state, N, T, length, map_strides, start_strides, initial_strides,
+    values, maps, starts, cu_seqlens, initial_state, N, T, length, value_strides, map_strides, start_strides,
+    initial_strides,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``starts [slots, HV, V, K]`` from ``maps [slots, HV, V + K, K]``: B^T, and after it Phi^T. Grid (V / BV, HV, N).
+    """``starts [slots, HV, V, K]`` from ``values``, which are B^T, and from ``maps [slots, HV, V + K, K]``, in which
+    Phi^T comes after V rows. Grid (V / BV, HV, N).
+
+    BACK: right to left, with Phi. What comes into a sequence's last segment is ``initial_state``, and ``values`` are
+    what leaves a segment on its left.
 
     It must not ``lead``: the kernels before and after it have descriptors (chunk.follow).
     """
@@ -48,18 +52,26 @@ def compose(
     c = tl.arange(0, BK)
     start, stop, slot = bounds(n, cu_seqlens, N, T, length, PACKED)
     segments = (stop - start + length - 1) // length
+    step = 1
+    if BACK:
+        slot, step = slot + tl.maximum(segments - 1, 0), -1
     S = tl.zeros([BV, BK], tl.float32)
     if INITIAL:
         S = load_state(initial_state, initial_strides, n, hv, d, c, V, K)
     follow(OVERLAP)
     store_state(starts, start_strides, S, slot, hv, d, c, V, K)
-    S = load_state(maps, map_strides, slot, hv, d, c, V, K, segments > 1)
-    store_state(starts, start_strides, S, slot + 1, hv, d, c, V, K, segments > 1)
+    S = load_state(values, value_strides, slot, hv, d, c, V, K, segments > 1)
+    store_state(starts, start_strides, S, slot + step, hv, d, c, V, K, segments > 1)
     for number in range(1, segments - 1):
-        Phi = load_state(maps, map_strides, slot + number, hv, V + c, c, V + K, K)
-        B = load_state(maps, map_strides, slot + number, hv, d, c, V, K)
+        at = slot + step * number
+        if BACK:
+            turned = (map_strides[0], map_strides[1], map_strides[3], map_strides[2])
+            Phi = load_state(maps, turned, at, hv, c, V + c, K, V + K)
+        else:
+            Phi = load_state(maps, map_strides, at, hv, V + c, c, V + K, K)
+        B = load_state(values, value_strides, at, hv, d, c, V, K)
         S = tl.dot(S, Phi, B, input_precision=PRECISION)
-        store_state(starts, start_strides, S, slot + number + 1, hv, d, c, V, K)
+        store_state(starts, start_strides, S, at + step, hv, d, c, V, K)
 
 
 NOTHING = (None,) * 7  # no states saved, and no slots of a pool
@@ -100,30 +112,38 @@ def run_segmented_scan(
         run_segments(c, ch, s, f, o, final, w)
 
 
-def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan) -> None:
+def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan, *, follows: bool = True) -> None:
     initial = c.x.initial_state
     pointers = (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING)
-    _run_scan(c, w, pointers, w.split.maps, initial, by_value(w.maps), output=False)
+    _run_scan(c, w, pointers, w.split.maps, initial, by_value(w.maps), output=False, follows=follows)
 
 
 def run_compose(c: Call, w: SegmentedScan) -> None:
-    p, x, t = c.p, c.x, w.split.compose
+    compose_states(c, w, w.maps, w.starts, c.x.initial_state, back=False)
+
+
+def compose_states(
+    c: Call, w: SegmentedScan, values: Tensor, starts: Tensor, initial: Tensor | None, *, back: bool
+) -> None:
+    p, t = c.p, w.split.compose
+    pointers = values, w.maps, starts, c.x.cu_seqlens, initial
     launch_rule(
-        c, compose, (w.maps, w.starts, x.cu_seqlens, x.initial_state), (-(-p.V // columns(p, t)), p.HV, p.N), t,
-        p.N, p.T, w.split.length, by_value(w.maps), by_value(w.starts), states(p, x.initial_state),
-        INITIAL=x.initial_state is not None, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
+        c, compose, pointers, (-(-p.V // columns(p, t)), p.HV, p.N), t,
+        p.N, p.T, w.split.length, *map(by_value, (values, w.maps, starts)), states(p, initial),
+        INITIAL=initial is not None, BACK=back, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
     )  # fmt: skip
 
 
 def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan) -> None:
     pointers = (*walked(c, ch, s, f), w.starts, o, final, *NOTHING)
     for t in segment_tiles(c.p, c.shape.chip) if every(c) else (w.split.scan,):
-        _run_scan(c, w, pointers, t, None, states(c.p, final), output=True)
+        _run_scan(c, w, pointers, t, None, states(c.p, final), output=True, follows=True)
 
 
 def _run_scan(
-    c: Call, w: SegmentedScan, pointers: tuple, t: Tile, initial: Tensor | None, final: tuple[int, ...], *, output: bool
-) -> None:
+    c: Call, w: SegmentedScan, pointers: tuple, t: Tile, initial: Tensor | None, final: tuple[int, ...], *,
+    output: bool, follows: bool,
+) -> None:  # fmt: skip
     """A scan of segments: for their maps, which start from ``initial``, or for their output, which starts from what
     `compose` has written. ``final``: strides of the states that it writes."""
     p, x = c.p, c.x
@@ -132,7 +152,7 @@ def _run_scan(
         c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
         p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
         states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
-        **copies(c, t, x.v), follows=True,
+        **copies(c, t, x.v), follows=follows,
     )  # fmt: skip
 
 

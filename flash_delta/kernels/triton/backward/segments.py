@@ -1,0 +1,97 @@
+"""The backward pass of a long sequence on few heads, in segments, side by side.
+
+The mirror of forward/segments.py. A run of chunks maps the gradient of the state at its end to that at its start,
+dS_start = Phi^T dS_end + D, with the Phi of the forward pass, exactly.
+
+    `scan` finds the maps of the states again, and `compose` the states that segments start from, if `scan` is to be
+    run again for what it had not saved;
+    `scan_backward` finds D of all segments, in its form ENDS;
+    `compose` gives every segment what comes into it from the right;
+    `scan_backward` walks all segments.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.runtime.arguments import every, states
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
+from flash_delta.kernels.triton.backward.scan_backward import launch_walk
+from flash_delta.kernels.triton.forward.segments import (
+    SegmentedScan,
+    by_value,
+    compose_states,
+    new_segmented_scan,
+    run_compose,
+    run_maps,
+)
+from flash_delta.kernels.triton.tiles import Segments, back_tiles, plan_back_endless
+from flash_delta.problem import Problem
+
+NOTHING = (None,) * 5  # what is saved of chunks, and their gradients
+
+
+class SegmentedBack(NamedTuple):
+    """How sequences are split, and what the kernels hand each other for it."""
+
+    walk: SegmentedScan
+    D: Tensor  # [slots, HV, V, K] float32
+    ends: Tensor  # [slots, HV, V, K] float32: what comes into a segment from the right
+
+
+def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | None:
+    """None if sequences are not split."""
+    walk = new_segmented_scan(p, split)
+    if walk is None:
+        return None
+    return SegmentedBack(walk, torch.empty_like(walk.starts), torch.empty_like(walk.starts))
+
+
+def memory_of(w: SegmentedBack | None) -> tuple[Tensor, ...]:
+    """All that is allocated for it."""
+    return () if w is None else (w.walk.maps, w.walk.starts, w.D, w.ends)
+
+
+def run_segmented_back(
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
+    dinitial: Tensor | None, w: SegmentedBack | None, *, recompute: bool,
+) -> None:  # fmt: skip
+    """What `run_scan_backward` does. Without ``w`` it does nothing, except while compiling: then it compiles all that
+    calls of other sizes may launch, whatever ``w`` is."""
+    if every(c):
+        w = new_segmented_back(c.p._replace(N=1, T=0), plan_back_endless(c.p, c.shape.chip))
+    if w is None:
+        return
+    run_maps(c, ch, s, f, w.walk, follows=recompute)  # otherwise it is the first kernel of the call
+    if recompute:
+        run_compose(c, w.walk)
+    run_ends(c, ch, s, f, do, dfinal, w)
+    compose_states(c, w.walk, w.D, w.ends, dfinal, back=True)
+    run_segments_back(c, ch, s, f, r, do, chain, dinitial, w, recompute=recompute)
+
+
+def run_ends(c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, dfinal: Tensor | None, w: SegmentedBack) -> None:
+    p, length = c.p, w.walk.split.length
+    ends, own = (None, dfinal, *NOTHING, w.D), (states(p, None), states(p, dfinal), by_value(w.D))
+    for t in back_tiles(p, c.shape.chip, length, every(c), recompute=False):
+        launch_walk(
+            c, ch, s, f, do, ends, own, t, count_slots(p, length), length, FINAL=dfinal is not None, INITIAL=False,
+            RECOMPUTE=False, SEGMENTS=True, ENDS=True, follows=True,
+        )  # fmt: skip
+
+
+def run_segments_back(
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, chain: Chain, dinitial: Tensor | None,
+    w: SegmentedBack, *, recompute: bool,
+) -> None:  # fmt: skip
+    p, length = c.p, w.walk.split.length
+    ends = (w.walk.starts, w.ends, *r, *chain, dinitial)
+    own = (by_value(w.walk.starts), by_value(w.ends), states(p, dinitial))
+    for t in back_tiles(p, c.shape.chip, length, every(c), recompute=recompute):
+        launch_walk(
+            c, ch, s, f, do, ends, own, t, count_slots(p, length), length, FINAL=False, INITIAL=dinitial is not None,
+            RECOMPUTE=recompute, SEGMENTS=True, ENDS=False, follows=True,
+        )  # fmt: skip
