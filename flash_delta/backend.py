@@ -80,7 +80,7 @@ class Backend(Protocol):
         known: KnownCall | None = None,
     ) -> Inputs:
         """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` and ``dfinal`` may have
-        any strides. ``saved`` is what ``forward`` saved, with ``planned`` behind it except under torch.compile. It is
+        any strides. ``saved`` is what ``forward`` saved, and then ``planned``, except under torch.compile. It is
         empty after ``step``, and under torch.compile without ``empty_saved``. Under torch.compile autograd records
         nothing in here."""
 
