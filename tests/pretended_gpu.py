@@ -26,7 +26,7 @@ from flash_delta.kernels.runtime import cuda_driver
 
 DEVICE = torch.device("cuda", 0)
 H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-_kept: list[Any] = []  # as long as there may be launches
+kept: list[Any] = []  # as long as there may be launches
 
 
 def fake_driver(place: Path) -> ctypes.CDLL:
@@ -88,7 +88,7 @@ def compiled(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> An
     ]  # fmt: skip
     sizes = [8] * 200
     function = (ctypes.c_uint64 * 2)(0)
-    _kept.append((function, sizes))
+    kept.append((function, sizes))
     metadata = SimpleNamespace(
         num_warps=4, shared=4096, launch_pdl=False, tensordesc_meta=described, global_scratch_size=0
     )

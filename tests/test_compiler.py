@@ -152,8 +152,8 @@ def family(tokens):
     from flash_delta.compiler.cases import rule
 
     rule.call_chunks(rule.RuleCase(raw=True, tokens=tokens))
-    rule.call_scan(rule.RuleCase(tokens=tokens), False, rule.Tile(4, 2, 32))
-    rule.call_scan_backward(rule.RuleCase(tokens=tokens), True, rule.Tile(4, 2, 32))
+    rule.call("scan", rule.RuleCase(tokens=tokens), False, rule.Tile(4, 2, 32))
+    rule.call("scan_backward", rule.RuleCase(tokens=tokens), True, rule.Tile(4, 2, 32))
 
 
 def channels(tokens):

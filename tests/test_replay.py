@@ -72,7 +72,7 @@ def test_an_older_torch_has_no_c(call, monkeypatch):
     monkeypatch.setattr(launch, "_ready", set())
     monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
     assert not calls._direct(torch.device("cuda"))
-    launch._compile(call, lambda c: None)
+    launch._compile((call, lambda c: None))
 
 
 def test_copies_are_made_again(call, known):

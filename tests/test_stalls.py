@@ -5,6 +5,7 @@ On a GPU that is none (pretended_gpu.py); how long they take on one: test_stalls
 
 import gc
 import shutil
+from itertools import pairwise
 
 import pytest
 
@@ -82,3 +83,30 @@ def test_decoding_stays_known_among_new_prompts(process, place, prompts):
     assert decodings == 0
     assert prefills == prompts
     assert kept <= 2 * _known_calls.MOST
+
+
+def compiled_by(options, place):
+    """How many kernels the first forward pass compiles, and how many its backward pass."""
+    import pretended_gpu
+    import torch
+    from new_lengths import Calls
+
+    from flash_delta.kernels.runtime import launch
+
+    _known_calls.calls.clear()
+    launch._ready.clear()
+    with pretended_gpu.pretended_gpu(place):
+        call = Calls().training(3000)
+        q, counts = call.keywords["q"], [len(pretended_gpu.kept)]
+        o, _ = call(**options)
+        counts.append(len(pretended_gpu.kept))
+        torch.autograd.grad(o, q, torch.ones_like(o))
+        counts.append(len(pretended_gpu.kept))
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_recompute": True}], ids=["", "kept"])
+def test_a_backward_pass_by_hand_is_compiled_beside_its_forward_pass(process, place, options):
+    forward, backward = process.submit(compiled_by, options, place).result()
+    assert forward > 8
+    assert backward == 0

@@ -281,7 +281,7 @@ def scratch(target):
             (t,) = scan_tiles("scan", p, chip, every=False)
             if (case, t) not in sizes:
                 with offline(target) as compiled:
-                    rule.call_scan(case, False, t)
+                    rule.call("scan", case, False, t)
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
             programs = prod(scan_launches.scan_grid(p, PoolLaunch(t, p.N)))
             found.append((scan_launches.scratch_bytes(p, x, chip), programs * sizes[case, t]))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,13 +149,15 @@ class Kernels:
         run_segments(self.c, self.channels, self.solved, self.factors, o, final, walk)
         return {"o": o, "final_state": final}
 
-    def segments_back(self, split: Segments) -> None:
-        """All launches of the backward pass's walk in segments, except those of maps."""
+    def segments_back(self, split: Segments, ends: bool) -> None:
+        """The backward walk of segments; with ``ends`` what comes before it, except maps."""
         read = (self.c, self.channels, self.solved, self.factors)
         back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
-        run_ends(*read, do, state, back)
-        compose_states(self.c, back.walk, back.D, back.ends, state, back=True)
-        run_segments_back(*read, self.residual, do, self.chain, state, back, recompute=True)
+        if ends:
+            run_ends(*read, do, state, back)
+            compose_states(self.c, back.walk, back.D, back.ends, state, back=True)
+        else:
+            run_segments_back(*read, self.residual, do, self.chain, state, back, recompute=True)
 
     def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
         state, do = self.x.initial_state, self.x.v
@@ -203,24 +205,9 @@ def call_chunks(case: RuleCase) -> None:
     kernels.gradients()
 
 
-def call_scan(case: RuleCase, save: bool, t: Tile) -> None:
-    Kernels(*problem_of(case)).scan(save, t)
-
-
-def call_maps(case: RuleCase, split: Segments) -> None:
-    Kernels(*problem_of(case)).maps(split)
-
-
-def call_segments(case: RuleCase, split: Segments) -> None:
-    Kernels(*problem_of(case)).segments(split)
-
-
-def call_segments_back(case: RuleCase, split: Segments) -> None:
-    Kernels(*problem_of(case)).segments_back(split)
-
-
-def call_scan_backward(case: RuleCase, recompute: bool, t: Tile) -> None:
-    Kernels(*problem_of(case)).scan_backward(recompute, t)
+def call(form: str, case: RuleCase, *more: Any) -> None:
+    """``form``: a method of `Kernels`."""
+    getattr(Kernels(*problem_of(case)), form)(*more)
 
 
 def launches(target: str) -> Iterator[Launch]:
@@ -233,18 +220,19 @@ def launches(target: str) -> Iterator[Launch]:
     for name, case in (SCANS | unaligned).items():
         p, _ = problem_of(case)
         forms = {
-            "": ("scan", partial(call_scan, case, False)),
-            "-recomputed": ("scan_both", partial(call_scan_backward, case, True)),
-            "-saved": ("scan_kept", partial(call_scan, case, True)),
-            "-backward": ("scan_backward", partial(call_scan_backward, case, False)),
+            "": ("scan", partial(call, "scan", case, False)),
+            "-recomputed": ("scan_both", partial(call, "scan_backward", case, True)),
+            "-saved": ("scan_kept", partial(call, "scan", case, True)),
+            "-backward": ("scan_backward", partial(call, "scan_backward", case, False)),
         }
         for form in forms if name == "gdn-128" else ("", "-recomputed"):
-            kernel, call = forms[form]
+            kernel, launch = forms[form]
             for t in scan_tiles(kernel, p, chip, every=True):
-                yield Launch(f"{name}-BV={t.BV}{form}", partial(call, t))
+                yield Launch(f"{name}-BV={t.BV}{form}", partial(launch, t))
         if name in SPLIT:
             splits = [Segments(128, maps_tile(p, chip), tile("compose", p, chip), t) for t in segment_tiles(p, chip)]
-            yield Launch(f"{name}-maps", partial(call_maps, case, splits[0]))
+            yield Launch(f"{name}-maps", partial(call, "maps", case, splits[0]))
             for split in splits:
-                yield Launch(f"{name}-BV={split.scan.BV}-segments", partial(call_segments, case, split))
-            yield Launch(f"{name}-segments-back", partial(call_segments_back, case, splits[0]))
+                yield Launch(f"{name}-BV={split.scan.BV}-segments", partial(call, "segments", case, split))
+            for form, ends in (("segments-back", False), ("ends-back", True)):
+                yield Launch(f"{name}-{form}", partial(call, "segments_back", case, splits[0], ends))

@@ -11,6 +11,8 @@ The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -137,7 +139,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         call = make_call(p, given, kind, known=known, name=(*kind, length))
         handed = walk or ()
         spare = (rates, *(t for t in handed[1:] if not any(t is saved for saved in (A, *planned))))
-        run(call, kernels, o, final, *kept, *planned, spare=spare)
+        later = partial(by_hand.later_call, p, given) if saved is not None and by_hand.unsupported(p) is None else None
+        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
     remember(call, x)
     return Outputs(o, final, kept, planned=planned)
 

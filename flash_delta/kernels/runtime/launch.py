@@ -28,6 +28,8 @@ from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
+Kernels = Callable[[Call], None]
+
 
 class Plan(NamedTuple):
     """One launch, except the tensors."""
@@ -44,15 +46,22 @@ _compiled: dict[tuple, Any] = {}  # by `_name`
 _ready: set[int] = set()
 
 
-def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tuple[Tensor | None, ...] = ()) -> None:
+def run(
+    c: Call,
+    kernels: Kernels,
+    *own: Tensor | None,
+    spare: tuple[Tensor | None, ...] = (),
+    later: Callable[[], tuple[Call, Kernels]] | None = None,
+) -> None:
     """Calls ``kernels``, which launches, or launches again what it launched for an earlier call of this shape.
 
-    Before its first time all that it can ever launch is compiled in parallel. ``own``: the tensors that were made for
-    this call, a workspace as its buffer; ``spare``: those of them that nobody needs when it is launched.
+    Before its first time all that it can ever launch is compiled in parallel, and beside it what a call will launch
+    that comes ``later``. ``own``: the tensors that were made for this call, a workspace as its buffer; ``spare``: those
+    of them that nobody needs when it is launched.
     """
     on_amd = c.p.device.type == "cuda" and c.shape.chip.target.startswith("gfx")
     if (c.direct or on_amd) and c.shape.key not in _ready:
-        _compile(c, kernels)
+        _compile((c, kernels), *(() if later is None else (later(),)))
     if not c.direct:
         with _explained(c):
             return kernels(c)
@@ -65,21 +74,22 @@ def run(c: Call, kernels: Callable[[Call], None], *own: Tensor | None, spare: tu
     c.shape.replay.launch(c.p.device, c.x, c.more, own, spare, own=True)
 
 
-def _compile(c: Call, kernels: Callable[[Call], None]) -> None:
-    """All that calls with this key can ever launch, in parallel."""
+def _compile(*calls: tuple[Call, Kernels]) -> None:
+    """All that calls with their keys can ever launch, in parallel."""
     found: dict[tuple, Any] = {}
     with (
-        _explained(c),
+        _explained(calls[0][0]),
         ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
         triton.AsyncCompileMode(threads),
     ):
         loading = threads.submit(fastcall.load) if fastcall.API else None  # takes as long as a small kernel
-        kernels(c._replace(direct=False, compiling=found))
+        for c, kernels in calls:
+            kernels(c._replace(direct=False, compiling=found))
     for key, kernel in found.items():
         _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
     if loading is not None:
         loading.result()
-    _ready.add(c.shape.key)
+    _ready.update(c.shape.key for c, _ in calls)
 
 
 def remember(c: Call, given: Iterable[Tensor | None]) -> None:

@@ -16,9 +16,9 @@ from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.compile_key import laid_out
-from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.launch import Kernels, remember, replayed, run
 from flash_delta.kernels.runtime.workspace import Residual, Walked, Workspace
-from flash_delta.kernels.triton.backend import new_gradients, summed, with_flat_parameters
+from flash_delta.kernels.triton.backend import summed, with_flat_parameters
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 WIDTHS = (64, 128)
@@ -53,31 +53,54 @@ def run_backward(
     ``length``: tokens of a segment, None where sequences are not split. ``saved``: of `for_backward`, and `Maps` if the
     forward pass has left them."""
     x = with_flat_parameters(x)
-    d = new_gradients(x)
-    new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
-    dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
-    own = *d, dA_log, ddt_bias, *saved
-    kind = "hopper", "backward", p.disable_recompute
+    found = _new_results(p, x)
+    own, kind = (*found.d, found.dA_log, found.ddt_bias, *saved), _kind(p)
     name = kind, length, len(saved), laid_out(*x, do, dfinal)
     if not replayed(known, name, x, (do, dfinal), own):
         with on(p.device):
             call = make_call(p, x, kind, do, dfinal, known=known, name=name)
-            _run(call, saved, d, dA_log, ddt_bias, length, own)
+            kernels, spare = _prepare(p, saved, found, length)
+            run(call, kernels, *own, spare=spare)
         remember(call, x)
-    return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
+    sums = summed(found.dA_log, x.A_log), summed(found.ddt_bias, x.dt_bias)
+    return found.d._replace(A_log=sums[0], dt_bias=sums[1])
 
 
-def _run(
-    call: Call, saved: tuple[Tensor, ...], d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None,
-    length: int | None, own: tuple[Tensor | None, ...],
-) -> None:  # fmt: skip
-    p, forward = call.p, for_backward(call.p, saved[0])
+def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
+    """The backward call of most forward calls with ``x``, to be compiled beside these: nobody looks at final states,
+    and the gradient has no gaps."""
+    nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
+    do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    kernels, _ = _prepare(nowhere, (for_backward(nowhere).buffer,), _new_results(nowhere, x), None)
+    return make_call(p, x, _kind(p), do, None), kernels
+
+
+class Results(NamedTuple):
+    d: Inputs  # except A_log and dt_bias
+    dA_log: Tensor | None  # [slots, HV] float32, as sums over chunks
+    ddt_bias: Tensor | None
+
+
+def _new_results(p: Problem, x: Inputs) -> Results:
+    """Memory for them, on the device of ``p``."""
+    d = Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:7]))
+    new = partial(torch.empty, count_slots(p), p.HV, dtype=torch.float32, device=p.device)
+    return Results(d, *(None if t is None else new() for t in (x.A_log, x.dt_bias)))
+
+
+def _kind(p: Problem) -> tuple:
+    return "hopper", "backward", p.disable_recompute
+
+
+def _prepare(
+    p: Problem, saved: tuple[Tensor, ...], found: Results, length: int | None
+) -> tuple[Kernels, tuple[Tensor | None, ...]]:
+    """What launches all kernels, and the memory that it takes for that, on the device of ``p``."""
+    forward, maps = for_backward(p, saved[0]), saved[1:]
     walked, *kept = forward.views()
-    maps = saved[1:]
-    parts = new_parts(p)
+    parts, between = new_parts(p), new_ends(p, length)
     trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
     walk = Walk(length, walked.A, None, *Maps(*maps)) if maps else new_walk(p, length, walked.A)
-    between = new_ends(p, length)
 
     def kernels(c: Call) -> None:
         do, dfinal = c.more
@@ -88,10 +111,9 @@ def _run(
         for form in forms:
             memory = *form, trace, parts
             left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
-            run_kernels(c, walked, memory, left, do, dfinal, d, dA_log, ddt_bias)
+            run_kernels(c, walked, memory, left, do, dfinal, *found)
 
-    spare = *parts, *(() if maps else walk[2:]), *between, *(() if kept else trace)
-    run(call, kernels, *own, spare=spare)
+    return kernels, (*parts, *(() if maps else walk[2:]), *between, *(() if kept else trace))
 
 
 def run_kernels(
