@@ -40,6 +40,10 @@ ALLOWED = (
         "addresses of tiles, the same for all chunks, beside accumulators: a state group has 144 registers", 960,
     ),
     Allowed(
+        f"{LIBRARY}/kda-128-segments-back/scan_backward", HOPPER, "spill",
+        "two walks in one kernel, each with 128 columns of a state", 40, "3.6",
+    ),
+    Allowed(
         f"{LIBRARY}/*/factor", HOPPER, "spill",
         "with 168 registers three programs share a multiprocessor: 10 % faster on an H200 than without a spill", 80,
     ),

@@ -69,7 +69,7 @@ HAND_OVER = triton.Tile(4, 3, 4096)
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
 # The backward pass. RETRACE is `walk_segments` without outputs.
-RETRACE = {"NS": 3, "REGISTERS": 216}
+RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)

@@ -190,7 +190,7 @@ def walk_segments(
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-    NO: gl.constexpr = 4 if q_desc is None else (2 if SAVE and WIDTH <= 128 else 1)
+    NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar = barriers(1, 1)
     full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
