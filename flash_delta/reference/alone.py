@@ -26,7 +26,7 @@ def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outp
     final = torch.empty(problem.state_shape, dtype=problem.accumulate, device=problem.device)
     states = []
     for one in sequences(problem._replace(needs_grad=False), x):
-        o[one.tokens], final[one.n], _, kept = chunked.forward(one.problem, one.x)
+        o[one.tokens], final[one.n], _, kept, _ = chunked.forward(one.problem, one.x)
         states.append(kept)
     return Outputs(o, final, (), torch.cat(states, int(problem.packed)) if problem.keep_states else None)
 
