@@ -58,6 +58,9 @@ def by_hand_in(monkeypatch):
             made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
             monkeypatch.setattr(module, kernel, Kernel(made))
 
+        if leave_maps:
+            monkeypatch.setattr(by_hand, "run_find_maps", lambda *given: pytest.fail("the maps are there"))
+
         def forward(p, x, known):
             out = forward_by_hand(p, x, length)
             return out if leave_maps else out._replace(planned=())

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import flash_delta
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.triton import backend
+from flash_delta.kernels.triton.backward import segments as back_segments
 from flash_delta.kernels.triton.forward import segments
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, plan_segments
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -93,15 +94,18 @@ def test_how_a_map_is_walked_changes_no_bit(decay, monkeypatch):
 
 @pytest.mark.parametrize("cell", GRADIENTS)
 def test_gradients_against_the_recurrence(cell, monkeypatch):
-    """What they have of whole sequences' walks is in the tests of the kernels."""
+    """The gradients of whole sequences are in test_triton_kernels.py and test_triton_kda.py."""
     name, case, chunks, dtype = GRADIENTS[cell]
     split(monkeypatch, chunks)
+    launched, run_ends = [], back_segments.run_ends
+    monkeypatch.setattr(back_segments, "run_ends", lambda *given: launched.append(run_ends(*given)))
     member = MEMBERS[name]
     x = make_inputs(case, member, dtype)
     wanted = truth(member, x)
     with products_in(dtype):
         reference = run(member, x, backend="torch")
     got = run(member, x, backend="triton")
+    assert len(launched) == 1
     assert got.keys() == wanted.keys()
     for tensor, value in wanted.items():
         limit = allowed(relative_error(reference[tensor], value), dtype)

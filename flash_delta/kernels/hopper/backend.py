@@ -138,7 +138,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             given = given._replace(initial_state=x.initial_state.float().contiguous())
         call = make_call(p, given, kind, known=known, name=(*kind, length))
         handed = walk or ()
-        spare = (rates, *(t for t in handed[1:] if not any(t is saved for saved in (A, *planned))))
+        spare = (rates, *(t for t in handed[1:] if not any(t is other for other in (A, *planned))))
         later = partial(by_hand.later_call, p, given) if saved is not None and by_hand.unsupported(p) is None else None
         run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
     remember(call, x)

@@ -31,7 +31,8 @@ RATES_OF_ROWS = triton.Tile(4, 3)  # with whole rows, too: of q and k for norms,
 
 
 def compose_tile(p: Problem, chip: Chip) -> triton.Tile:
-    """Every program of a head reads all of its maps, so there are no more of them than multiprocessors."""
+    """Every program of a head reads all of its maps. So where programs of 16 columns would be more than there are
+    multiprocessors, they have 32."""
     return triton.Tile(8, 3, 32) if 16 * chip.processors < p.HV * p.V else triton.Tile(4, 3, 16)
 
 

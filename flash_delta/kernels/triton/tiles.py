@@ -167,7 +167,8 @@ PACES = {
 # Elsewhere the share of their products, and segments have to promise more.
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
 # The backward pass, as a multiple of the scan's chunk: the scan again beside the backward one, and what finds the ends
-# of segments; and the share of a whole walk's time that segments may take there.
+# of segments; and the share of a whole walk's time that segments may take there. These are estimates: they agree with
+# the few rows that were timed (docs/notes/2026-11-24-walk-back.md), and none was measured by itself.
 BOTH, ENDS, BACK_WORTH = 1.8, 1.3, 0.85
 # Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
 # values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
