@@ -92,12 +92,13 @@ class Backend(Protocol):
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
     ) -> Tensor:
         """One token or a draft of every row, on a pool of states, which is written in place. ``o [B, T, HV, V]``,
-        contiguous, in ``problem.dtype``. An index outside of the pool reads zeros and writes nothing. With
+        contiguous, in ``problem.dtype``; ``slots.out`` if it is there. An index outside of the pool, or
+        ``problem.null_slot``, reads zeros and writes nothing. With
         ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it."""
 
     def prefill(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> Tensor:
         """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``, contiguous,
-        in ``problem.dtype``."""
+        in ``problem.dtype``; ``slots.out`` if it is there."""
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
         """What ``prefill`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on "meta". It

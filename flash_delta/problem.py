@@ -70,6 +70,7 @@ class Problem(NamedTuple):
     checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
     plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
+    null_slot: int = -1  # serving: this index is padding, as those out of range are
     batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes a bit of another one's
 
     @property
@@ -108,7 +109,8 @@ class Inputs(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where a serving call finds and leaves its states. Only the device knows the values of the indices."""
+    """Where a serving call finds and leaves its states, and leaves its output. Only the device knows the values of the
+    indices."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
     read_indices: Tensor  # [B], prefill [N]; with num_accepted_tokens [B, W]: W states, one of which is read
@@ -117,6 +119,7 @@ class Slots(NamedTuple):
     parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row
     has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True
     checkpoint_indices: Tensor | None = None  # [N, M]: for the states after each Problem.checkpoint_every tokens
+    out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
 
 
 class Around(NamedTuple):

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import torch
-from serving_truth import KINDS, activated, coarser, make_call, slots
+from serving_truth import KINDS, activated, coarser, make_call, slots, without_null
 
 import flash_delta
 from flash_delta.reference.recurrent import recurrent
@@ -44,6 +44,7 @@ def run(kind, x, backend):
 
 def truth(kind, x):
     """o and the pool afterwards in float64."""
+    x = without_null(x)
     q, k, v, g, beta = activated(kind, x)
     before = x["state_pool"].cpu().double()
     pool = before.clone()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-from serving_pool import SLOTS, Pool
+from serving_pool import IS_SLOT, NULL, Pool
 from serving_truth import KINDS, activated, make_call
 from torch.nn.utils.rnn import pad_sequence
 
@@ -63,7 +63,9 @@ def make_tokens(pool, kind, B, T):
     sizes = {"H": pool.H, "HV": pool.HV, "K": pool.K, "V": pool.V}
     x = make_call(kind, B, T, **sizes, slots=0, v_first=pool.v_first, device=pool.device, seed=pool.calls)
     del x["read_indices"]
-    return x | {"state_pool": pool.slots}
+    if pool.random.random() < 0.5:
+        x["out"] = torch.full_like(x["v"], float("nan"))
+    return x | {"state_pool": pool.slots, "null_slot": NULL}
 
 
 def decode(pool, kind, backend, requests, T, writes, tree=False):
@@ -130,7 +132,7 @@ def expected_of_decoding(pool, x, rows, parents):
         live = [
             b
             for b, row in enumerate(rows)
-            if row.request is not None and row.writes[t] in range(SLOTS) and parents[b][t] in (-1, *after[b])
+            if row.request is not None and row.writes[t] in IS_SLOT and parents[b][t] in (-1, *after[b])
         ]
         if not live:
             continue
@@ -205,7 +207,7 @@ def expected_of_prefill(pool, x, pieces, bounds, writes):
             here = pieces[n].length - start
             if here > 0:
                 o[0, bounds[n] + start : bounds[n + 1]][:EVERY] = out[i, :here]
-            if here >= EVERY and pieces[n].checkpoints[start // EVERY] in range(SLOTS):
+            if here >= EVERY and pieces[n].checkpoints[start // EVERY] in IS_SLOT:
                 written[pieces[n].checkpoints[start // EVERY]] = S[i].to(pool.dtype).double()
     if writes:
         written |= {pieces[n].write: S[i].to(pool.dtype).double() for i, n in enumerate(live)}

@@ -9,7 +9,9 @@ from flash_delta.testing import assert_accurate
 
 SLOTS = 48
 CANARIES = (0, SLOTS - 1)  # nobody's
-NOT_A_SLOT = (-1, SLOTS, -(2**31), 2**31 - 1)
+NULL = CANARIES[0]  # all calls say that this one is padding
+NOT_A_SLOT = (-1, SLOTS, -(2**31), 2**31 - 1, NULL)
+IS_SLOT = range(NULL + 1, SLOTS)
 TOGETHER = 20  # calls whose outputs are judged as one tensor
 
 

@@ -68,8 +68,18 @@ def table(t):
     return None if t is None else t.reshape(len(t), -1).tolist()
 
 
+def without_null(x):
+    """The same call with indices out of range where it has ``null_slot``."""
+    null, names = x.get("null_slot"), ("read_indices", "write_indices", "checkpoint_indices")
+    if null is None:
+        return x
+    tables = {name: torch.where(x[name] == null, -7, x[name]) for name in names if x.get(name) is not None}
+    return {name: value for name, value in x.items() if name != "null_slot"} | tables
+
+
 def truth(kind, x):
     """o and the pool afterwards in float64, states rounded to the pool's dtype after every token."""
+    x = without_null(x)
     q, k, v, g, beta = activated(kind, x)
     pool = x["state_pool"].cpu()
     B, T, slots, dtype = *v.shape[:2], len(pool), pool.dtype

@@ -130,6 +130,15 @@ def test_what_is_no_slot_is_padding(launched, batch_invariant):
     x["checkpoint_indices"] = x["checkpoint_indices"].long()
     x["checkpoint_indices"][3] = slots([2**32 + 3, 39, -(2**35)], x)
     check("gdn-raw", x, "hopper")
+    x["null_slot"] = 38
+    x["read_indices"], x["write_indices"] = slots([0, 38, 2, 3, 4, 5, 6], x), slots([7, 8, 9, 10, 38, 12, 13], x)
+    x["checkpoint_indices"][0], x["checkpoint_indices"][3] = slots([38, 37, 36], x), slots([35, 38, 34], x)
+    o, pool = check("gdn-raw", x, "hopper")
+    out = torch.full_like(o, float("nan"))
+    same, same_pool = run("gdn-raw", x | {"out": out}, "hopper")
+    assert same.data_ptr() == out.data_ptr()
+    assert torch.equal(same, o)
+    assert torch.equal(same_pool, pool)
 
 
 @runs
@@ -190,6 +199,7 @@ def test_a_sequence_alone_gives_its_bits(launched):
         (200, {"pool": torch.float16, "write_indices": None}),
         (200, {"write_indices": [4]}),
         (70, {"read_indices": [-1]}),
+        (70, {"write_indices": [1], "null_slot": 1}),
         (16, {"write_indices": [0]}),
         (0, {}),
     ],
@@ -204,6 +214,7 @@ def test_a_prompt_alone_in_segments(launched, monkeypatch, length, changes, v_fi
     for name in ("read_indices", "write_indices", "has_initial_state"):
         if name in changes:
             x[name] = changes[name] and slots(changes[name], x)
+    x |= {name: changes[name] for name in ("null_slot",) if name in changes}
     if "has_initial_state" in changes:
         x["has_initial_state"] = x["has_initial_state"].bool()
     check("gdn-raw", x, "hopper")

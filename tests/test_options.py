@@ -32,6 +32,7 @@ LEGAL = {  # by the option's name: numbers that every call below takes, whole on
     "chunk_size": (64, 16),
     "checkpoint_every": (64, 128),
     "max_prompts": (2, 0),
+    "null_slot": (0, 3),
     "max_num_seqs": (2,),
     "hidden_size": (8, 16),
     "head_dim": (2, 4),

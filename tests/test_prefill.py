@@ -98,6 +98,24 @@ def test_nothing_to_do(lengths, slots, backend):
 
 
 @backends
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_null_slot_and_out(batch_invariant, backend):
+    """Of prompts, decoding rows and checkpoints; outputs go where the caller says, those of padding as zeros."""
+    x = make_prefill("gdn", (70, 3, 20, 66), behind=2, slots=14, device=DEVICES[backend], **TINY)
+    x |= {"read_indices": slots([0, 5, 2, 3], x), "write_indices": slots([4, 6, 5, 7], x), "null_slot": 5}
+    x |= {"checkpoint_indices": slots([[5], [9], [10], [11]], x), "checkpoint_every": 64}
+    x |= {"batch_invariant": batch_invariant, "has_initial_state": slots([1, 1, 0, 1], x).bool()}
+    o, pool = check("gdn", x, backend)
+    memory = torch.full((1, 2 + o.shape[1], *o.shape[2:]), float("nan"), device=o.device)
+    out = memory[:, 1:-1]
+    same, same_pool = run("gdn", x | {"out": out}, backend)
+    assert same.data_ptr() == out.data_ptr()
+    assert torch.equal(out, o)
+    assert torch.equal(same_pool, pool)
+    assert memory[:, [0, -1]].isnan().all()
+
+
+@backends
 def test_sequences_without_a_slot_to_write(backend):
     """Nothing is written, and nothing but an index that is needed makes a sequence padding."""
     x = make_prefill("gdn", (20, 66, 2, 5), device=DEVICES[backend], **TINY) | {"write_indices": None}

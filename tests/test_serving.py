@@ -36,6 +36,36 @@ def test_against_the_recurrence(kind, pool, v_first, backend):
     check(kind, x | {"write_indices": slots([3, 1], x, torch.int32), "scale": 0.3}, backend)
 
 
+@backends
+def test_null_slot(backend):
+    """An index of its own that is padding: to read from, to write to, and in a draft tree as a parent's slot."""
+    x = make_call(device=DEVICES[backend], T=3) | {"null_slot": 1}
+    check("gdn", x | {"write_indices": slots([4, 5], x)}, backend)  # row 1 reads it
+    check("gdn", x | {"write_indices": slots([[4, 1, 5], [6, 7, 8]], x)}, backend)
+    x["read_indices"] = slots([[1, 2], [3, 1]], x)
+    x["num_accepted_tokens"] = slots([2, 1], x)
+    o, _ = check("gdn", x | {"write_indices": slots([1, 5], x, torch.int32)}, backend)
+    assert not o[0].any()
+    assert o[1].any()
+    x |= {"write_indices": slots([[4, 1, 5], [6, 7, 8]], x), "parent_idx": slots([[-1, 0, 1], [-1, 0, 0]], x)}
+    check("gdn", x, backend)
+
+
+@backends
+def test_out(backend):
+    """Outputs go where the caller says, also those of padding, in one call and when it is known."""
+    x = make_call(T=2, V=32, device=DEVICES[backend])
+    x["read_indices"] = slots([1, -1], x)
+    want, _ = run("gdn", x, backend)
+    memory = torch.full((4, *want.shape[1:]), 7.0, device=want.device)
+    for _ in range(2):
+        memory.fill_(7)
+        o = KINDS["gdn"][0](**x, out=memory[1:3], backend=backend)
+        assert o.data_ptr() == memory[1:].data_ptr()
+        assert torch.equal(memory[1:3], want)
+        assert (memory[[0, 3]] == 7).all()
+
+
 SHAPES = [(64, 64), (128, 128), (256, 256), (128, 64), (64, 128), (17, 33), (100, 7), (1, 1)]
 
 

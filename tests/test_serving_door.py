@@ -55,6 +55,12 @@ WRONG = [  # changed arguments, what the message must contain
         {"scale": torch.tensor(1.0)},
         "scale: expected a number or None (o is proportional to it: multiply o by a tensor), got a tensor",
     ),
+    ({"null_slot": -1}, "null_slot: expected a number of at least 0 or None (an index below 0 is padding in any case)"),
+    ({"out": z(2, 3, 2, 23)}, "out: expected a tensor [2, 3, 2, 24], got shape [2, 3, 2, 23]"),
+    ({"out": z(2, 3, 2, 24).half()}, "out: expected dtype torch.float32, got torch.float16"),
+    ({"out": z(2, 3, 2, 24).to("meta")}, "out: expected a tensor on cpu like q, got one on meta"),
+    ({"out": z(2, 3, 24, 2).mT}, "out: expected a contiguous tensor, got strides [144, 48, 1, 2]"),
+    ({"out": z(289)[1:].view(2, 3, 2, 24)}, "out: expected memory that begins at a multiple of 16 bytes, got 4 bytes"),
     ({"g": None}, "g: expected a tensor [2, 3, 2], got None"),
     ({"use_gate_in_kernel": True}, "A_log: expected a tensor of 2 elements with use_gate_in_kernel=True, got None"),
     ({"backend": "cuda"}, "backend: expected one of triton, hopper, torch, got 'cuda'"),
@@ -207,11 +213,14 @@ def test_compiled_is_eager(kind):
         x = make_call(kind, T=T)
         x["write_indices"] = slots([4, 5], x)
         o, pool = run(kind, x, None)
-        again = x["state_pool"].clone()
+        again, out = x["state_pool"].clone(), torch.ones_like(o)
         assert torch.equal(compiled(**(x | {"state_pool": again})), o)
         assert torch.equal(again, pool)
         counts.append(counter.frame_count)
     assert len(set(counts)) == 1
+    again.copy_(x["state_pool"])
+    assert torch.equal(compiled(**(x | {"state_pool": again, "out": out, "null_slot": 8})), o)
+    assert torch.equal(out, o)
     torch._dynamo.reset()
 
 

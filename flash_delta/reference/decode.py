@@ -28,8 +28,8 @@ class Row(NamedTuple):
 @torch.no_grad()
 def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o [B, T, HV, V]``; the pools are written in place."""
-    o = torch.zeros(problem.B, problem.T, problem.HV, problem.V, dtype=problem.dtype, device=problem.device)
-    rows = plan_rows(s, problem.T)
+    o = zeros_of(problem, s)
+    rows = plan_rows(problem, s)
     if not rows:
         return o
     states = States(problem, s, rows)
@@ -49,17 +49,28 @@ def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCa
     return o
 
 
-def plan_rows(s: Slots, T: int) -> dict[int, Row]:
+def zeros_of(problem: Problem, s: Slots) -> Tensor:
+    """Where a serving call's output goes."""
+    if s.out is not None:
+        return s.out.zero_()
+    return torch.zeros(problem.B, problem.T, problem.HV, problem.V, dtype=problem.dtype, device=problem.device)
+
+
+def is_slot(problem: Problem, s: Slots, index: int | Tensor) -> bool | Tensor:
+    return (index >= 0) & (index < len(s.state_pool)) & (index != problem.null_slot)
+
+
+def plan_rows(problem: Problem, s: Slots) -> dict[int, Row]:
     """The rows that are not padding."""
-    slots, rows = s.state_pool.shape[0], {}
+    T, rows = problem.T, {}
     parents, write = (None if of is None else of.tolist() for of in (s.parent_idx, s.write_indices))
     per_token = write is not None and s.write_indices.dim() == 2
     for b, read in enumerate(slots_read(s)):
         row = Row(read, {}, {})
-        for t in range(T if 0 <= read < slots else 0):
+        for t in range(T if is_slot(problem, s, read) else 0):
             parent = t - 1 if parents is None else parents[b][t]
             slot = None if write is None else write[b][t] if per_token else write[b]
-            if parent not in (-1, *row.parents) or (slot is not None and not 0 <= slot < slots):
+            if parent not in (-1, *row.parents) or (slot is not None and not is_slot(problem, s, slot)):
                 continue
             row.parents[t] = parent
             if slot is not None and (per_token or t + 1 == T):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flash_delta.problem import SHORT, Inputs, KnownCall, Outputs, Problem, Slots
 from flash_delta.reference.chunked import forward
+from flash_delta.reference.decode import is_slot, zeros_of
 from flash_delta.reference.step import step
 
 
@@ -28,7 +29,7 @@ class Piece(NamedTuple):
 @torch.no_grad()
 def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
     """``o [1, T, HV, V]``; the pool is written in place."""
-    o = torch.zeros(x.v.shape, dtype=problem.dtype, device=problem.device)
+    o = zeros_of(problem, s)
     pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]
     stored, alive = sequences_read(problem, s)
     S = torch.zeros(problem.N, *pool.shape[1:], dtype=problem.accumulate, device=problem.device)
@@ -51,17 +52,13 @@ def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = Non
 
 def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
     """Which sequences have a state in the pool, and which are no padding; ``[N]`` each."""
-    stored = is_slot(s.read_indices, s)
+    stored = is_slot(problem, s, s.read_indices)
     alive = stored
     if s.has_initial_state is not None:
         stored, alive = stored & s.has_initial_state, stored | ~s.has_initial_state
     if s.write_indices is not None:
-        alive = alive & is_slot(s.write_indices, s)
+        alive = alive & is_slot(problem, s, s.write_indices)
     return stored & alive, alive
-
-
-def is_slot(index: Tensor, s: Slots) -> Tensor:
-    return (index >= 0) & (index < len(s.state_pool))
 
 
 def parts(problem: Problem, alive: list[bool]) -> Iterator[tuple[Callable[[Problem, Inputs], Outputs], list[Piece]]]:
@@ -89,5 +86,5 @@ def write_checkpoints(problem: Problem, s: Slots, pool: Tensor, pieces: list[Pie
         m, behind = divmod(stop, problem.checkpoint_every)
         if behind == 0 and m <= s.checkpoint_indices.shape[1]:
             slot = int(s.checkpoint_indices[n, m - 1])
-            if 0 <= slot < len(pool):
+            if is_slot(problem, s, slot):
                 pool[slot] = S[n].to(pool.dtype)

@@ -163,7 +163,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
     """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
     if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
         return triton.prefill(p, x, s, known)
-    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    o = triton.output_of(p, s)
     if replayed(known, PREFILL, x, s, (o,)):
         return o
     rates, walks, processors = new_rates(p), new_walks(p), chip_of(p.device).processors
@@ -186,7 +186,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
 
     with on(p.device):
         given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
-        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s, known=known)
+        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), known=known)
         run(call, kernels, o, spare=(rates, walks, *_memory(alone)))
     remember(call, x)
     return o

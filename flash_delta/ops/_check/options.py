@@ -12,6 +12,7 @@ from torch import Tensor
 LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
+NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
 
 
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     disable_recompute: Annotated[bool, "disable_recompute"] = False
     checkpoint_every: int | None = None
     max_prompts: int | None = None
+    null_slot: int | None = None
     batch_invariant: Annotated[bool, "batch_invariant"] = False
     eps: float | None = None
     activation: str | None = None
@@ -52,7 +54,7 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 def cast(options: Options) -> Options:
     """The same options as Python's own numbers. Raises ValueError for what is none, or out of its range."""
     op, scale, bound, eps = options.op, options.scale, options.lower_bound, options.eps
-    every, most = options.checkpoint_every, options.max_prompts
+    every, most, null = options.checkpoint_every, options.max_prompts, options.null_slot
     if isinstance(scale, Tensor):  # its value would have to be fetched, and its gradient would be lost
         refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
     size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
@@ -66,6 +68,7 @@ def cast(options: Options) -> Options:
         lower_bound=None if bound is None else as_lower_bound(op, bound),
         checkpoint_every=every,
         max_prompts=None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
+        null_slot=None if null is None else as_int(op, "null_slot", null, NULLS, 0),
         eps=None if eps is None else as_eps(op, "output_norm.eps", eps),
         **{field: as_bool(op, name, getattr(options, field)) for field, name in FLAGS.items()},
     )

@@ -13,7 +13,7 @@ from flash_delta.ops._transforms import is_traced, refuse_transforms
 from flash_delta.problem import Inputs, Problem, needs_gradient
 
 # Of `Options`, those that are fields of a Problem as they are.
-SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "lower_bound", "checkpoint_every"})
+SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "lower_bound", "checkpoint_every", "null_slot"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -59,7 +59,8 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         scale=K**-0.5 if scale is None else scale,
         lower_bound=options.lower_bound if raw_gate or options.safe_gate else None,
         beta_range=2.0 if options.neg_eigval else 1.0, erase_keys=x.p is not None, lengths=lengths,
-        checkpoint_every=options.checkpoint_every or 0, needs_grad=needs_gradient(x),
+        checkpoint_every=options.checkpoint_every or 0,
+        null_slot=-1 if options.null_slot is None else options.null_slot, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},
     )  # fmt: skip
 

@@ -33,6 +33,8 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_sequences(p, s, options.checkpoint_every)
         _check_prompts(p.op, options)
     _check_indices(p, s)
+    if s.out is not None:
+        _check_out(p, s.out)
     check_around(p, s, around)
     if around.conv_pool is not None:
         _check_pool(p, "convolution.pool", around.conv_pool)
@@ -109,6 +111,15 @@ def _check_prompts(op: str, options: Options) -> None:
 
 def _check_indices(p: Problem, s: Slots) -> None:
     """What all that serves has in common."""
-    for name, t in zip(s._fields[1:], s[1:], strict=True):
-        if t is not None:
+    for name, t in s._asdict().items():
+        if t is not None and name not in ("state_pool", "out"):
             check_kind(p.op, name, t, p.device, (torch.bool,) if name == "has_initial_state" else INDEX_DTYPES)
+
+
+def _check_out(p: Problem, out: Tensor) -> None:
+    check_shape(p.op, "out", out, p.B, p.T, p.HV, p.V)
+    check_kind(p.op, "out", out, p.device, (p.dtype,))
+    if not out.is_contiguous():
+        refuse(p.op, "out", "a contiguous tensor", f"strides {list(out.stride())}")
+    if not is_traced(out) and out.data_ptr() % 16:
+        refuse(p.op, "out", "memory that begins at a multiple of 16 bytes", f"{out.data_ptr() % 16} bytes after one")

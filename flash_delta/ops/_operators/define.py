@@ -6,6 +6,7 @@ annotations are its schema: an option that is added to a named tuple is an argum
 
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
+from string import ascii_lowercase
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -41,7 +42,8 @@ def define(
     Args:
         name: the name without the namespace.
         run: ``run(tensors, ..., options, backend)``, annotated: a named tuple of tensors, maybe more tensors, a named
-            tuple of options, and the backend that is asked for. Returns fresh tensors, the first two with gradients.
+            tuple of options, and the backend that is asked for. Returns fresh tensors, the first two with gradients, or
+            None.
         fake: takes the same; returns empty tensors with the shapes, strides and dtypes of those.
         writes: the tensors that are written in place.
         backward: ``backward(tensors, ..., Behind, options, backend)``: gradients in the order of ``tensors``. There is
@@ -93,7 +95,7 @@ def _define(
     writes: Sequence[str] = (),
 ) -> CustomOpDef:
     types = {argument: schema_type(hint) for argument, hint in _opened(hints).items()}
-    for letter, argument in zip("ab", writes, strict=False):
+    for letter, argument in zip(ascii_lowercase, writes, strict=False):
         types[argument] = types[argument].replace("Tensor", f"Tensor({letter}!)")
     schema = f"({', '.join(f'{kind} {argument}' for argument, kind in types.items())}) -> {schema_type(returned)}"
     operator = torch.library.custom_op(
@@ -126,6 +128,8 @@ def _has_gradient(t: Tensor | None) -> bool:
 
 def schema_type(hint: Any) -> str:
     """The name of a type in schemas: ``float | None`` is "float?"."""
+    if hint is NoneType:
+        return "()"
     if get_origin(hint) is list:
         return f"{schema_type(*get_args(hint))}[]"
     if NoneType in get_args(hint):

@@ -27,7 +27,9 @@ def run(
         chosen = cast(Options(**options))
         if not torch.compiler.is_compiling():  # there the operator does it, when it runs
             describe(x, s, around, chosen)
-        return operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
+        s = s._replace(out=x.v.new_empty(x.v.shape)) if s.out is None else s
+        operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
+        return s.out
     known = look_at(_look, False, (backend, *options.values()), options, x, s, around)
     if known.again is not None:  # kernels alone, launched as before
         o = known.again(known, x, s, around)
@@ -56,8 +58,9 @@ Tensors = _without(Inputs, "p", "initial_state")
 Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disable_recompute")
 
 
-def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> Tensor:
-    return run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
+def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> None:
+    """An operator may not return what it is given: it always writes to ``out``."""
+    run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
 
 
-operator = define("serve", _serve, lambda x, *_: x.v.new_empty(x.v.shape), writes=["state_pool", "conv_pool"])
+operator = define("serve", _serve, lambda *_: None, writes=["state_pool", "out", "conv_pool"])

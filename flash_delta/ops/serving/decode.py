@@ -27,6 +27,8 @@ def decode_gated_delta_rule(
     allow_neg_eigval: bool = False,
     convolution: Convolution | None = None,
     output_norm: OutputNorm | None = None,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -78,12 +80,16 @@ def decode_gated_delta_rule(
             between its projections. Default None.
         output_norm: a gated norm, through which o goes last (:class:`flash_delta.ops.serving.OutputNorm`). Default
             None.
+        null_slot: an index that is padding, as if it were out of range. vLLM pads with slot 0. Default None: no other
+            index is.
+        out: where o goes, ``[B, T, HV, V]`` in q's dtype, contiguous, from a multiple of 16 bytes on. It may not share
+            memory with another argument. Default None: new memory.
         state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
             names, or else the first that can run the call.
 
     Returns:
-        ``o [B, T, HV, V]`` in q's dtype, without gradient.
+        ``o [B, T, HV, V]`` in q's dtype, without gradient; ``out`` if it is given.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -104,7 +110,7 @@ def decode_gated_delta_rule(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
-    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
+    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out)
     around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
         "op": "decode_gated_delta_rule",
@@ -119,6 +125,7 @@ def decode_gated_delta_rule(
         "state_v_first": state_v_first,
         "eps": eps,
         "activation": activation,
+        "null_slot": null_slot,
     }
     return run(inputs, slots, options, backend, around)
 
@@ -144,6 +151,8 @@ def decode_kda(
     allow_neg_eigval: bool = False,
     convolution: Convolution | None = None,
     output_norm: OutputNorm | None = None,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -187,7 +196,7 @@ def decode_kda(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
-    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx)
+    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out)
     around, eps, activation = around_of("decode_kda", convolution, output_norm)
     options = {
         "op": "decode_kda",
@@ -203,5 +212,6 @@ def decode_kda(
         "state_v_first": state_v_first,
         "eps": eps,
         "activation": activation,
+        "null_slot": null_slot,
     }
     return run(inputs, slots, options, backend, around)

@@ -28,6 +28,8 @@ def prefill_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -86,12 +88,16 @@ def prefill_gated_delta_rule(
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         batch_invariant: as above. Short sequences then take longer. Default False.
+        null_slot: an index that is padding, as if it were out of range. vLLM pads with slot 0. Default None: no other
+            index is.
+        out: where o goes, ``[1, T, HV, V]`` in q's dtype, contiguous, from a multiple of 16 bytes on. It may not share
+            memory with another argument. Default None: new memory.
         state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
             names, or else the first that can run the call.
 
     Returns:
-        ``o [1, T, HV, V]`` in q's dtype, without gradient.
+        ``o [1, T, HV, V]`` in q's dtype, without gradient; ``out`` if it is given.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -114,7 +120,7 @@ def prefill_gated_delta_rule(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
-    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices)
+    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices, out)
     options = {
         "op": "prefill_gated_delta_rule",
         "gate": "scalar",
@@ -128,6 +134,7 @@ def prefill_gated_delta_rule(
         "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts,
         "batch_invariant": batch_invariant,
+        "null_slot": null_slot,
     }
     return run(inputs, slots, options, backend)
 
@@ -155,6 +162,8 @@ def prefill_kda(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -201,7 +210,7 @@ def prefill_kda(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
-    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices)
+    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices, out)
     options = {
         "op": "prefill_kda",
         "gate": "channel",
@@ -216,5 +225,6 @@ def prefill_kda(
         "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts,
         "batch_invariant": batch_invariant,
+        "null_slot": null_slot,
     }
     return run(inputs, slots, options, backend)

@@ -227,14 +227,14 @@ def state_role(
 
 
 NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group"]
-POOL_NUMBERS = ["least", "most", "slots", "columns", "interval", "checkpoint_row", "checkpoint_column"]
+POOL_NUMBERS = ["least", "most", "slots", "null_slot", "columns", "interval", "checkpoint_row", "checkpoint_column"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS + POOL_NUMBERS, do_not_specialize_on_alignment=["checkpoints"])
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
-    checkpoints, items, T, least, most, slots, columns, interval, checkpoint_row, checkpoint_column, q_batch, k_batch,
-    v_batch, heads, group,
+    checkpoints, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch,
+    k_batch, v_batch, heads, group,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
     NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
@@ -261,7 +261,7 @@ def forward_loop(
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
         pool = (walks, least, most)
         if checkpoints is not None:
-            pool += (checkpoints, slots, columns, interval, checkpoint_row, checkpoint_column)
+            pool += (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
     work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
     # What the groups of a role share.
     factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
@@ -300,7 +300,7 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
     """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
     p, checkpoints = c.p, slots.checkpoint_indices
     columns = 0 if checkpoints is None else checkpoints.shape[1]
-    numbers = (len(slots.state_pool), columns, min(p.checkpoint_every, p.T + C.value), *table(checkpoints))
+    numbers = (len(slots.state_pool), p.null_slot, columns, min(p.checkpoint_every, p.T + C.value), *table(checkpoints))
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
     states = pool(p, slots.state_pool)
     _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, checkpoints, *numbers), initial=True)
@@ -315,14 +315,14 @@ def run_loop(
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else squares(A), *saved(r), *ends)
-    _run(c, o, rates, launches, stored, (None, None, *(0,) * 5), initial=initial is not None)
+    _run(c, o, rates, launches, stored, (None, None, *(0,) * 6), initial=initial is not None)
 
 
 def _run(
     c: Call, o: Tensor, rates: Tensor, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *, initial: bool
 ) -> None:
     """``stored``: descriptors of A, of what is saved of chunks, and of the states before and after them. ``on_pool``:
-    what the kernel takes on a pool: ``walks``, ``checkpoints``, and five numbers, of which ``slots`` is the first."""
+    what the kernel takes on a pool: ``walks``, ``checkpoints``, and six numbers, of which ``slots`` is the first."""
     p, x, plans = c.p, c.x, []
     q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), lines(rates)
     for t, sequences, least, most, _ in launches:

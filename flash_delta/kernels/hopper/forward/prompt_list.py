@@ -12,7 +12,8 @@ from flash_delta.kernels.triton.forward.scan import load_slots
 def find_slots(tables, n, slots):
     """The slots that sequences n read and write (-1: none), and whether they are no padding, as in `scan`.
 
-    tables: indices of slots to read and to write, flags of initial states, and the strides of these three."""
+    tables: indices of slots to read and to write, flags of initial states, and the strides of these three.
+    slots: as `as_slot` takes it."""
     read_indices, write_indices, has_initial_state, read_row, write_row, has_row = tables
     read, stored, write, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots

@@ -44,7 +44,7 @@ from flash_delta.kernels.runtime.workspace import Solved, Walked
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
-NUMBERS = ["N", "T", "slots", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
 SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # |b| that is divided by; that erases in its chunk
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
@@ -52,8 +52,8 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, vectors, left, decays, walks, read_indices,
-    write_indices, has_initial_state, N, T, slots, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides,
-    g_batch, g_strides, beta_batch, beta_strides,
+    write_indices, has_initial_state, N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides,
+    k_strides, g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
@@ -62,6 +62,7 @@ def rates(
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
+    slots = (slots, null_slot)
     if walks is not None and slot + first == 0:
         list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
@@ -178,6 +179,7 @@ def run_rates(
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
-        p.N, p.T, 0 if walks is None else len(slots.state_pool), *(table(t)[0] for t in tables), p.scale, p.beta_range,
-        strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns,
+        p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot, *(table(t)[0] for t in tables), p.scale,
+        p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads,
+        BH=columns,
     )  # fmt: skip

@@ -41,10 +41,10 @@ def ends(item, pool, HV: gl.constexpr):
 @gluon.jit
 def checkpoint(pool, n, tokens, length):
     """The slot for the state of sequence n after so many ``tokens``; -1 if it is not wanted."""
-    _, _, _, table, slots, columns, interval, row, column = pool
+    _, _, _, table, slots, null, columns, interval, row, column = pool
     slot = n * 0 - 1
     if (tokens % interval == 0) & (tokens <= length) & (tokens // interval <= columns):
         index = gl.load(table + n.to(gl.int64) * row + (tokens // interval - 1) * column)
-        if (index >= 0) & (index < slots):
+        if (index >= 0) & (index < slots) & (index != null):
             slot = index.to(gl.int32)
     return slot

@@ -17,20 +17,20 @@ from flash_delta.kernels.runtime.arguments import launch_rule, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.problem import Problem, Slots
 
-NUMBERS = ["T", "slots", "slot_stride", "read_row", "write_row", "has_row"]
+NUMBERS = ["T", "slots", "null_slot", "slot_stride", "read_row", "write_row", "has_row"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def hand_over(
-    pool, states, span, cu_seqlens, read_indices, write_indices, has_initial_state, T, slots, slot_stride, read_row,
-    write_row, has_row, SHORT: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    pool, states, span, cu_seqlens, read_indices, write_indices, has_initial_state, T, slots, null_slot, slot_stride,
+    read_row, write_row, has_row, SHORT: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Copies the prompt's first state to ``states``, as float32, and writes to ``span`` the bounds of what is to be
     walked, which is nothing if `decode` runs the prompt or if it is padding. With BACK, copies its last state from
     ``states`` to the pool. Grid (numbers in a slot / BLOCK)."""
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
-    first, last, well = find_slots(tables, tl.program_id(0) * 0, slots)
+    first, last, well = find_slots(tables, tl.program_id(0) * 0, (slots, null_slot))
     start, stop, _ = bounds(tl.program_id(0) * 0, cu_seqlens, 1, T, 1, True)
     well = well & (stop - start > SHORT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -75,5 +75,6 @@ def run_hand_over(c: Call, prompt: Prompt, slots: Slots, *, back: bool) -> None:
     pointers = (pool, prompt.last if back else prompt.first, prompt.span, c.x.cu_seqlens, *tables)
     launch_rule(
         c, hand_over, pointers, (p.HV * p.K * p.V // HAND_OVER.BV, 1, 1), HAND_OVER,
-        p.T, len(pool), pool.stride(0), *(table(t)[0] for t in tables), BACK=back, BLOCK=HAND_OVER.BV, follows=back,
+        p.T, len(pool), p.null_slot, pool.stride(0), *(table(t)[0] for t in tables), BACK=back,
+        BLOCK=HAND_OVER.BV, follows=back,
     )  # fmt: skip

@@ -258,8 +258,8 @@ def walk(
 
 
 NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
-    "N", "T", "length", "least", "most", "others", "slots", "columns", "interval", "read_row", "write_row", "has_row",
-    "checkpoint_row", "checkpoint_column",
+    "N", "T", "length", "least", "most", "others", "slots", "null_slot", "columns", "interval", "read_row", "write_row",
+    "has_row", "checkpoint_row", "checkpoint_column",
 ]  # fmt: skip
 INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_indices"]  # see decode.py
 
@@ -267,9 +267,9 @@ INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_ind
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan(
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
-    write_indices, has_initial_state, checkpoint_indices, N, T, length, least, most, others, slots, columns, interval,
-    read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides, initial_strides,
-    final_strides,
+    write_indices, has_initial_state, checkpoint_indices, N, T, length, least, most, others, slots, null_slot, columns,
+    interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides,
+    initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
     POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
@@ -277,6 +277,7 @@ def scan(
 ):  # fmt: skip
     tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
     indices = (read_indices, write_indices, has_initial_state, checkpoint_indices)
+    slots = (slots, null_slot)
     numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
@@ -327,11 +328,16 @@ def run_scan(
 ) -> None:  # fmt: skip
     """Stage output, too; with ``r``, what the backward pass needs. With ``slots`` states are theirs."""
     p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
-    initial, indices, counts = x.initial_state, (None,) * 4, (0, 0, 0)
+    initial, indices, counts = x.initial_state, (None,) * 4, (0,) * 4
     if slots is not None:
         initial = final = slots.state_pool
         indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
-        counts = (len(final), 0 if indices[3] is None else indices[3].shape[1], min(p.checkpoint_every, p.T + C) // C)
+        counts = (
+            len(final),
+            p.null_slot,
+            0 if indices[3] is None else indices[3].shape[1],
+            min(p.checkpoint_every, p.T + C) // C,
+        )
 
     pointers = (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
     for w in walks(kernel, p, c.shape.chip, every(c), *choice):

@@ -150,7 +150,7 @@ def _run_scan(
     width = p.V if output else p.V + p.K
     launch_rule(
         c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
-        p.N, p.T, w.split.length, *(0,) * 5, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
+        p.N, p.T, w.split.length, *(0,) * 6, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
         states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
         **copies(c, t, x.v), follows=follows,
     )  # fmt: skip

@@ -107,8 +107,8 @@ def load_index(table, row, column, strides, live=True):
 
 @triton.jit
 def as_slot(index, slots, live):
-    """A slot, and whether it is one."""
-    return index.to(tl.int32), live & (index >= 0) & (index < slots)
+    """A slot, and whether it is one. ``slots``: how many there are, and the index that stands for none."""
+    return index.to(tl.int32), live & (index >= 0) & (index < slots[0]) & (index != slots[1])
 
 
 @triton.jit
@@ -161,9 +161,9 @@ def read_by(S, x):
 
 
 NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
-    "N", "T", "slots", "columns", "first_written", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token", "g_row",
-    "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row", "read_column", "accepted_row", "write_row",
-    "write_token", "parents_row", "parents_token", "has_row",
+    "N", "T", "slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row", "k_token", "v_row",
+    "v_token", "g_row", "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row", "read_column",
+    "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
 ]  # fmt: skip
 # Servers slice these; to a load of one number an address is as good as any other.
 INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_state"]
@@ -173,7 +173,7 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 def decode(
     q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
     cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, o,
-    N, T, slots, columns, first_written, scale, lower_bound, beta_range, eps, slot_stride, conv_stride,
+    N, T, slots, null_slot, columns, first_written, scale, lower_bound, beta_range, eps, slot_stride, conv_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, z_row, z_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
     q_strides, k_strides, v_strides, g_strides, beta_strides, z_strides,
@@ -190,6 +190,7 @@ def decode(
     program = tl.program_id(0)
     w, head, b = program % BLOCKS * BV, program // BLOCKS % (HV // HEADS) * HEADS, program // (BLOCKS * (HV // HEADS))
     h, c, d = head // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
+    slots = (slots, null_slot)
     inside = tl.full([BV, BK], True, tl.int1)
     if not (K_EVEN and V_EVEN):
         inside = (d < V)[:, None] & (c < K)[None, :]
@@ -323,7 +324,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
         programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
         launch_rule(
             c, decode, (*pointers, *more, *around, o), (programs, 1, 1), chosen,
-            p.N, p.T, len(s.state_pool), s.read_indices.shape[-1], first_written,
+            p.N, p.T, len(s.state_pool), p.null_slot, s.read_indices.shape[-1], first_written,
             p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0, slot, 0 if conv is None else conv.stride(0),
             *(count for counts, _ in per_token for count in counts),
             *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
