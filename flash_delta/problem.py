@@ -110,10 +110,10 @@ class Inputs(NamedTuple):
 
 class Slots(NamedTuple):
     """Where a serving call finds and leaves its states, and leaves its output. Only the device knows the values of the
-    indices."""
+    indices. Ops require ``read_indices``. A backend's ``step`` has none: every row has the slot of its own number."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
-    read_indices: Tensor  # [B], prefill [N]; with num_accepted_tokens [B, W]: W states, one of which is read
+    read_indices: Tensor | None  # [B], prefill [N]; with num_accepted_tokens [B, W]: W states, one of which is read
     write_indices: Tensor | None = None  # [B], prefill [N]: for the last token's state; [B, T]: for every token's
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row

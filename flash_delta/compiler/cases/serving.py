@@ -97,6 +97,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     s = Slots(
         pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
     )
+    s = Slots(pool[:B], None) if case.apart else s
     call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
     run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), *choice)
 

@@ -21,7 +21,7 @@ last kernel. It may run beside the others, since it shares only what all of them
 row, waits for them.
 
 With ``initial`` the rows start from slots of those states, which are laid out as the pool is. The pool is then only
-written.
+written. Without ``read_indices`` every row has the slot of its own number, which it reads and writes.
 
 Indices are what the device says. An index that is no slot is never an address: ``live`` masks loads and stores.
 """
@@ -126,7 +126,9 @@ def find_state(
     if accepted is not None:
         count = tl.load(accepted + b.to(tl.int64) * accepted_row)
         column, live = (count - 1).to(tl.int32), (count >= 1) & (count <= columns)
-    slot, live = load_slot(read_indices, b, column, (read_row, read_column), slots, live)
+    slot = b
+    if read_indices is not None:
+        slot, live = load_slot(read_indices, b, column, (read_row, read_column), slots, live)
     stored = live
     if has_initial_state is not None:
         has = tl.load(has_initial_state + b.to(tl.int64) * has_row) != 0
@@ -185,16 +187,16 @@ def decode(
     """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
     ``q_strides[0]``; and so on (launch_decode.counted). ALONE: T is 1. STRIDES: of the pool's (head, key, value)."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    WRITES: tl.constexpr = read_indices is None or write_indices is not None
     K_EVEN: tl.constexpr = K == BK
     V_EVEN: tl.constexpr = V % BV == 0
     program = tl.program_id(0)
     w, head, b = program % BLOCKS * BV, program // BLOCKS % (HV // HEADS) * HEADS, program // (BLOCKS * (HV // HEADS))
     h, c, d = head // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
-    slots = (slots, null_slot)
     inside = tl.full([BV, BK], True, tl.int1)
     if not (K_EVEN and V_EVEN):
         inside = (d < V)[:, None] & (c < K)[None, :]
-    row, start = b, b * 0
+    row, start, slots = b, b * 0, (slots, null_slot)
     if SHORT > 0:
         if b == N:  # after the last row: this kernel has not ended before the call's others
             follow(OVERLAP)
@@ -205,11 +207,13 @@ def decode(
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
-    if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or write_indices is None)):
+    if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or not WRITES)):
         return
     write_strides = (write_row, write_token)
-    if SHORT > 0 and write_indices is not None and T < 1:  # the state moves on as it is
-        slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
+    if SHORT > 0 and WRITES and T < 1:  # the state moves on as it is
+        slot, live = row_slot, is_row
+        if write_indices is not None:
+            slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
         source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES)
         at = tile + slot.to(tl.int64) * slot_stride
         tl.store(at, load_state(source, row_slot, slot_stride, inside & stored), mask=inside & live)
@@ -269,7 +273,7 @@ def decode(
             written = live & (t >= first_written)
             if CONV is not None:
                 q_window, k_window, v_window = push(q_window, qt), push(k_window, kt), push(v_window, vt)
-                if write_indices is not None:  # of q and k the first head writes what all of them read
+                if WRITES:  # of q and k the first head writes what all of them read
                     of_all = written & (j == 0)
                     store_window(q_window, conv_pool, slot, conv_stride, q_at, c, K, of_all, CONV)
                     store_window(k_window, conv_pool, slot, conv_stride, k_at, c, K, of_all, CONV)
@@ -277,8 +281,7 @@ def decode(
                 qt = convolve(q_window, conv_weight, conv_bias, q_at, c, K, CONV)
                 kt = convolve(k_window, conv_weight, conv_bias, k_at, c, K, CONV)
                 vt = convolve(v_window, conv_weight, conv_bias, v_at, d, V, CONV)
-            kt, qt, vt = kt.to(tl.float32), qt.to(tl.float32), vt.to(tl.float32)
-            bt = bt.to(tl.float32)
+            kt, qt, vt, bt = kt.to(tl.float32), qt.to(tl.float32), vt.to(tl.float32), bt.to(tl.float32)
             if RAW_BETA:
                 bt = strength(bt, beta_range)
             r_k, r_q = 1.0, scale
@@ -294,9 +297,8 @@ def decode(
             ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
             tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
             last = S.to(pool.dtype.element_ty)
-            if write_indices is not None:
-                at = tile + slot.to(tl.int64) * slot_stride
-                tl.store(at, last, mask=inside & written)
+            if WRITES:
+                tl.store(tile + slot.to(tl.int64) * slot_stride, last, mask=inside & written)
             if SHORT > 0:
                 last = S
             if parents is None:
@@ -311,7 +313,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
     contracted: how depends on what else is compiled with them."""
     p, x, s, around = c.p, c.x, Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
     write, heads = s.write_indices, p.HV // p.H if p.taps else 1
-    first_written = p.T - 1 if write is not None and write.dim() == 1 else 0
+    first_written = p.T - 1 if s.read_indices is None or (write is not None and write.dim() == 1) else 0
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # the kernels of a prefill
     per_token = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta, around.norm_gate)]
     conv = around.conv_pool
@@ -324,8 +326,9 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
         programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
         launch_rule(
             c, decode, (*pointers, *more, *around, o), (programs, 1, 1), chosen,
-            p.N, p.T, len(s.state_pool), p.null_slot, s.read_indices.shape[-1], first_written,
-            p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0, slot, 0 if conv is None else conv.stride(0),
+            p.N, p.T, len(s.state_pool), p.null_slot, 1 if s.read_indices is None else s.read_indices.shape[-1],
+            first_written, p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0, slot,
+            0 if conv is None else conv.stride(0),
             *(count for counts, _ in per_token for count in counts),
             *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
             table(s.has_initial_state)[0], *(strides for _, strides in per_token),
