@@ -193,11 +193,13 @@ def _separated(
 
 def _call_by_name(function: Callable) -> Callable:
     """Without the keywords that ``function`` has no name for, as transformers calls its own choice."""
-    names = tuple(signature(function).parameters)
+    names = frozenset(signature(function).parameters)
 
     @wraps(function)
     def call(*args, **kwargs):
-        return function(*args, **{name: value for name, value in kwargs.items() if name in names})
+        if not names.issuperset(kwargs):
+            kwargs = {name: value for name, value in kwargs.items() if name in names}
+        return function(*args, **kwargs)
 
     return call
 

@@ -58,12 +58,12 @@ def run_tokens(
 ) -> tuple[Tensor, ...] | Explanation:
     """`run` of a recurrent op. Its q, k and v may have different dtypes: then it computes with float32 copies (float64
     if one of them is that), and ``o`` has v's dtype."""
-    call = partial(run, options=options, bounds=bounds, output_final_state=output_final_state, backend=backend)
     q, k, v = getattr(x.q, "dtype", None), getattr(x.k, "dtype", None), getattr(x.v, "dtype", None)
     if q is k is v or not {q, k, v} <= {*DTYPES}:  # the checks will name the one that is not a tensor
-        return call(x)
+        return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     wide = torch.float64 if torch.float64 in (q, k, v) else torch.float32
-    found = call(x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide)))
+    x = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide))
+    found = run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     return found if isinstance(found, Explanation) else (found[0].to(v), found[1])
 
 
