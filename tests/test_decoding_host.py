@@ -1,0 +1,142 @@
+"""What our functions do on the host in a decoding step of a transformers layer, counted: how long it takes is printed
+by examples/decoding_step.py. On a GPU that is none (pretended_gpu.py)."""
+
+import ctypes
+import re
+import shutil
+import struct
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
+
+EXAMPLES = str(Path(__file__).parent.parent / "examples")
+OURS = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "gated norm"}
+MOST = 70  # Python functions that all three call, which takes most of their time
+LAUNCHES = 3
+TENSORS = {"new_empty": 3, "empty": 1}  # the three outputs and the new state
+
+
+def counts(place):
+    """Of each function of ours, in a step of a kind that came before: how often it calls Python and torch."""
+    sys.path.append(EXAMPLES)
+    import decoding_step
+    import torch
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.integrations.transformers import enable
+
+    found = {}
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            count = found[name] = Counter()
+
+            def note(frame, event, function):
+                if event == "call":
+                    count["python"] += 1
+                elif event == "c_call":
+                    owner, _, name = function.__qualname__.rpartition(".")
+                    count[f"torch {name}" if owner in ("Tensor", "_VariableFunctionsClass") else name] += 1
+
+            sys.setprofile(note)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sys.setprofile(None)
+
+        return call
+
+    step = decoding_step.make_step(3, torch.device("cpu"))
+    with enable() as report, pretended_gpu(place):
+        for _ in range(3):  # looked at; known by Python's key; by C's
+            step()
+        with decoding_step.watching(report, counting):
+            step()
+    return found
+
+
+def test_a_step_of_ours_is_three_launches_and_little_python(process, tmp_path):
+    found = process.submit(counts, tmp_path).result()
+    assert found.keys() == OURS
+    total = sum(found.values(), Counter())
+    assert 0 < total["python"] <= MOST
+    assert total["launch"] == LAUNCHES
+    assert {name.removeprefix("torch "): n for name, n in total.items() if name.startswith("torch ")} == TENSORS
+
+
+def addresses_of_steps(place):
+    """Of some recurrent steps on other tensors each: what the kernel was given, what it should be given, and whether
+    the call was looked at again."""
+    import torch
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import cuda_driver
+    from flash_delta.kernels.triton import backend
+
+    found, pointers, make_call = [], 8, backend.make_call
+    function = (ctypes.c_uint64 * (1 + pointers))(pointers, *[8] * pointers)  # see fake_cuda.c
+
+    def looking(*args, **kwargs):
+        found.append(None)
+        return make_call(*args, **kwargs)
+
+    with (
+        pretended_gpu(place),
+        patch.object(cuda_driver, "load", lambda compiled: ctypes.addressof(function)),
+        patch.object(backend, "make_call", looking),
+    ):
+        for _ in range(4):
+            q, k = torch.randn(2, 3, 1, 2, 32)
+            v, state = torch.randn(3, 1, 4, 32), torch.randn(3, 4, 32, 32)
+            g, beta = torch.zeros(2, 3, 1, 4)
+            o, final = flash_delta.fused_recurrent_gated_delta_rule(
+                q, k, v, g, beta=beta, initial_state=state, output_final_state=True
+            )
+            driver = cuda_driver.library()
+            used = ctypes.c_size_t.in_dll(driver, "used")
+            written = bytes((ctypes.c_ubyte * used.value).in_dll(driver, "written"))
+            used.value = 0
+            given = struct.unpack(f"{pointers}Q", written[-8 * pointers :])
+            found.append((given, tuple(t.data_ptr() for t in (q, k, v, g, beta, state, final, o))))
+    return found
+
+
+def test_a_known_step_gets_its_own_addresses(process, tmp_path):
+    """It is looked at as long as C's key is new to it, and launched from memory from then on."""
+    found = process.submit(addresses_of_steps, tmp_path).result()
+    assert [step is None for step in found[:2]] == [True, False]
+    assert None not in found[-2:]
+    for given, expected in filter(None, found):
+        assert given == expected
+        assert len({*given}) == 8
+
+
+def printed():
+    sys.path.append(EXAMPLES)
+    import decoding_step
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command()(decoding_step.main)
+    return CliRunner().invoke(app, ["--pretend", "--steps", "20", "--profile", "5"]).output
+
+
+def test_the_split_is_printed(process):
+    out = process.submit(printed).result()
+    times = {name: float(us) for name, us in re.findall(r"│ +([\w' ()]+?) +│ +(-?[\d.]+) │", out)}
+    assert times.keys() == OURS | {"ours", "transformers' own", "with enable()"}, out
+    assert times["ours"] == pytest.approx(sum(times[name] for name in OURS), abs=0.2)
+    assert times["with enable()"] == pytest.approx(times["ours"] + times["transformers' own"], abs=0.2)
+    assert "Ordered by: internal time" in out
