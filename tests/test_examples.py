@@ -11,7 +11,10 @@ import pytest
 import torch
 import typer
 from tiny_model import build
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
+
+from flash_delta.integrations.transformers import enable
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # More prompts than slots, and prompts longer than a step.
@@ -129,6 +132,83 @@ def test_layers_of_transformers(monkeypatch):
     out = CliRunner().invoke(app, sizes)
     assert out.exit_code == 1
     assert out.output.count("another function") == 8
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return load("generate_graphs")
+
+
+def test_generation_without_a_graph(graphs, monkeypatch):
+    """The tokens of `generate`, which are not always the same one; a step that stays where it is gives others."""
+    app, sizes = typer.Typer(), ["--rows", "2", "--tokens", "5", "--new-tokens", "9", "--hidden-size", "32"]
+    app.command()(graphs.main)
+    out = CliRunner().invoke(app, sizes)
+    assert out.exit_code == 0, out.output
+    assert out.output.count("18 of 18 as model.generate's") == 3
+    assert "this loop, no graph" in out.output
+    monkeypatch.setattr(graphs.Loop, "step", lambda loop: None)
+    out = CliRunner().invoke(app, sizes)
+    assert out.exit_code == 1, out.output
+    assert out.output.count("18 of 18 as model.generate's") == 2
+    out = CliRunner().invoke(app, ["--dtype", "int8"])
+    assert str(out.exception) == "dtype: expected float32, bfloat16, float16, got 'int8'"
+
+
+class Recorded(TorchDispatchMode):
+    """A CUDA graph on the CPU: the operators of a step on the memory that they had, with no Python in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for function, args, kwargs, out in self.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(*map(torch.utils._pytree.tree_leaves, (out, again)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@torch.inference_mode()
+def test_a_recorded_step_is_all_of_generation(graphs):
+    """As a graph would: it is right for other prompts, reads no value on the host, and the cache stays in place."""
+    model = graphs.random_model(32, 4)
+    prompts = torch.randint(1, 500, (2, 3, 7))
+    with enable(model):
+        loop = graphs.Loop(model, 3, 32)
+        loop.read(prompts[0])
+        loop.step()
+        kept = {name: t.data_ptr() for name, t in tensors_of(loop)}
+        with Recorded() as loop.graph:
+            loop.step()
+        for prompt in prompts:
+            options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 12}
+            want = model.generate(prompt, **options)[:, 7:]
+            assert len(want.unique()) > 6
+            assert torch.equal(loop.generate(prompt, 12), want)
+    assert {name: t.data_ptr() for name, t in tensors_of(loop)} == kept
+    assert len(kept) == 2 + 3 * 2 + 3  # token and position, two states a layer of linear attention, the other's cache
+    names = {function.overloadpacket.__name__ for function, *_ in loop.graph.calls}
+    assert not names & {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
+
+
+def tensors_of(loop):
+    yield from (("token", loop.token), ("position", loop.position))
+    for number, layer in enumerate(loop.cache.layers):
+        states = {
+            f"{name}{n}": t
+            for name in ("conv_states", "recurrent_states")
+            for n, t in vars(layer).get(name, {}).items()
+        }
+        for name, t in (vars(layer) | states).items():
+            if isinstance(t, torch.Tensor):
+                yield f"{number}.{name}", t
 
 
 def test_state_tracking(tmp_path):
