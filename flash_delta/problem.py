@@ -67,6 +67,7 @@ class Problem(NamedTuple):
     eps: float | None = None  # of the gated norm after the rule; None: no norm
     activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # of that norm's gate
     pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
+    write_pool: torch.dtype | None = None  # decoding: that of the pool that is written; None: the same pool
     checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
     plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
@@ -120,6 +121,9 @@ class Slots(NamedTuple):
     has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True
     checkpoint_indices: Tensor | None = None  # [N, M]: for the states after each Problem.checkpoint_every tokens
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
+    # Where states go instead of state_pool: slots as there, or [rows, S, HV, ..], where write_indices [B] name rows and
+    # token t's state is at [row, t].
+    write_pool: Tensor | None = None
 
 
 class Around(NamedTuple):
@@ -130,6 +134,7 @@ class Around(NamedTuple):
     conv_bias: Tensor | None = None  # [D]
     norm_gate: Tensor | None = None  # [B, T, HV, V]
     norm_weight: Tensor | None = None  # [V]
+    conv_write_pool: Tensor | None = None  # [slots, D, L] or [rows, S, D, L], as Slots.write_pool
 
 
 class ConvolutionProblem(NamedTuple):

@@ -57,10 +57,21 @@ def slots(values, like, dtype=torch.int64):
 
 
 def run(kind, x, backend):
-    """o, and the pool afterwards; that of the call stays as it is."""
-    pool = torch.empty_strided(x["state_pool"].shape, x["state_pool"].stride(), dtype=x["state_pool"].dtype)
-    pool = pool.to(x["state_pool"].device).copy_(x["state_pool"])
-    return KINDS[kind][0](**(x | {"state_pool": pool}), backend=backend), pool
+    """o, and the pool afterwards, which is a write_pool if there is one; those of the call stay as they are."""
+    pools = {name: copied(x[name]) for name in ("state_pool", "write_pool") if x.get(name) is not None}
+    o = KINDS[kind][0](**(x | pools), backend=backend)
+    if "write_pool" in pools:
+        assert torch.equal(bits(pools["state_pool"]), bits(x["state_pool"])), "a pool that is only read has changed"
+    return o, list(pools.values())[-1]
+
+
+def copied(t):
+    """With its strides."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def bits(t):
+    return t.view({4: torch.int32, 2: torch.int16}[t.itemsize])
 
 
 def table(t):
@@ -78,13 +89,17 @@ def without_null(x):
 
 
 def truth(kind, x):
-    """o and the pool afterwards in float64, states rounded to the pool's dtype after every token."""
+    """o and the pool afterwards in float64, states rounded to the dtype of the pool that is written after every token;
+    which is a write_pool if there is one."""
     x = without_null(x)
     q, k, v, g, beta = activated(kind, x)
     pool = x["state_pool"].cpu()
-    B, T, slots, dtype = *v.shape[:2], len(pool), pool.dtype
-    pool = pool.double()
-    states = pool.mT if x["state_v_first"] else pool
+    B, T, slots = *v.shape[:2], len(pool)
+    target = pool if x.get("write_pool") is None else x["write_pool"].cpu()
+    dtype, targets = target.dtype, len(target)
+    apart, pool, target = target is not pool, pool.double(), target.double()
+    target = target if apart else pool
+    states, written = (t.mT if x["state_v_first"] else t for t in (pool, target))
     o, write = torch.zeros_like(v), x.get("write_indices")
     read, to, counts, parents = (
         table(x.get(name)) for name in ("read_indices", "write_indices", "num_accepted_tokens", "parent_idx")
@@ -97,14 +112,16 @@ def truth(kind, x):
         for t in range(T):
             slot = None if write is None else to[b][t if write.dim() == 2 else 0]
             parent = t - 1 if parents is None else parents[b][t]
-            if parent not in after or (write is not None and not 0 <= slot < slots):
+            if parent not in after or (write is not None and not 0 <= slot < targets):
                 continue
             token = [y[b : b + 1, t : t + 1] for y in (q, k, v, g, beta)]
             out, S = recurrent(*token, scale=x.get("scale"), initial_state=after[parent].unsqueeze(0))
             o[b, t], after[t] = out[0, 0], S[0].to(dtype).double()
-            if write is not None and (write.dim() == 2 or t == T - 1):
-                states[slot] = after[t]
-    return o, pool
+            if target.dim() == 5:
+                written[slot, t] = after[t]
+            elif write is not None and (write.dim() == 2 or t == T - 1):
+                written[slot] = after[t]
+    return o, target
 
 
 def activated(kind, x):

@@ -8,6 +8,7 @@ import torch
 from prefill_truth import OPS, bounds, make_prefill
 from prefill_truth import run as run_prefill
 from serving_truth import DEVICES, KINDS, make_call, needs_triton, run, slots
+from test_serving_step import make_step
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
@@ -50,6 +51,23 @@ WRONG = [  # changed arguments, what the message must contain
     (
         {"parent_idx": index(2, 3), "write_indices": index(2)},
         "write_indices: expected a tensor [2, 3] with parent_idx: tokens continue from these slots, got shape [2]",
+    ),
+    ({"write_pool": z(5, 2, 24, 16)}, "write_indices: expected a tensor with write_pool, got None"),
+    ({"write_pool": z(5, 2, 24, 15)}, "write_pool: expected a tensor [slots, 2, 24, 16], got shape [5, 2, 24, 15]"),
+    ({"write_pool": z(5, 3, 2, 24, 15)}, "write_pool: expected a tensor [rows, S, 2, 24, 16], got shape [5, 3, 2, 24,"),
+    ({"write_pool": [z(5, 2, 24, 16)]}, "write_pool: expected a tensor [slots, 2, 24, 16], got list"),
+    ({"write_pool": z(5, 2, 24, 16, dtype=INDEX)}, "write_pool: expected a dtype among torch.float16, "),
+    (
+        {"write_pool": z(5, 1, 24, 16).expand(-1, 2, -1, -1), "write_indices": index(2)},
+        "write_pool: expected no stride of 0, since the call writes to each slot, got",
+    ),
+    (
+        {"write_pool": z(5, 2, 2, 24, 16), "write_indices": index(2)},
+        "write_pool: expected room for 3 tokens (axis 1), got 2",
+    ),
+    (
+        {"write_pool": z(5, 3, 2, 24, 16), "write_indices": index(2, 3)},
+        "write_indices: expected a tensor [2] with a write_pool of rows, got shape [2, 3]",
     ),
     (
         {"scale": torch.tensor(1.0)},
@@ -225,6 +243,20 @@ def test_compiled_is_eager(kind):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_drafts_are_eager():
+    """A pool that is only written is written."""
+    compiled = torch.compile(KINDS["gdn"][0], fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (3, 5):
+        x = make_call("gdn", T=T)
+        x |= {"write_pool": z(3, 5, *x["state_pool"].shape[1:]), "write_indices": slots([2, 0], x)}
+        o, pool = run("gdn", x, None)
+        again = x["write_pool"].clone()
+        assert torch.equal(compiled(**(x | {"write_pool": again})), o)
+        assert torch.equal(again, pool)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_prefill_is_eager():
     """In one graph for all lengths; with checkpoints it is another one."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -274,6 +306,17 @@ def test_operator():
         "batch_invariant": False,
     }
     opcheck(x)
+
+
+def test_operator_of_drafts():
+    """That write other pools than they read."""
+    x, conv = make_step("gdn-raw", T=3)
+    x |= {"op": "decode_gated_delta_rule", "gate": "scalar", "erase": "decayed", "recurrent": True, "l2norm": True}
+    x |= {"raw_gate": True, "raw_beta": True, "neg_eigval": False, "batch_invariant": False, "eps": 1e-5}
+    x |= {"activation": "silu", "norm_gate": x["output_norm"].gate, "norm_weight": x["output_norm"].weight}
+    x |= dict(zip(("conv_pool", "conv_weight", "conv_bias"), conv, strict=True))
+    x |= {"write_pool": z(2, 3, *x["state_pool"].shape[1:]), "conv_write_pool": z(2, 3, *conv[0].shape[1:])}
+    opcheck(x | {"write_indices": slots([1, 0], x)})
 
 
 def test_operator_of_prefill():

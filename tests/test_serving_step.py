@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from serving_truth import DEVICES, KINDS, coarser, make_call, needs_triton, slots, table, truth
+from serving_truth import DEVICES, KINDS, coarser, copied, make_call, needs_triton, slots, table, truth
 
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
@@ -27,11 +27,13 @@ def make_step(kind, W=4, L=4, bias=True, activation="silu", seed=1, **sizes):
 
 
 def run_step(kind, x, conv, backend, convolve=True):
-    """o and the pools afterwards; those of the call stay as they are."""
-    pools = {"state_pool": x["state_pool"].clone()}
-    window = conv[0].clone()
-    convolution = Convolution(window, *conv[1:]) if convolve else None
-    return KINDS[kind][0](**(x | pools), convolution=convolution, backend=backend), pools["state_pool"], window
+    """o and the pools afterwards, which are those that are written; those of the call stay as they are. ``conv``: the
+    pool, the weight, the bias, and where there is one the write_pool."""
+    pools = {name: copied(x[name]) for name in ("state_pool", "write_pool") if x.get(name) is not None}
+    windows = [copied(conv[0]), *(copied(t) for t in conv[3:])]
+    convolution = Convolution(windows[0], *conv[1:3], *windows[1:]) if convolve else None
+    o = KINDS[kind][0](**(x | pools), convolution=convolution, backend=backend)
+    return o, list(pools.values())[-1], windows[-1]
 
 
 def step_truth(kind, x, conv):
@@ -196,6 +198,10 @@ WRONG = {
     "window": ("convolution.pool: expected 3 to 4 inputs", lambda c, n: (c._replace(pool=c.pool[:, :, :2]), n)),
     "slots": ("convolution.pool: expected a tensor", lambda c, n: (c._replace(pool=c.pool[1:]), n)),
     "dtype": ("convolution.pool: expected torch.float32 like q", lambda c, n: (c._replace(pool=c.pool.half()), n)),
+    "target": (
+        "convolution.write_pool: expected None without write_pool",
+        lambda c, n: (c._replace(write_pool=c.pool.clone()), n),
+    ),
     "bias": ("convolution.bias: expected a tensor", lambda c, n: (c._replace(bias=c.bias[1:]), n)),
     "gate": ("output_norm.gate: expected a tensor", lambda c, n: (c, n._replace(gate=n.gate[:, :1]))),
     "weight": ("output_norm.weight: expected a tensor", lambda c, n: (c, n._replace(weight=None))),

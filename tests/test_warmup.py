@@ -151,6 +151,28 @@ def test_whole_steps_are_described():
 
 
 @needs_triton
+@pytest.mark.parametrize("rows", [True, False])
+def test_drafts_are_described(rows):
+    """Which write another pool, in another dtype; in one of the other shape it is another kernel."""
+    device, form = DEVICES["triton"], DecodeCalls(convolution=True, output_norm=True, write_pool=True)
+    forms = form, form._replace(parent_idx=True)
+    spec = replace(SPECS["gdn"], conv_bias=True, write_dtype=torch.bfloat16, write_rows=rows, decode=forms, prefill=())
+    warmup(spec, device, "triton")
+    before = keys()
+    for B, T, tree in ((1, 1, False), (3, 2, False), (2, 3, True)):
+        x, conv = make_step("gdn", B=B, T=T, device=device)
+        places = (5,) if rows else ()
+        target, windows = (t.new_zeros(9, *places, *t.shape[1:]) for t in (x["state_pool"], conv[0]))
+        index = torch.arange(B * T, dtype=torch.int32, device=device).view(B, T)
+        x |= {"read_indices": x["read_indices"].int(), "write_pool": target.bfloat16()}
+        x |= {"write_indices": index[:, 0] if rows else index} | ({"parent_idx": index} if tree else {})
+        KINDS["gdn"][0](**x, convolution=Convolution(*conv, windows), backend="triton")
+        assert keys() == before
+    KINDS["gdn"][0](**(x | {"write_pool": target}), convolution=Convolution(*conv, windows), backend="triton")
+    assert len(keys()) == len(before) + 1
+
+
+@needs_triton
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
 def test_prefill_as_described_depends_on_nothing_new(rule):
     device, form = torch.device(DEVICES["triton"]), PrefillCalls(True, True, True)

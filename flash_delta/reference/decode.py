@@ -5,6 +5,7 @@ output, where those of all rows together would come from memory four times. So n
 left out.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -56,13 +57,21 @@ def zeros_of(problem: Problem, s: Slots) -> Tensor:
     return torch.zeros(problem.B, problem.T, problem.HV, problem.V, dtype=problem.dtype, device=problem.device)
 
 
-def is_slot(problem: Problem, s: Slots, index: int | Tensor) -> bool | Tensor:
-    return (index >= 0) & (index < len(s.state_pool)) & (index != problem.null_slot)
+def written(s: Slots) -> Tensor:
+    """The pool where states go."""
+    return s.state_pool if s.write_pool is None else s.write_pool
+
+
+def is_slot(problem: Problem, s: Slots, index: int | Tensor, pool: Tensor | None = None) -> bool | Tensor:
+    """Of ``pool``; of the one that is read where it is None."""
+    slots = len(s.state_pool if pool is None else pool)
+    return (index >= 0) & (index < slots) & (index != problem.null_slot)
 
 
 def plan_rows(problem: Problem, s: Slots) -> dict[int, Row]:
     """The rows that are not padding."""
-    T, rows = problem.T, {}
+    T, rows, target = problem.T, {}, written(s)
+    each = target.dim() == 5
     parents, write = (None if of is None else of.tolist() for of in (s.parent_idx, s.write_indices))
     per_token = write is not None and s.write_indices.dim() == 2
     for b, read in enumerate(slots_read(s)):
@@ -70,10 +79,10 @@ def plan_rows(problem: Problem, s: Slots) -> dict[int, Row]:
         for t in range(T if is_slot(problem, s, read) else 0):
             parent = t - 1 if parents is None else parents[b][t]
             slot = None if write is None else write[b][t] if per_token else write[b]
-            if parent not in (-1, *row.parents) or (slot is not None and not is_slot(problem, s, slot)):
+            if parent not in (-1, *row.parents) or (slot is not None and not is_slot(problem, s, slot, target)):
                 continue
             row.parents[t] = parent
-            if slot is not None and (per_token or t + 1 == T):
+            if slot is not None and (per_token or each or t + 1 == T):
                 row.writes[t] = slot
         if row.parents:
             rows[b] = row
@@ -103,14 +112,15 @@ class States:
     """Of every row, what a token continues from, ``[HV, K, V]``."""
 
     def __init__(self, problem: Problem, s: Slots, rows: dict[int, Row]):
-        self.pool, self.tree = s.state_pool, s.parent_idx is not None
-        self.dtype, self.v_first = problem.accumulate, problem.state_v_first
-        slots = self.slots(self.pool)
+        self.pool = written(s)
+        self.tree, self.dtype, self.v_first = s.parent_idx is not None, problem.accumulate, problem.state_v_first
+        slots = self.slots(s.state_pool)
         # By the token that left it, -1: the row's, which with parents a token may overwrite before another reads it.
         self.after = {b: {-1: slots[row.read].clone() if self.tree else slots[row.read]} for b, row in rows.items()}
         # Where a slot's numbers lie as those of a new tensor do, products with them are rounded alike.
-        aligned = (self.pool.data_ptr() | self.pool.stride(0) * self.pool.itemsize) % ALIGNMENT == 0
-        self.in_place = self.pool.dtype == self.dtype and aligned and self.pool[0].is_contiguous()
+        apart = gcd(*self.pool.stride()[:-3]) * self.pool.itemsize
+        aligned = (self.pool.data_ptr() | apart) % ALIGNMENT == 0
+        self.in_place = self.pool.dtype == self.dtype and aligned and self.pool[:1].flatten(0, -4)[0].is_contiguous()
 
     def slots(self, pool: Tensor) -> Tensor:
         return pool.mT if self.v_first else pool
@@ -118,8 +128,8 @@ class States:
     def around(self, b: int, row: Row, t: int) -> tuple[Tensor, Tensor]:
         """The state before token t, and where the one after it is to be computed."""
         if self.in_place and t in row.writes:
-            return self.after[b][row.parents[t]], self.slots(self.pool)[row.writes[t]]
-        new = torch.empty(self.pool.shape[1:], dtype=self.dtype, device=self.pool.device)
+            return self.after[b][row.parents[t]], self.slots(place(self.pool, row.writes[t], t, 3))
+        new = torch.empty(self.pool.shape[-3:], dtype=self.dtype, device=self.pool.device)
         return self.after[b][row.parents[t]], self.slots(new)
 
     def keep(self, b: int, row: Row, t: int, S: Tensor) -> None:
@@ -127,7 +137,12 @@ class States:
         S = S.to(self.pool.dtype)
         self.after[b] = (self.after[b] if self.tree else {}) | {t: S}
         if t in row.writes and not self.in_place:
-            self.slots(self.pool)[row.writes[t]] = S
+            self.slots(place(self.pool, row.writes[t], t, 3))[:] = S
+
+
+def place(pool: Tensor, slot: int, t: int, axes: int) -> Tensor:
+    """Where token t's state or window, of so many axes, goes."""
+    return pool[slot] if pool.dim() == axes + 1 else pool[slot, t]
 
 
 class Windows:
@@ -144,6 +159,8 @@ class Windows:
         before = torch.stack([self.after[parent][b] for b, parent in enumerate(parents)])
         token, window = convolve(self.problem, x, t, before, self.around)
         self.after[t] = window
-        written = [b for b in live if t in live[b].writes]
-        self.around.conv_pool[[live[b].writes[t] for b in written]] = window[written]
+        pool = self.around.conv_pool if self.around.conv_write_pool is None else self.around.conv_write_pool
+        for b, row in live.items():
+            if t in row.writes:
+                place(pool, row.writes[t], t, 2)[:] = window[b]
         return token, 0

@@ -27,6 +27,8 @@ class Decoding(NamedTuple):
     tokens: int = 1
     whole: bool = False  # with a convolution and an output norm
     apart: bool = False  # from states outside of the pool, as recurrent ops do
+    write: torch.dtype | None = None  # to a pool of its own
+    rows: bool = True  # which has a row for every draft
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
@@ -55,6 +57,10 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
     "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
     "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
     "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
+    "decode-gdn-128-draft-rows": Decoding(tokens=4, write=torch.float32),
+    "decode-gdn-128-draft-slots-bfloat16": Decoding(tokens=4, write=torch.bfloat16, rows=False),
+    "decode-gdn-128-tree-rows-bfloat16": Decoding(dtype=torch.bfloat16, tree=True, tokens=4, write=torch.bfloat16),
+    "decode-kda-128-bounded-whole-tree-rows": Decoding(BOUNDED, tree=True, tokens=4, whole=True, write=torch.float32),
 }
 
 
@@ -86,17 +92,21 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
         *(None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5]), A_log=x.A_log, dt_bias=x.dt_bias
     )
     p = p._replace(B=B, N=B, packed=False, recurrent=True, state_v_first=case.v_first, pool=case.dtype)
-    around = Around()
+    around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:
-        D = 2 * p.H * p.K + p.HV * p.V
         around = Around(new(9, D, 4, dtype=p.dtype), new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
         p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
     pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(B, T, dtype=torch.int32)
+    target, to = None, table
+    if case.write is not None:
+        places = (T,) if case.rows else ()
+        target, to = new(9, *places, *p.state_shape[1:], dtype=case.write), table[:, 0] if case.rows else table
+        p = p._replace(write_pool=case.write)
+        around = around._replace(conv_write_pool=new(9, *places, D, 4, dtype=p.dtype) if case.whole else None)
     accepted = new(B, dtype=torch.int32) if counted else None
     x = x._replace(initial_state=new(B, *p.state_shape[1:]) if case.apart else None)
-    s = Slots(
-        pool, table if counted else table[:, 0], table if written else None, accepted, table if case.tree else None
-    )
+    read, parents = table if counted else table[:, 0], table if case.tree else None
+    s = Slots(pool, read, to if written else None, accepted, parents, write_pool=target)
     s = Slots(pool[:B], None) if case.apart else s
     call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
     run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), *choice)

@@ -25,7 +25,7 @@ from flash_delta.problem import (
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
 SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
-POOLS = ("state_pool", "conv_pool")
+POOLS = {"state_pool": 3, "write_pool": 3, "conv_pool": 2, "conv_write_pool": 2}  # axes of a state, or of a window
 NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # of the tensors of a call that serves
 
 
@@ -81,23 +81,23 @@ def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
     names = NAMES if flags.kind[0] in SERVING else Inputs._fields
     counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
     layouts = tuple([
-        None if t is None else _layout(*t, counted=name in counted, fixed=name in POOLS, alone=one)
+        None if t is None else _layout(*t, counted=name in counted, fixed=POOLS.get(name, 0), alone=one)
         for name, t in zip_longest(names[: len(tensors)], tensors)
     ])  # fmt: skip
     return numbers.setdefault((flags, layouts), len(numbers))
 
 
 def _layout(
-    dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: bool, alone: bool
+    dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: int, alone: bool
 ) -> TensorLayout:
     """What Triton compiles for: of a stride whether it is 1 or long and how it divides. To all kernels those of indices
     are numbers like any other, and parameters lie side by side; where tokens are ``counted`` their unit says it all.
-    Within a slot of a pool strides are ``fixed``: to `decode` they are constants."""
+    Of a pool so many last strides are ``fixed``: to `decode` they are constants."""
 
     if len(strides) < 3 or not dtype.is_floating_point:
         return TensorLayout(dtype, alignment == 0, ())
     if fixed:
-        return TensorLayout(dtype, alignment == 0, (*_classes(strides[:1]), *strides[1:]))
+        return TensorLayout(dtype, alignment == 0, (*_classes(strides[:-fixed]), *strides[-fixed:]))
     if not counted:
         return TensorLayout(dtype, alignment == 0, _classes(strides))
     row, token, *others = strides

@@ -60,8 +60,8 @@ def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
-    if torch.float64 in (problem.dtype, problem.pool):
-        pool = "" if problem.pool is None else f", the pool is {problem.pool}"
+    if torch.float64 in (problem.dtype, problem.pool, problem.write_pool):
+        pool = "" if problem.pool is None else f", the pool is {problem.write_pool or problem.pool}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
     if problem.gate == "channel" and not problem.decodable:
         return "with a decay per channel keys erase what they write, from the decayed state"

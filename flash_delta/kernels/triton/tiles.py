@@ -193,7 +193,7 @@ WHOLE = {(4, False): (1024, None), (4, True): (2048, 128), (2, False): (2048, 12
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """``every``: all that other batch sizes may choose. A row's bits do not depend on it: a tile of 4 rows has its sums
     over the same threads as a wider one."""
-    channel, size = p.gate == "channel", p.pool.itemsize
+    channel, size = p.gate == "channel", max(p.pool.itemsize, (p.write_pool or p.pool).itemsize)
     if not p.taps and p.eps is None:
         usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
         usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed

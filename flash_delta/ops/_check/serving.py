@@ -13,6 +13,7 @@ from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
 MOST_TOKENS = 16  # of a row in one call
+POOLS = ("convolution.pool", "convolution.write_pool")
 
 
 def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
@@ -29,6 +30,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     _check_pool(p, "state_pool", s.state_pool)
     if p.recurrent:
         _check_rows(p, s)
+        _check_write_pool(p, s)
     else:
         _check_sequences(p, s, options.checkpoint_every)
         _check_prompts(p.op, options)
@@ -36,14 +38,17 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if s.out is not None:
         _check_out(p, s.out)
     check_around(p, s, around)
-    if around.conv_pool is not None:
-        _check_pool(p, "convolution.pool", around.conv_pool)
+    for name, pool in zip(POOLS, (around.conv_pool, around.conv_write_pool), strict=True):
+        if pool is not None:
+            _check_pool(p, name, pool)
     if around.norm_gate is not None:
         _check_strides(op, "output_norm.gate", around.norm_gate)
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
+    target = None if s.write_pool is None else s.write_pool.dtype
     return p._replace(
-        pool=s.state_pool.dtype, plain_pool=_is_plain(s.state_pool), taps=taps, window=window, needs_grad=False
-    )
+        pool=s.state_pool.dtype, write_pool=target, plain_pool=_is_plain(s.state_pool), taps=taps, window=window,
+        needs_grad=False,
+    )  # fmt: skip
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:
@@ -88,9 +93,27 @@ def _check_rows(p: Problem, s: Slots) -> None:
         check_shape(op, "write_indices", s.write_indices, *((B, T) if per_token else (B,)))
     if s.parent_idx is not None:
         check_shape(op, "parent_idx", s.parent_idx, B, T)
-        if s.write_indices is None or s.write_indices.dim() == 1:
+        if s.write_indices is None or (s.write_indices.dim() == 1 and not _has_rows(s)):
             got = "None" if s.write_indices is None else f"shape {list(s.write_indices.shape)}"
             refuse(op, "write_indices", f"a tensor [{B}, {T}] with parent_idx: tokens continue from these slots", got)
+
+
+def _has_rows(s: Slots) -> bool:
+    """Whether the write pool has rows of a state for every token; a pool of slots has four axes."""
+    return isinstance(s.write_pool, Tensor) and s.write_pool.dim() == 5
+
+
+def _check_write_pool(p: Problem, s: Slots) -> None:
+    if s.write_pool is None:
+        return
+    op, rows, write = p.op, _has_rows(s), s.write_indices
+    check_shape(op, "write_pool", s.write_pool, *(("rows", "S") if rows else ("slots",)), *p.state_shape[1:])
+    _check_pool(p, "write_pool", s.write_pool)
+    if rows and s.write_pool.shape[1] < p.T:
+        refuse(op, "write_pool", f"room for {p.T} tokens (axis 1)", s.write_pool.shape[1])
+    if write is None or (rows and write.dim() == 2):
+        expected = f"a tensor [{p.N}] with a write_pool of rows" if rows else "a tensor with write_pool"
+        refuse(op, "write_indices", expected, "None" if write is None else f"shape {list(write.shape)}")
 
 
 def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
@@ -112,7 +135,7 @@ def _check_prompts(op: str, options: Options) -> None:
 def _check_indices(p: Problem, s: Slots) -> None:
     """What all that serves has in common."""
     for name, t in s._asdict().items():
-        if t is not None and name not in ("state_pool", "out"):
+        if t is not None and name not in ("state_pool", "write_pool", "out"):
             check_kind(p.op, name, t, p.device, (torch.bool,) if name == "has_initial_state" else INDEX_DTYPES)
 
 

@@ -63,4 +63,5 @@ def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str |
     run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
 
 
-operator = define("serve", _serve, lambda *_: None, writes=["state_pool", "out", "conv_pool"])
+WRITTEN = ("state_pool", "write_pool", "out", "conv_pool", "conv_write_pool")
+operator = define("serve", _serve, lambda *_: None, writes=WRITTEN)

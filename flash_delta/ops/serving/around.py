@@ -25,6 +25,9 @@ class Convolution(NamedTuple):
         pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides.
         weight: ``[D, W]``, W from 1 to 4, the last tap meets the current token; any float dtype, without gaps.
         bias: ``[D]``, any float dtype, without gaps. Default None: no bias.
+        write_pool: where windows go instead of ``pool``, for calls with a ``write_pool`` of states and only for these.
+            In its shape: ``[slots', D, L]`` or ``[rows, S, D, L]``, with as many slots or rows; dtype of ``pool``, any
+            strides. Default None.
 
     Example:
         >>> import torch
@@ -38,6 +41,7 @@ class Convolution(NamedTuple):
     pool: Tensor
     weight: Tensor
     bias: Tensor | None = None
+    write_pool: Tensor | None = None
 
 
 class OutputNorm(NamedTuple):
@@ -69,6 +73,11 @@ class OutputNorm(NamedTuple):
 
 
 NOTHING = Around()
+NAMES = (  # of the fields of Around
+    "convolution.pool", "convolution.weight", "convolution.bias", "output_norm.gate", "output_norm.weight",
+    "convolution.write_pool",
+)  # fmt: skip
+PARAMETERS = ("convolution.weight", "convolution.bias", "output_norm.weight")
 
 
 def around_of(
@@ -81,38 +90,53 @@ def around_of(
         refuse(op, "convolution", "a Convolution or None", type(convolution).__name__)
     if not isinstance(norm, OutputNorm | None):
         refuse(op, "output_norm", "an OutputNorm or None", type(norm).__name__)
-    conv = (None, None, None) if convolution is None else convolution
+    around = NOTHING
+    if convolution is not None:
+        pool, weight, bias, target = convolution
+        around = Around(pool, weight, bias, conv_write_pool=target)
     if norm is None:
-        return Around(*conv), None, None
+        return around, None, None
     if norm.activation not in ACTIVATIONS:
         refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
     if norm.eps is None:  # which to a problem is no norm
         refuse(op, "output_norm.eps", "a number of at least 0", "None")
-    return Around(*conv, norm.gate, norm.weight), norm.eps, ACTIVATIONS[norm.activation]
+    return around._replace(norm_gate=norm.gate, norm_weight=norm.weight), norm.eps, ACTIVATIONS[norm.activation]
 
 
 def check_around(p: Problem, s: Slots, around: Around) -> None:
     """Raises ValueError naming the argument, what was expected and what came."""
-    op, D = p.op, 2 * p.H * p.K + p.HV * p.V
-    pool, weight, bias, gate, norm_weight = around
-    if pool is not None or weight is not None:
-        check_shape(op, "convolution.weight", weight, D, "W")
-        check_shape(op, "convolution.pool", pool, len(s.state_pool), D, "L")
-        W, L = weight.shape[1], pool.shape[2]
-        if not 1 <= W <= MOST_TAPS:
-            refuse(op, "convolution.weight", f"1 to {MOST_TAPS} taps (axis 1)", W)
-        if not max(1, W - 1) <= L <= MOST_TAPS:
-            refuse(op, "convolution.pool", f"{max(1, W - 1)} to {MOST_TAPS} inputs (axis 2)", L)
-        if pool.dtype != p.dtype:
-            refuse(op, "convolution.pool", f"{p.dtype} like q", pool.dtype)
-        if bias is not None:
-            check_shape(op, "convolution.bias", bias, D)
+    gate, norm_weight = around.norm_gate, around.norm_weight
+    if around.conv_pool is not None or around.conv_weight is not None:
+        _check_convolution(p, s, around)
     if gate is not None or norm_weight is not None:
-        check_shape(op, "output_norm.gate", gate, p.B, p.T, p.HV, p.V)
-        check_shape(op, "output_norm.weight", norm_weight, p.V)
-    names = ("convolution.pool", "convolution.weight", "convolution.bias", "output_norm.gate", "output_norm.weight")
-    for name, t in zip(names, around, strict=True):
+        check_shape(p.op, "output_norm.gate", gate, p.B, p.T, p.HV, p.V)
+        check_shape(p.op, "output_norm.weight", norm_weight, p.V)
+    for name, t in zip(NAMES, around, strict=True):
         if t is not None:
-            check_kind(op, name, t, p.device)
-        if t is not None and t is not pool and t is not gate and not t.is_contiguous():
-            refuse(op, name, "a contiguous tensor", f"strides {list(t.stride())}")
+            check_kind(p.op, name, t, p.device)
+        if t is not None and name in PARAMETERS and not t.is_contiguous():
+            refuse(p.op, name, "a contiguous tensor", f"strides {list(t.stride())}")
+
+
+def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
+    op, D, pool, weight, bias = p.op, 2 * p.H * p.K + p.HV * p.V, *around[:3]
+    check_shape(op, "convolution.weight", weight, D, "W")
+    check_shape(op, "convolution.pool", pool, len(s.state_pool), D, "L")
+    W, L = weight.shape[1], pool.shape[2]
+    if not 1 <= W <= MOST_TAPS:
+        refuse(op, "convolution.weight", f"1 to {MOST_TAPS} taps (axis 1)", W)
+    if not max(1, W - 1) <= L <= MOST_TAPS:
+        refuse(op, "convolution.pool", f"{max(1, W - 1)} to {MOST_TAPS} inputs (axis 2)", L)
+    if pool.dtype != p.dtype:
+        refuse(op, "convolution.pool", f"{p.dtype} like q", pool.dtype)
+    if bias is not None:
+        check_shape(op, "convolution.bias", bias, D)
+    if s.write_pool is not None:
+        target, of_rows = around.conv_write_pool, s.write_pool.dim() == 5
+        check_shape(op, "convolution.write_pool", target, len(s.write_pool), *(("S",) if of_rows else ()), D, L)
+        if of_rows and target.shape[1] < p.T:
+            refuse(op, "convolution.write_pool", f"room for {p.T} tokens (axis 1)", target.shape[1])
+        if target.dtype != pool.dtype:
+            refuse(op, "convolution.write_pool", f"{pool.dtype} like convolution.pool", target.dtype)
+    elif around.conv_write_pool is not None:
+        refuse(op, "convolution.write_pool", "None without write_pool", "a tensor")

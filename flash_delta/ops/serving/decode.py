@@ -29,6 +29,7 @@ def decode_gated_delta_rule(
     output_norm: OutputNorm | None = None,
     null_slot: int | None = None,
     out: Tensor | None = None,
+    write_pool: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -84,7 +85,13 @@ def decode_gated_delta_rule(
             index is.
         out: where o goes, ``[B, T, HV, V]`` in q's dtype, contiguous, from a multiple of 16 bytes on. It may not share
             memory with another argument. Default None: new memory.
-        state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
+        write_pool: where states go instead of ``state_pool``, which is then only read: float32, bfloat16 or float16,
+            any strides. ``[slots', HV, V, K]``, whose slots ``write_indices`` name; or ``[rows, S, HV, V, K]``, S at
+            least T, whose rows ``write_indices [B]`` name: the state after token t goes to ``[row, t]``. Without
+            ``state_v_first`` ``[.., K, V]``. Between tokens states are rounded to its dtype. A tree continues from the
+            states in it. Default None: ``state_pool``.
+        state_v_first: the layout of ``state_pool`` and ``write_pool``. It has no default: with K = V no shape would
+            show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
             names, or else the first that can run the call.
 
@@ -110,7 +117,9 @@ def decode_gated_delta_rule(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
-    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out)
+    slots = Slots(
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out, write_pool=write_pool
+    )
     around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
         "op": "decode_gated_delta_rule",
@@ -153,6 +162,7 @@ def decode_kda(
     output_norm: OutputNorm | None = None,
     null_slot: int | None = None,
     out: Tensor | None = None,
+    write_pool: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -196,7 +206,9 @@ def decode_kda(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate)
-    slots = Slots(state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out)
+    slots = Slots(
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out, write_pool=write_pool
+    )
     around, eps, activation = around_of("decode_kda", convolution, output_norm)
     options = {
         "op": "decode_kda",

@@ -40,6 +40,7 @@ class DecodeCalls(NamedTuple):
         parent_idx: whether calls give it. Default False.
         convolution: whether calls give one. Default False.
         output_norm: whether calls give one. Default False.
+        write_pool: whether calls give one. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import DecodeCalls
@@ -53,6 +54,7 @@ class DecodeCalls(NamedTuple):
     parent_idx: bool = False
     convolution: bool = False
     output_norm: bool = False
+    write_pool: bool = False
 
 
 class PrefillCalls(NamedTuple):
@@ -108,6 +110,10 @@ class Serving:
             ``norm``. Default None: in a tensor of its own without gaps.
         norm_dtype: of its weight. Default None: ``dtype``.
         norm_activation: of its gate.
+        write_dtype: of the write pool; read where calls have one, as the other fields that begin with ``write``.
+            Default None: ``state_dtype``.
+        write_rows: whether it has rows, ``[rows, S, HV, V, K]``, or slots as the pool has.
+        write_slot: numbers from one of its rows or slots to the next. Default None: they have no gaps.
         decode: the forms of decoding calls. Default: with ``write_indices`` and no other index beside ``read_indices``.
         prefill: the forms of prefill calls. Default: the same.
 
@@ -157,6 +163,9 @@ class Serving:
     norm_gate: Slice | None = None
     norm_dtype: torch.dtype | None = None
     norm_activation: str = "silu"
+    write_dtype: torch.dtype | None = None
+    write_rows: bool = True
+    write_slot: int | None = None
     decode: tuple[DecodeCalls, ...] = (DecodeCalls(),)
     prefill: tuple[PrefillCalls, ...] = (PrefillCalls(),)
 
@@ -193,13 +202,25 @@ class Serving:
                 x[name] = torch.zeros(shape, dtype=getattr(self, name), device=device).flatten()
         return x | ({"lower_bound": self.lower_bound} if self.rule == "kda" else {})
 
-    def convolution(self, device: torch.device) -> Convolution:
-        """Of a pool of one slot."""
+    def write_pool(self, T: int, device: torch.device) -> Tensor:
+        """Of one row, or of one slot."""
+        inner = self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V))
+        pool = torch.empty(1, *self.places(T), *inner, dtype=self.write_dtype or self.state_dtype, device=device)
+        return pool.as_strided(pool.shape, (self.write_slot or pool.stride(0), *pool.stride()[1:]))
+
+    def places(self, T: int) -> tuple[int, ...]:
+        """Of a row of the write pool, for T tokens."""
+        return (T,) if self.write_rows else ()
+
+    def convolution(self, device: torch.device, apart: tuple[int, ...] | None = None) -> Convolution:
+        """Of a pool of one slot. ``apart``: its write pool has one row with these `places`."""
         D, L = 2 * self.H * self.K + self.HV * self.V, self.conv_inputs or self.taps
         dtype = self.conv_dtype or self.dtype
         bias = torch.zeros(D, dtype=dtype, device=device) if self.conv_bias else None
         weight = torch.zeros(D, self.taps, dtype=dtype, device=device)
-        return Convolution(torch.zeros(1, D, L, dtype=self.dtype, device=device), weight, bias)
+        pool = torch.zeros(1, D, L, dtype=self.dtype, device=device)
+        target = None if apart is None else torch.zeros(1, *apart, D, L, dtype=self.dtype, device=device)
+        return Convolution(pool, weight, bias, target)
 
     def output_norm(self, B: int, T: int, device: torch.device) -> OutputNorm:
         gate = strided(self.norm_gate, B, T, self.HV, self.V, dtype=self.dtype, device=device)

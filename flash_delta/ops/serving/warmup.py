@@ -73,12 +73,15 @@ def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) 
     columns = () if not form.num_accepted_tokens else (1,)
     x = spec.arguments(1, T, device) | {"read_indices": padding(spec, device, 1, *columns)}
     x |= {name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)}
+    if form.write_pool:
+        x["write_pool"] = spec.write_pool(T, device)
     if form.convolution:
-        x["convolution"] = spec.convolution(device)
+        x["convolution"] = spec.convolution(device, spec.places(T) if form.write_pool else None)
     if form.output_norm:
         x["output_norm"] = spec.output_norm(1, T, device)
     if form.parent_idx:
-        x |= {name: padding(spec, device, 1, T) for name in ("write_indices", "parent_idx")}
+        tables = ("parent_idx",) if form.write_pool and spec.write_rows else ("write_indices", "parent_idx")
+        x |= {name: padding(spec, device, 1, T) for name in tables}
     return DECODE[spec.rule], x
 
 

@@ -30,74 +30,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device import activation, channel_gate
-from flash_delta.kernels.device.activation import gated_norm, strength
+from flash_delta.kernels.device.activation import gated_norm
 from flash_delta.kernels.device.chunk import bounds, follow
 from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, short, states, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import alone, unit
-from flash_delta.kernels.triton.serving.window import convolve, load_window, push, store_window
+from flash_delta.kernels.triton.serving.token import advance, load_gate, load_numbers, load_token
+from flash_delta.kernels.triton.serving.window import convolve, load_window, push, store_windows, window_after
 from flash_delta.kernels.triton.tiles import decode_tiles
-from flash_delta.problem import Around, Slots
-
-
-@triton.jit
-def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Of one token and head, as they are; strides: (unit, head, channel). EVEN: none of ``c`` is after the last."""
-    at = x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + c * strides[2]
-    if EVEN:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=c < WIDTH, other=0.0)
-
-
-@triton.jit
-def load_number(x, strides, unit, head):
-    """Of one token and head; strides: (unit, head)."""
-    return tl.load(x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1])
-
-
-@triton.jit
-def load_token(
-    q, k, v, g, beta, t, h, hv, c, d, K: tl.constexpr, K_EVEN: tl.constexpr, V: tl.constexpr, V_EVEN: tl.constexpr,
-    CHANNEL: tl.constexpr,
-):  # fmt: skip
-    """Of token t, as they are. Each tensor comes with its strides, and with the units to its row and of a token."""
-    qt = load_numbers(q[0], q[1], q[2] + t * q[3], h, c, K, K_EVEN)  # [BK]
-    kt = load_numbers(k[0], k[1], k[2] + t * k[3], h, c, K, K_EVEN)
-    vt = load_numbers(v[0], v[1], v[2] + t * v[3], hv, d, V, V_EVEN)  # [BV]
-    if CHANNEL:
-        gt = load_numbers(g[0], g[1], g[2] + t * g[3], hv, c, K, K_EVEN)
-    else:
-        gt = load_number(g[0], g[1], g[2] + t * g[3], hv)
-    return qt, kt, vt, gt, load_number(beta[0], beta[1], beta[2] + t * beta[3], hv)
-
-
-@triton.jit
-def load_gate(
-    A_log, dt_bias, hv, c, K: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """What `log_decay` takes of a head's parameters."""
-    rate, bias = 1.0, 0.0
-    if CHANNEL:
-        rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
-    elif RAW_GATE:
-        rate, bias = activation.gate_parameters(A_log, dt_bias, hv, HAS_BIAS)
-    return rate, bias
-
-
-@triton.jit
-def log_decay(
-    a, rate, bias, lower_bound, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr
-):  # fmt: skip
-    if CHANNEL:
-        return channel_gate.log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED)[None, :]
-    elif RAW_GATE:
-        return activation.log_decay(a, rate, bias)
-    else:
-        return a.to(tl.float32)
+from flash_delta.problem import Around, Problem, Slots
 
 
 @triton.jit
@@ -137,33 +79,35 @@ def find_state(
 
 
 @triton.jit
-def load_state(tile, slot, slot_stride, live):
+def state_at(tile, slot, slot_stride, t=0, step=None):
+    """``step``: between the states of a slot, if it has one for every token."""
+    at = tile + slot.to(tl.int64) * slot_stride
+    return at if step is None else at + t * step
+
+
+@triton.jit
+def load_state(at, live):
     """To stay in the L2 cache as long as can be: it is usually written over in place, a moment later (docs/notes)."""
-    return tl.load(tile + slot.to(tl.int64) * slot_stride, mask=live, other=0.0, eviction_policy="evict_last")
+    return tl.load(at, mask=live, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
-    """Of a slot: of a head BV columns from w on, transposed, as rows start from them and as they are written."""
+def tile_of(pool, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
+    """Of a slot: of a head BV columns from w on, transposed."""
     tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
-    source = tile if initial is None else initial + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
-    inner = tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1]
-    return source + inner, tile + inner
+    return tile + (tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1])
 
 
 @triton.jit
-def reciprocal_length(x):
-    return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
-
-
-@triton.jit
-def read_by(S, x):
-    """S^T x [BV], of [BV, BK] and [BK]."""
-    return tl.sum(S * x[None, :], 1)
+def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr):
+    """As rows start from them, and as they are written."""
+    tile = tile_of(pool, hv, w, c, BV, STRIDES)
+    return (tile if initial is None else tile_of(initial, hv, w, c, BV, SOURCE)), tile
 
 
 NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
-    "N", "T", "slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row", "k_token", "v_row",
+    "N", "T", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row", "k_token",
+    "v_row",
     "v_token", "g_row", "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row", "read_column",
     "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
 ]  # fmt: skip
@@ -174,18 +118,21 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def decode(
     q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
-    cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, o,
-    N, T, slots, null_slot, columns, first_written, scale, lower_bound, beta_range, eps, slot_stride, conv_stride,
+    cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, conv_target, o,
+    N, T, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range, eps,
+    source_stride, slot_stride, step_stride, conv_stride, conv_target_stride, conv_step_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, z_row, z_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
     q_strides, k_strides, v_strides, g_strides, beta_strides, z_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HEADS: tl.constexpr, ALONE: tl.constexpr, STRIDES: tl.constexpr, CONV: tl.constexpr, ACTIVATION: tl.constexpr,
-    SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, ALONE: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr, CONV: tl.constexpr,
+    CONV_TARGET: tl.constexpr, ACTIVATION: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
-    ``q_strides[0]``; and so on (launch_decode.counted). ALONE: T is 1. STRIDES: of the pool's (head, key, value)."""
+    ``q_strides[0]``; and so on (launch_decode.counted). ALONE: T is 1. STRIDES: of (head, key, value) in the pool,
+    SOURCE: in ``initial``."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     WRITES: tl.constexpr = read_indices is None or write_indices is not None
     K_EVEN: tl.constexpr = K == BK
@@ -209,19 +156,23 @@ def decode(
     )
     if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or not WRITES)):
         return
-    write_strides = (write_row, write_token)
+    write_strides, targets = (write_row, write_token), slots if written_slots is None else (written_slots, null_slot)
+    read_stride = slot_stride if source_stride is None else source_stride
     if SHORT > 0 and WRITES and T < 1:  # the state moves on as it is
         slot, live = row_slot, is_row
         if write_indices is not None:
-            slot, live = load_slot(write_indices, b, 0, write_strides, slots, is_row)
-        source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES)
-        at = tile + slot.to(tl.int64) * slot_stride
-        tl.store(at, load_state(source, row_slot, slot_stride, inside & stored), mask=inside & live)
+            slot, live = load_slot(write_indices, b, 0, write_strides, targets, is_row)
+        source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES, SOURCE)
+        state = load_state(state_at(source, row_slot, read_stride), inside & stored)
+        tl.store(state_at(tile, slot, slot_stride), state, mask=inside & live)
         return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
-        q_first = load_window(conv_pool, row_slot, conv_stride, q_at, c, K, stored, CONV)
-        k_first = load_window(conv_pool, row_slot, conv_stride, k_at, c, K, stored, CONV)
+        windows = (conv_pool, conv_stride, None)
+        q_first = load_window(windows, row_slot, 0, q_at, c, K, stored, CONV)
+        k_first = load_window(windows, row_slot, 0, k_at, c, K, stored, CONV)
+        if conv_target is not None:
+            windows = (conv_target, conv_target_stride, conv_step_stride)
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
     vs, gs = (v, v_strides, row * v_row, v_token), (g, g_strides, row * g_row, g_token)
     betas = (beta, beta_strides, row * beta_row, beta_token)
@@ -234,13 +185,13 @@ def decode(
         written_index = b
         if write_indices is not None:
             written_index = load_index(write_indices, b, 0, write_strides)
-        source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES)
-        first = load_state(source, row_slot, slot_stride, inside & stored)  # [BV, BK]
-        if SHORT > 0:
+        source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
+        first = load_state(state_at(source, row_slot, read_stride), inside & stored)  # [BV, BK]
+        if SHORT > 0 or first.dtype != pool.dtype.element_ty:
             first = first.to(tl.float32)
         if CONV is not None:
             v_at = 2 * H * K + hv * V
-            v_first = load_window(conv_pool, row_slot, conv_stride, v_at, d, V, stored, CONV)
+            v_first = load_window((conv_pool, conv_stride, None), row_slot, 0, v_at, d, V, stored, CONV)
             q_window, k_window, v_window = q_first, k_first, v_first
             tl.debug_barrier()  # nothing is stored before all threads have loaded
         alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row; bit t + 1: token t
@@ -250,20 +201,18 @@ def decode(
                 parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
                 known = (parent >= -1) & (parent < t)
                 parent = tl.where(known, parent, 30).to(tl.int32)  # whose bit no token has
-                slot, live = load_slot(write_indices, b, parent, write_strides, slots, known & (parent >= 0))
-                last = tl.where(parent < 0, first, load_state(tile, slot, slot_stride, inside & live))
+                slot, live = load_slot(write_indices, b, parent, write_strides, targets, known & (parent >= 0))
+                last = load_state(state_at(tile, slot, slot_stride, parent, step_stride), inside & live).to(first.dtype)
+                last = tl.where(parent < 0, first, last)
                 if CONV is not None:
-                    q_window = load_window(conv_pool, slot, conv_stride, q_at, c, K, live, CONV)
-                    k_window = load_window(conv_pool, slot, conv_stride, k_at, c, K, live, CONV)
-                    v_window = load_window(conv_pool, slot, conv_stride, v_at, d, V, live, CONV)
-                    q_window = tl.where(parent < 0, q_first, q_window)
-                    k_window = tl.where(parent < 0, k_first, k_window)
-                    v_window = tl.where(parent < 0, v_first, v_window)
+                    q_window = window_after(parent, q_first, windows, slot, q_at, c, K, live, CONV_TARGET)
+                    k_window = window_after(parent, k_first, windows, slot, k_at, c, K, live, CONV_TARGET)
+                    v_window = window_after(parent, v_first, windows, slot, v_at, d, V, live, CONV_TARGET)
             slot, live = row_slot, alive != 0
             if parents is not None:
                 live = ((alive >> (parent + 1)) & 1) != 0
             if write_indices is not None:
-                slot, live = as_slot(written_index, slots, live)
+                slot, live = as_slot(written_index, targets, live)
             qt, kt, vt, a, bt = token
             if not ALONE and t + 1 < T:
                 after = start + t + 1
@@ -273,24 +222,16 @@ def decode(
             written = live & (t >= first_written)
             if CONV is not None:
                 q_window, k_window, v_window = push(q_window, qt), push(k_window, kt), push(v_window, vt)
-                if WRITES:  # of q and k the first head writes what all of them read
-                    of_all = written & (j == 0)
-                    store_window(q_window, conv_pool, slot, conv_stride, q_at, c, K, of_all, CONV)
-                    store_window(k_window, conv_pool, slot, conv_stride, k_at, c, K, of_all, CONV)
-                    store_window(v_window, conv_pool, slot, conv_stride, v_at, d, V, written, CONV)
+                if WRITES:
+                    keys, values = (q_window, k_window, q_at, k_at), (v_window, v_at)
+                    store_windows(keys, values, windows, slot, t, c, d, K, V, written, j == 0, CONV_TARGET)
                 qt = convolve(q_window, conv_weight, conv_bias, q_at, c, K, CONV)
                 kt = convolve(k_window, conv_weight, conv_bias, k_at, c, K, CONV)
                 vt = convolve(v_window, conv_weight, conv_bias, v_at, d, V, CONV)
-            kt, qt, vt, bt = kt.to(tl.float32), qt.to(tl.float32), vt.to(tl.float32), bt.to(tl.float32)
-            if RAW_BETA:
-                bt = strength(bt, beta_range)
-            r_k, r_q = 1.0, scale
-            if NORM:
-                r_k, r_q = reciprocal_length(kt), scale * reciprocal_length(qt)
-            S = last.to(tl.float32) * tl.exp(log_decay(a, rate, bias, lower_bound, CHANNEL, RAW_GATE, BOUNDED))
-            u = bt * (vt - r_k * read_by(S, kt)) * r_k  # [BV]
-            S = tl.fma(tl.broadcast_to(kt[None, :], S.shape), tl.broadcast_to(u[:, None], S.shape), S)
-            ot = r_q * read_by(S, qt)
+            S, ot = advance(
+                last, qt, kt, vt, a, bt, rate, bias, scale, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED,
+                RAW_BETA, NORM,
+            )  # fmt: skip
             if z is not None:
                 zt = load_numbers(z, z_strides, row * z_row + (start + t) * z_token, hv, d, V, V_EVEN).to(tl.float32)
                 ot = gated_norm(ot, zt, norm_weight, d, eps, V, ACTIVATION)
@@ -298,7 +239,8 @@ def decode(
             tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
             last = S.to(pool.dtype.element_ty)
             if WRITES:
-                tl.store(tile + slot.to(tl.int64) * slot_stride, last, mask=inside & written)
+                tl.store(state_at(tile, slot, slot_stride, t, step_stride), last, mask=inside & written)
+            last = last.to(first.dtype)
             if SHORT > 0:
                 last = S
             if parents is None:
@@ -313,28 +255,42 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
     contracted: how depends on what else is compiled with them."""
     p, x, s, around = c.p, c.x, Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
     write, heads = s.write_indices, p.HV // p.H if p.taps else 1
-    first_written = p.T - 1 if s.read_indices is None or (write is not None and write.dim() == 1) else 0
+    conv, conv_target, apart = around.conv_pool, around.conv_write_pool, s.write_pool is not None
+    pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
+    last_only = s.read_indices is None or (write is not None and write.dim() == 1 and pool.dim() == 4)
+    first_written = p.T - 1 if last_only else 0
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # the kernels of a prefill
-    per_token = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta, around.norm_gate)]
-    conv = around.conv_pool
-
+    units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta, around.norm_gate)]
     rows = p.N if p.packed else p.B
-    slot, *inner = states(p, s.state_pool)
-    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, s.state_pool, s.read_indices, write)
+    slot, *inner = states(p, pool[:, 0] if pool.dim() == 5 else pool)
+    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, write)
     more = (s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens)
     for chosen in choice or decode_tiles(p, c.shape.chip, every(c)):
         programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
         launch_rule(
             c, decode, (*pointers, *more, *around, o), (programs, 1, 1), chosen,
-            p.N, p.T, len(s.state_pool), p.null_slot, 1 if s.read_indices is None else s.read_indices.shape[-1],
-            first_written, p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0, slot,
-            0 if conv is None else conv.stride(0),
-            *(count for counts, _ in per_token for count in counts),
+            p.N, p.T, len(s.state_pool), len(pool) if apart else None, p.null_slot,
+            1 if s.read_indices is None else s.read_indices.shape[-1],
+            first_written, p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0,
+            source.stride(0) if apart else None, slot, token_stride(pool, 4), 0 if conv is None else conv.stride(0),
+            None if conv_target is None else conv_target.stride(0), token_stride(conv_target, 3),
+            *(count for counts, _ in units for count in counts),
             *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
-            table(s.has_initial_state)[0], *(strides for _, strides in per_token),
-            HEADS=heads, ALONE=one, STRIDES=tuple(inner), ACTIVATION=p.activation,
-            CONV=None if conv is None else (p.taps, p.window, *conv.stride()[1:]), follows=beside, contracts=False,
+            table(s.has_initial_state)[0], *(strides for _, strides in units),
+            HEADS=heads, ALONE=one, STRIDES=tuple(inner), SOURCE=None if source is None else states(p, source)[1:],
+            CONV=windows_of(p, conv), CONV_TARGET=windows_of(p, conv if conv_target is None else conv_target),
+            ACTIVATION=p.activation, follows=beside, contracts=False,
         )  # fmt: skip
+
+
+def token_stride(pool: Tensor | None, axes: int) -> int | None:
+    """Between what a row of a pool holds of its tokens; None if the pool has slots, which hold one state or window."""
+    return None if pool is None or pool.dim() == axes else pool.stride(1)
+
+
+def windows_of(p: Problem, pool: Tensor | None) -> tuple[int, ...] | None:
+    """What window.py takes as CONV."""
+    return None if pool is None else (p.taps, p.window, *pool.stride()[-2:])
 
 
 def counted(t: Tensor | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:

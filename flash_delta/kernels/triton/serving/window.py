@@ -14,23 +14,44 @@ from flash_delta.kernels.device.activation import silu, spread
 
 
 @triton.jit
-def place(pool, slot, slot_stride, start, c, WIDTH: tl.constexpr, CONV: tl.constexpr):
-    """Where a window lies in a slot, and which of it."""
+def place(windows, slot, n, start, c, WIDTH: tl.constexpr, CONV: tl.constexpr):
+    """Where a window lies in a slot, and which of it. ``windows``: their pool, its stride of slots, and that of a
+    slot's windows, of which the one of token ``n`` is meant; None: there is one."""
     i = CONV[1] - 4 + tl.arange(0, 4)
-    at = pool + slot.to(tl.int64) * slot_stride + (start + c).to(tl.int64)[:, None] * CONV[2] + i[None, :] * CONV[3]
+    at = windows[0] + slot.to(tl.int64) * windows[1]
+    if windows[2] is not None:
+        at += n * windows[2]
+    at = at + (start + c).to(tl.int64)[:, None] * CONV[2] + i[None, :] * CONV[3]
     return at, (c < WIDTH)[:, None] & (i >= 0)[None, :]
 
 
 @triton.jit
-def load_window(pool, slot, slot_stride, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
-    at, inside = place(pool, slot, slot_stride, start, c, WIDTH, CONV)
+def load_window(windows, slot, n, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
+    at, inside = place(windows, slot, n, start, c, WIDTH, CONV)
     return tl.load(at, mask=inside & live, other=0.0)
 
 
 @triton.jit
-def store_window(window, pool, slot, slot_stride, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
-    at, inside = place(pool, slot, slot_stride, start, c, WIDTH, CONV)
+def store_window(window, windows, slot, n, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
+    at, inside = place(windows, slot, n, start, c, WIDTH, CONV)
     tl.store(at, window, mask=inside & live)
+
+
+@triton.jit
+def window_after(parent, first, windows, slot, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
+    """Of a tree: the window that token ``parent`` left in its slot; for -1 the row's ``first``."""
+    window = load_window(windows, slot, parent, start, c, WIDTH, live, CONV)
+    return tl.where(parent < 0, first, window)
+
+
+@triton.jit
+def store_windows(
+    keys, values, windows, slot, n, c, d, K: tl.constexpr, V: tl.constexpr, live, is_first, CONV: tl.constexpr
+):
+    """Of a value head. Of q and k the first one (``is_first``) writes what all of them read."""
+    store_window(keys[0], windows, slot, n, keys[2], c, K, live & is_first, CONV)
+    store_window(keys[1], windows, slot, n, keys[3], c, K, live & is_first, CONV)
+    store_window(values[0], windows, slot, n, values[1], d, V, live, CONV)
 
 
 @triton.jit

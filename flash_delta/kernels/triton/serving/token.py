@@ -1,0 +1,95 @@
+"""What a decoding step does with one token of a head: load it, activate it, move the state on by it."""
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.device import activation, channel_gate
+from flash_delta.kernels.device.activation import strength
+
+
+@triton.jit
+def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Of one token and head, as they are; strides: (unit, head, channel). EVEN: none of ``c`` is after the last."""
+    at = x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + c * strides[2]
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=c < WIDTH, other=0.0)
+
+
+@triton.jit
+def load_number(x, strides, unit, head):
+    """Of one token and head; strides: (unit, head)."""
+    return tl.load(x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1])
+
+
+@triton.jit
+def load_token(
+    q, k, v, g, beta, t, h, hv, c, d, K: tl.constexpr, K_EVEN: tl.constexpr, V: tl.constexpr, V_EVEN: tl.constexpr,
+    CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Of token t, as they are. Each tensor comes with its strides, and with the units to its row and of a token."""
+    qt = load_numbers(q[0], q[1], q[2] + t * q[3], h, c, K, K_EVEN)  # [BK]
+    kt = load_numbers(k[0], k[1], k[2] + t * k[3], h, c, K, K_EVEN)
+    vt = load_numbers(v[0], v[1], v[2] + t * v[3], hv, d, V, V_EVEN)  # [BV]
+    if CHANNEL:
+        gt = load_numbers(g[0], g[1], g[2] + t * g[3], hv, c, K, K_EVEN)
+    else:
+        gt = load_number(g[0], g[1], g[2] + t * g[3], hv)
+    return qt, kt, vt, gt, load_number(beta[0], beta[1], beta[2] + t * beta[3], hv)
+
+
+@triton.jit
+def load_gate(
+    A_log, dt_bias, hv, c, K: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, HAS_A: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What `log_decay` takes of a head's parameters."""
+    rate, bias = 1.0, 0.0
+    if CHANNEL:
+        rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    elif RAW_GATE:
+        rate, bias = activation.gate_parameters(A_log, dt_bias, hv, HAS_BIAS)
+    return rate, bias
+
+
+@triton.jit
+def log_decay(
+    a, rate, bias, lower_bound, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr
+):  # fmt: skip
+    if CHANNEL:
+        return channel_gate.log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED)[None, :]
+    elif RAW_GATE:
+        return activation.log_decay(a, rate, bias)
+    else:
+        return a.to(tl.float32)
+
+
+@triton.jit
+def reciprocal_length(x):
+    return tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def read_by(S, x):
+    """S^T x [BV], of [BV, BK] and [BK]."""
+    return tl.sum(S * x[None, :], 1)
+
+
+@triton.jit
+def advance(
+    last, q, k, v, a, b, rate, bias, scale, lower_bound, beta_range, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The state [BV, BK] after a token, and its output [BV]."""
+    k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
+    b = b.to(tl.float32)
+    if RAW_BETA:
+        b = strength(b, beta_range)
+    r_k, r_q = 1.0, scale
+    if NORM:
+        r_k, r_q = reciprocal_length(k), scale * reciprocal_length(q)
+    S = last.to(tl.float32) * tl.exp(log_decay(a, rate, bias, lower_bound, CHANNEL, RAW_GATE, BOUNDED))
+    u = b * (v - r_k * read_by(S, k)) * r_k  # [BV]
+    S = tl.fma(tl.broadcast_to(k[None, :], S.shape), tl.broadcast_to(u[:, None], S.shape), S)
+    return S, r_q * read_by(S, q)
