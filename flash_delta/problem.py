@@ -69,6 +69,7 @@ class Problem(NamedTuple):
     pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
     write_pool: torch.dtype | None = None  # decoding: that of the pool that is written; None: the same pool
     checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
+    most_tokens: int = 0  # decoding of packed rows: those with more tokens are padding; 0: rows are not packed
     plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
     null_slot: int = -1  # serving: this index is padding, as those out of range are
@@ -114,8 +115,9 @@ class Slots(NamedTuple):
     indices. Ops require ``read_indices``. A backend's ``step`` has none: every row has the slot of its own number."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
-    read_indices: Tensor | None  # [B], prefill [N]; with num_accepted_tokens [B, W]: W states, one of which is read
-    write_indices: Tensor | None = None  # [B], prefill [N]: for the last token's state; [B, T]: for every token's
+    # B is N where rows are packed, and T then the most tokens of a row.
+    read_indices: Tensor | None  # [B]; with num_accepted_tokens [B, W]: W states, one of which is read
+    write_indices: Tensor | None = None  # [B]: for the last token's state; [B, T]: for every token's
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row
     has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True

@@ -23,7 +23,7 @@ def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around
 
 def normalize(problem: Problem, o: Tensor, t: int, around: Around) -> Tensor:
     """``o [B, HV, V]`` of token t."""
-    gate = around.norm_gate[:, t].to(o.dtype)
+    gate = around.norm_gate[:, t].to(o.dtype).contiguous()  # so that bits do not depend on strides, as in step.py
     gate = silu(gate) if problem.activation == "silu" else torch.sigmoid(gate)
     length = (o * o).mean(-1, keepdim=True)
     return o * torch.rsqrt(length + problem.eps) * around.norm_weight.to(o.dtype) * gate

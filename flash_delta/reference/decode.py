@@ -5,6 +5,7 @@ output, where those of all rows together would come from memory four times. So n
 left out.
 """
 
+from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
 
@@ -28,11 +29,41 @@ class Row(NamedTuple):
 
 @torch.no_grad()
 def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o [B, T, HV, V]``; the pools are written in place."""
+    """``o [B, T, HV, V]``, of packed rows ``[1, total, HV, V]``; the pools are written in place."""
     o = zeros_of(problem, s)
-    rows = plan_rows(problem, s)
+    if problem.packed:
+        decode_packed(problem, x, s, around, o)
+    else:
+        decode_rows(problem, x, s, around, o, [problem.T] * problem.B)
+    return o
+
+
+def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor) -> None:
+    """As rows of one length, whose last tokens are padding."""
+    lengths = [length if length <= problem.most_tokens else 0 for length in problem.lengths]
+    starts, T = [0, *accumulate(problem.lengths)][:-1], max(lengths, default=0)
+    if T == 0:
+        return
+    first, step = (torch.tensor(of, device=problem.device) for of in (starts, range(T)))
+    at = (first[:, None] + step).clamp(max=problem.T - 1)  # [N, T]
+
+    def by_rows(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t[0, at]
+
+    x = x._replace(**{name: by_rows(getattr(x, name)) for name in ("q", "k", "v", "g", "beta")})
+    around = around._replace(norm_gate=by_rows(around.norm_gate))
+    padded = problem._replace(B=problem.N, T=T, packed=False)
+    rows = o.new_zeros(problem.N, T, problem.HV, problem.V)
+    decode_rows(padded, x, s, around, rows, lengths)
+    for row, start, length in zip(rows, starts, lengths, strict=True):
+        o[0, start : start + length] = row[:length]
+
+
+def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, lengths: list[int]) -> None:
+    """To ``o``, which is zeros."""
+    rows = plan_rows(problem, s, lengths)
     if not rows:
-        return o
+        return
     states = States(problem, s, rows)
     windows = None if around.conv_pool is None else Windows(problem, around, rows)
     for t in range(problem.T):
@@ -47,7 +78,6 @@ def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCa
             states.keep(b, row, t, S)
         if around.norm_gate is not None:
             o[list(live), t] = normalize(problem, out, t, around)[list(live)].to(o.dtype)
-    return o
 
 
 def zeros_of(problem: Problem, s: Slots) -> Tensor:
@@ -68,13 +98,13 @@ def is_slot(problem: Problem, s: Slots, index: int | Tensor, pool: Tensor | None
     return (index >= 0) & (index < slots) & (index != problem.null_slot)
 
 
-def plan_rows(problem: Problem, s: Slots) -> dict[int, Row]:
+def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
     """The rows that are not padding."""
-    T, rows, target = problem.T, {}, written(s)
+    rows, target = {}, written(s)
     each = target.dim() == 5
     parents, write = (None if of is None else of.tolist() for of in (s.parent_idx, s.write_indices))
     per_token = write is not None and s.write_indices.dim() == 2
-    for b, read in enumerate(slots_read(s)):
+    for b, (read, T) in enumerate(zip(slots_read(s), lengths, strict=True)):
         row = Row(read, {}, {})
         for t in range(T if is_slot(problem, s, read) else 0):
             parent = t - 1 if parents is None else parents[b][t]

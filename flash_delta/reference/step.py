@@ -2,8 +2,8 @@
 
 A step at batch 1 is a handful of operators on one state, so what counts is their number: tensors are flattened to one
 batch of value heads, and each product with the state is one call. Every position is computed alone, also its
-activations (a vectorised sigmoid rounds by where in a tensor a number lies), so that T tokens in one call give bitwise
-what T calls give.
+activations (a vectorised sigmoid rounds by where in a tensor without gaps a number lies), so that T tokens in one call
+give bitwise what T calls give.
 """
 
 from itertools import accumulate
@@ -95,7 +95,7 @@ def keys_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> tuple[T
 
 def decay_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor:
     """e^g, ``[n HV, 1 or K, 1]``."""
-    g = at(x.g, t, rows).to(problem.accumulate)  # [n, HV] or [n, HV, K]
+    g = at(x.g, t, rows).to(problem.accumulate).contiguous()  # [n, HV] or [n, HV, K]
     if problem.raw_gate:
         shape = (problem.HV, -1) if g.dim() == 3 else (problem.HV,)
         rate = None if x.A_log is None else x.A_log.to(g.dtype).exp().reshape(shape)
@@ -106,5 +106,5 @@ def decay_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor
 
 def strength_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor:
     """beta, ``[n HV, 1, 1]``."""
-    b = at(x.beta, t, rows).to(problem.accumulate)
+    b = at(x.beta, t, rows).to(problem.accumulate).contiguous()
     return (strength(b, problem.beta_range) if problem.raw_beta else b).reshape(-1, 1, 1)

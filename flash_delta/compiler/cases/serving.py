@@ -29,6 +29,7 @@ class Decoding(NamedTuple):
     apart: bool = False  # from states outside of the pool, as recurrent ops do
     write: torch.dtype | None = None  # to a pool of its own
     rows: bool = True  # which has a row for every draft
+    packed: bool = False  # rows of their own lengths
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
@@ -57,10 +58,16 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
     "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
     "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
     "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
+    "decode-gdn-128-packed": Decoding(tokens=4, packed=True),
+    "decode-gdn-128-packed-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4, packed=True),
+    "decode-gdn-64-packed-whole-tree": Decoding(RuleCase(64, raw=True), tree=True, tokens=4, whole=True, packed=True),
+    "decode-kda-128-bounded-packed-bfloat16": Decoding(BOUNDED, torch.bfloat16, tokens=4, packed=True),
     "decode-gdn-128-draft-rows": Decoding(tokens=4, write=torch.float32),
     "decode-gdn-128-draft-slots-bfloat16": Decoding(tokens=4, write=torch.bfloat16, rows=False),
     "decode-gdn-128-tree-rows-bfloat16": Decoding(dtype=torch.bfloat16, tree=True, tokens=4, write=torch.bfloat16),
-    "decode-kda-128-bounded-whole-tree-rows": Decoding(BOUNDED, tree=True, tokens=4, whole=True, write=torch.float32),
+    "decode-gdn-64-whole-tree-rows": Decoding(
+        RuleCase(64, raw=True), tree=True, tokens=4, whole=True, write=torch.float32
+    ),
 }
 
 
@@ -86,25 +93,26 @@ PREFILLS = {  # every tile once; then what the kernels' code depends on
 
 
 def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bool = True) -> None:
-    B, T, new = 2, case.tokens, partial(torch.empty, device="meta")
+    N, T, new = 2, case.tokens, partial(torch.empty, device="meta")
+    B, cu_seqlens = (1, new(N + 1, dtype=torch.int32)) if case.packed else (N, None)
     p, x = problem_of(case.model._replace(tokens=T))
-    x = Inputs(
-        *(None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5]), A_log=x.A_log, dt_bias=x.dt_bias
-    )
-    p = p._replace(B=B, N=B, packed=False, recurrent=True, state_v_first=case.v_first, pool=case.dtype)
+    tokens = (None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5])
+    x = Inputs(*tokens, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=cu_seqlens)
+    p = p._replace(B=B, N=N, packed=case.packed, most_tokens=T if case.packed else 0)
+    p = p._replace(recurrent=True, state_v_first=case.v_first, pool=case.dtype)
     around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:
         around = Around(new(9, D, 4, dtype=p.dtype), new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
         p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
-    pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(B, T, dtype=torch.int32)
+    pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(N, T, dtype=torch.int32)
     target, to = None, table
     if case.write is not None:
         places = (T,) if case.rows else ()
         target, to = new(9, *places, *p.state_shape[1:], dtype=case.write), table[:, 0] if case.rows else table
         p = p._replace(write_pool=case.write)
         around = around._replace(conv_write_pool=new(9, *places, D, 4, dtype=p.dtype) if case.whole else None)
-    accepted = new(B, dtype=torch.int32) if counted else None
-    x = x._replace(initial_state=new(B, *p.state_shape[1:]) if case.apart else None)
+    accepted = new(N, dtype=torch.int32) if counted else None
+    x = x._replace(initial_state=new(N, *p.state_shape[1:]) if case.apart else None)
     read, parents = table if counted else table[:, 0], table if case.tree else None
     s = Slots(pool, read, to if written else None, accepted, parents, write_pool=target)
     s = Slots(pool[:B], None) if case.apart else s

@@ -60,7 +60,7 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
 
 def short(p: Problem) -> int:
     """Tokens of packed sequences that `decode` runs; 0 where rows are no packed sequences, or it runs none."""
-    if not p.packed or p.pool is None or p.batch_invariant:
+    if not p.packed or p.pool is None or p.batch_invariant or p.most_tokens:
         return 0
     return LONG if p.recurrent else SHORT
 

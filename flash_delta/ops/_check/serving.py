@@ -22,15 +22,14 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
     p = rule.describe(x, options, None)
-    if p.recurrent and not 1 <= p.T <= MOST_TOKENS:
-        refuse(op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
     for name in ("q", "k", "v", "g", "beta"):
         _check_strides(op, name, getattr(x, name))
     check_shape(op, "state_pool", s.state_pool, "slots", *p.state_shape[1:])
     _check_pool(p, "state_pool", s.state_pool)
     if p.recurrent:
-        _check_rows(p, s)
-        _check_write_pool(p, s)
+        most = _check_rows(p, s)
+        _check_write_pool(p, s, most)
+        p = p._replace(most_tokens=most if p.packed else 0)
     else:
         _check_sequences(p, s, options.checkpoint_every)
         _check_prompts(p.op, options)
@@ -81,21 +80,41 @@ def _is_plain(pool: Tensor) -> bool:
     return slots > 0 and apart % 16 == 0 and begins % 16 == 0
 
 
-def _check_rows(p: Problem, s: Slots) -> None:
-    op, B, T = p.op, p.B, p.T
+def _check_rows(p: Problem, s: Slots) -> int:
+    """How many tokens a row may have."""
+    op, B, T = p.op, p.N, _most_tokens(p, s)
     if s.num_accepted_tokens is None:
         check_shape(op, "read_indices", s.read_indices, B)
     else:  # which picks one of W columns
         check_shape(op, "read_indices", s.read_indices, B, "W")
         check_shape(op, "num_accepted_tokens", s.num_accepted_tokens, B)
     if s.write_indices is not None:
-        per_token = isinstance(s.write_indices, Tensor) and s.write_indices.dim() == 2
-        check_shape(op, "write_indices", s.write_indices, *((B, T) if per_token else (B,)))
+        check_shape(op, "write_indices", s.write_indices, *((B, T) if _is_table(s.write_indices) else (B,)))
     if s.parent_idx is not None:
         check_shape(op, "parent_idx", s.parent_idx, B, T)
         if s.write_indices is None or (s.write_indices.dim() == 1 and not _has_rows(s)):
             got = "None" if s.write_indices is None else f"shape {list(s.write_indices.shape)}"
             refuse(op, "write_indices", f"a tensor [{B}, {T}] with parent_idx: tokens continue from these slots", got)
+    return T
+
+
+def _most_tokens(p: Problem, s: Slots) -> int:
+    """Of packed rows it is what tables have columns for, or what a row of the write pool has room for."""
+    if not p.packed:
+        if not 1 <= p.T <= MOST_TOKENS:
+            refuse(p.op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
+        return p.T
+    for name in ("write_indices", "parent_idx"):
+        table = getattr(s, name)
+        if _is_table(table):
+            if not 1 <= table.shape[1] <= MOST_TOKENS:
+                refuse(p.op, name, f"columns for 1 to {MOST_TOKENS} tokens (axis 1)", table.shape[1])
+            return table.shape[1]
+    return max(1, min(MOST_TOKENS, s.write_pool.shape[1])) if _has_rows(s) else MOST_TOKENS
+
+
+def _is_table(t: Tensor | None) -> bool:
+    return isinstance(t, Tensor) and t.dim() == 2
 
 
 def _has_rows(s: Slots) -> bool:
@@ -103,14 +122,14 @@ def _has_rows(s: Slots) -> bool:
     return isinstance(s.write_pool, Tensor) and s.write_pool.dim() == 5
 
 
-def _check_write_pool(p: Problem, s: Slots) -> None:
+def _check_write_pool(p: Problem, s: Slots, T: int) -> None:
     if s.write_pool is None:
         return
     op, rows, write = p.op, _has_rows(s), s.write_indices
     check_shape(op, "write_pool", s.write_pool, *(("rows", "S") if rows else ("slots",)), *p.state_shape[1:])
     _check_pool(p, "write_pool", s.write_pool)
-    if rows and s.write_pool.shape[1] < p.T:
-        refuse(op, "write_pool", f"room for {p.T} tokens (axis 1)", s.write_pool.shape[1])
+    if rows and s.write_pool.shape[1] < T:
+        refuse(op, "write_pool", f"room for {T} tokens (axis 1)", s.write_pool.shape[1])
     if write is None or (rows and write.dim() == 2):
         expected = f"a tensor [{p.N}] with a write_pool of rows" if rows else "a tensor with write_pool"
         refuse(op, "write_indices", expected, "None" if write is None else f"shape {list(write.shape)}")

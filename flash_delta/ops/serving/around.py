@@ -132,10 +132,10 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
     if bias is not None:
         check_shape(op, "convolution.bias", bias, D)
     if s.write_pool is not None:
-        target, of_rows = around.conv_write_pool, s.write_pool.dim() == 5
+        target, of_rows, T = around.conv_write_pool, s.write_pool.dim() == 5, p.most_tokens or p.T
         check_shape(op, "convolution.write_pool", target, len(s.write_pool), *(("S",) if of_rows else ()), D, L)
-        if of_rows and target.shape[1] < p.T:
-            refuse(op, "convolution.write_pool", f"room for {p.T} tokens (axis 1)", target.shape[1])
+        if of_rows and target.shape[1] < T:
+            refuse(op, "convolution.write_pool", f"room for {T} tokens (axis 1)", target.shape[1])
         if target.dtype != pool.dtype:
             refuse(op, "convolution.write_pool", f"{pool.dtype} like convolution.pool", target.dtype)
     elif around.conv_write_pool is not None:

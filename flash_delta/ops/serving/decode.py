@@ -30,6 +30,7 @@ def decode_gated_delta_rule(
     null_slot: int | None = None,
     out: Tensor | None = None,
     write_pool: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -90,6 +91,12 @@ def decode_gated_delta_rule(
             least T, whose rows ``write_indices [B]`` name: the state after token t goes to ``[row, t]``. Without
             ``state_v_first`` ``[.., K, V]``. Between tokens states are rounded to its dtype. A tree continues from the
             states in it. Default None: ``state_pool``.
+        cu_seqlens: bounds of rows of their own lengths, ``[B + 1]`` on the device, int32 or int64. Then tokens are
+            packed: q is ``[1, total, H, K]``, and so are the other tensors of tokens, o and ``out``. Row b has tokens
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, or none. T is the number of columns of ``write_indices [B, T]``
+            or ``parent_idx [B, T]``; without them 16, or S of a ``write_pool`` if that is less. A row of more than T
+            tokens is padding. A row gives the bits that it gives in a call of T tokens a row. Tokens after the last
+            bound give zeros. Default None: every row has T tokens.
         state_v_first: the layout of ``state_pool`` and ``write_pool``. It has no default: with K = V no shape would
             show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
@@ -116,7 +123,7 @@ def decode_gated_delta_rule(
     Matias, Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192.
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, None, *gate)
+    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
     slots = Slots(
         state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out, write_pool=write_pool
     )
@@ -163,6 +170,7 @@ def decode_kda(
     null_slot: int | None = None,
     out: Tensor | None = None,
     write_pool: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     state_v_first: bool,
     backend: str | None = None,
@@ -205,7 +213,7 @@ def decode_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, None, *gate)
+    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
     slots = Slots(
         state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out, write_pool=write_pool
     )

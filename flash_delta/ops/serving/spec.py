@@ -41,6 +41,7 @@ class DecodeCalls(NamedTuple):
         convolution: whether calls give one. Default False.
         output_norm: whether calls give one. Default False.
         write_pool: whether calls give one. Default False.
+        cu_seqlens: whether calls give them. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import DecodeCalls
@@ -55,6 +56,7 @@ class DecodeCalls(NamedTuple):
     convolution: bool = False
     output_norm: bool = False
     write_pool: bool = False
+    cu_seqlens: bool = False
 
 
 class PrefillCalls(NamedTuple):

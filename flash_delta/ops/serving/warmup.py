@@ -73,6 +73,8 @@ def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) 
     columns = () if not form.num_accepted_tokens else (1,)
     x = spec.arguments(1, T, device) | {"read_indices": padding(spec, device, 1, *columns)}
     x |= {name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)}
+    if form.cu_seqlens:
+        x["cu_seqlens"] = torch.tensor([0, T], dtype=spec.index_dtype, device=device)
     if form.write_pool:
         x["write_pool"] = spec.write_pool(T, device)
     if form.convolution:

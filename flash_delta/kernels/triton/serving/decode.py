@@ -20,8 +20,12 @@ does; the programs of longer ones exit at once. A sequence without tokens copies
 last kernel. It may run beside the others, since it shares only what all of them read. One more program, after the last
 row, waits for them.
 
-With ``initial`` the rows start from slots of those states, which are laid out as the pool is. The pool is then only
-written. Without ``read_indices`` every row has the slot of its own number, which it reads and writes.
+With ``most`` they are drafts of up to so many tokens, with states of the pool's dtype in between. Longer ones are
+padding. Programs of one more row write zeros after the last one.
+
+With ``initial`` the rows start from slots of those states. The pool is then only written, in slots or, with
+``step_stride``, in rows that have a place for the state after every token. Without ``read_indices`` every row has the
+slot of its own number, which it reads and writes.
 
 Indices are what the device says. An index that is no slot is never an address: ``live`` masks loads and stores.
 """
@@ -92,6 +96,15 @@ def load_state(at, live):
 
 
 @triton.jit
+def store_zeros(o, start, T, head, d, HV: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr):
+    """Of tokens of a packed row."""
+    for t in range(T):
+        for j in range(HEADS):
+            at = o + ((start + t) * HV + head + j).to(tl.int64) * V + d
+            tl.store(at, tl.zeros(d.shape, o.dtype.element_ty), mask=d < V)
+
+
+@triton.jit
 def tile_of(pool, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
     """Of a slot: of a head BV columns from w on, transposed."""
     tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
@@ -106,10 +119,9 @@ def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr, S
 
 
 NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
-    "N", "T", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row", "k_token",
-    "v_row",
-    "v_token", "g_row", "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row", "read_column",
-    "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
+    "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
+    "k_token", "v_row", "v_token", "g_row", "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row",
+    "read_column", "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
 ]  # fmt: skip
 # Servers slice these; to a load of one number an address is as good as any other.
 INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_state"]
@@ -119,7 +131,7 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 def decode(
     q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
     cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, conv_target, o,
-    N, T, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range, eps,
+    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range, eps,
     source_stride, slot_stride, step_stride, conv_stride, conv_target_stride, conv_step_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, z_row, z_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
@@ -150,10 +162,21 @@ def decode(
             return
         start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
         row, T, first_written = b * 0, stop - start, stop - start - 1
+    elif most is not None:
+        start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
+        row, T, first_written = b * 0, stop - start, tl.minimum(first_written, stop - start - 1)
+        if b == N:  # what lies after the last row
+            store_zeros(o, start, T, head, d, HV, V, HEADS)
+            return
     # Before what ends programs: where it is on its way together with the row's bounds.
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
+    if most is not None:
+        too_long = most < T
+        if too_long:
+            store_zeros(o, start, T, head, d, HV, V, HEADS)
+            return
     if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or not WRITES)):
         return
     write_strides, targets = (write_row, write_token), slots if written_slots is None else (written_slots, null_slot)
@@ -261,7 +284,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
     first_written = p.T - 1 if last_only else 0
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # the kernels of a prefill
     units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta, around.norm_gate)]
-    rows = p.N if p.packed else p.B
+    rows = p.N + (p.most_tokens > 0) if p.packed else p.B
     slot, *inner = states(p, pool[:, 0] if pool.dim() == 5 else pool)
     pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, write)
     more = (s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens)
@@ -269,7 +292,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
         programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
         launch_rule(
             c, decode, (*pointers, *more, *around, o), (programs, 1, 1), chosen,
-            p.N, p.T, len(s.state_pool), len(pool) if apart else None, p.null_slot,
+            p.N, p.T, p.most_tokens or None, len(s.state_pool), len(pool) if apart else None, p.null_slot,
             1 if s.read_indices is None else s.read_indices.shape[-1],
             first_written, p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0,
             source.stride(0) if apart else None, slot, token_stride(pool, 4), 0 if conv is None else conv.stride(0),
