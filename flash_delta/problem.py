@@ -63,7 +63,8 @@ class Problem(NamedTuple):
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
     needs_grad: Schema[bool] = False
     taps: Compiled[int] = 0  # decoding: of the short convolution before the rule; 0: no convolution
-    window: Compiled[int] = 0  # how many inputs of a channel the convolution's pool holds
+    window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
+    rolling: Compiled[bool] = False  # a slot of it holds more: a draft's inputs, behind those of its first window
     eps: float | None = None  # of the gated norm after the rule; None: no norm
     activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # of that norm's gate
     pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
@@ -131,7 +132,8 @@ class Slots(NamedTuple):
 class Around(NamedTuple):
     """What a decoding call does around the rule: a short convolution before it, a gated norm after it."""
 
-    conv_pool: Tensor | None = None  # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
+    # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
+    conv_pool: Tensor | None = None
     conv_weight: Tensor | None = None  # [D, W]
     conv_bias: Tensor | None = None  # [D]
     norm_gate: Tensor | None = None  # [B, T, HV, V]

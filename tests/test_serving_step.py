@@ -1,5 +1,7 @@
 """A whole decoding step in one call: convolution, rule and output norm, against float64 and against the parts."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,6 +193,38 @@ def test_the_truth_is_the_definition():
         for name, w in zip("qkv", weights, strict=True)
     }
     assert_accurate("o", o, normed(truth("gdn", x | single)[0], x["output_norm"]), torch.float64)
+
+
+ROLLING = {  # of five inputs, with three tokens
+    "taps": ("convolution.weight: expected 2 to 4 taps", lambda x, c: (x, c._replace(weight=c.weight[:, 3:]))),
+    "inputs": (
+        "convolution.pool: expected at least 5 inputs (axis 2) with rolling=True, got 4",
+        lambda x, c: (x, c._replace(pool=c.pool[:, :, :4])),
+    ),
+    "columns": (
+        "convolution.pool: expected at least 6 inputs (axis 2) with rolling=True, got 5",
+        lambda x, c: (x | {"read_indices": slots([[0, 1, 2, 3]] * 2, x), "num_accepted_tokens": slots([1, 1], x)}, c),
+    ),
+    "tree": (
+        "parent_idx: expected None with a rolling convolution",
+        lambda x, c: (x | {"write_indices": slots([[0, 1, 2]] * 2, x), "parent_idx": slots([[-1] * 3] * 2, x)}, c),
+    ),
+    "target": (
+        "convolution.write_pool: expected None with rolling=True",
+        lambda x, c: (x, c._replace(write_pool=c.pool.clone())),
+    ),
+    "flag": ("convolution.rolling: expected True or False, got 'yes'", lambda x, c: (x, c._replace(rolling="yes"))),
+}
+
+
+@pytest.mark.parametrize("name", ROLLING)
+def test_errors_of_rolling_windows_name_the_argument(name):
+    message, change = ROLLING[name]
+    x, conv = make_step("gdn-raw", L=5, T=3)
+    KINDS["gdn-raw"][0](**x, convolution=Convolution(*conv, rolling=True))
+    x, convolution = change(x, Convolution(*conv, rolling=True))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        KINDS["gdn-raw"][0](**x, convolution=convolution)
 
 
 WRONG = {

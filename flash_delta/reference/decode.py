@@ -23,6 +23,8 @@ class Row(NamedTuple):
     """What the indices say of a row that is no padding."""
 
     read: int  # the slot of its state
+    column: int  # of that slot in the table
+    window: int  # the slot of its window
     parents: dict[int, int]  # for each token that is not padding: the token that it continues; -1: the row
     writes: dict[int, int]  # the slots that tokens write
 
@@ -65,7 +67,7 @@ def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor
     if not rows:
         return
     states = States(problem, s, rows)
-    windows = None if around.conv_pool is None else Windows(problem, around, rows)
+    windows = None if around.conv_pool is None else Windows(problem, s, around, rows)
     for t in range(problem.T):
         live = {b: row for b, row in rows.items() if t in row.parents}
         if not live:
@@ -104,9 +106,10 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
     each = target.dim() == 5
     parents, write = (None if of is None else of.tolist() for of in (s.parent_idx, s.write_indices))
     per_token = write is not None and s.write_indices.dim() == 2
-    for b, (read, T) in enumerate(zip(slots_read(s), lengths, strict=True)):
-        row = Row(read, {}, {})
-        for t in range(T if is_slot(problem, s, read) else 0):
+    for b, ((table, column), T) in enumerate(zip(slots_read(s), lengths, strict=True)):
+        read = table[column]
+        row = Row(read, column, table[0] if problem.rolling else read, {}, {})
+        for t in range(T if is_slot(problem, s, read) and is_slot(problem, s, row.window) else 0):
             parent = t - 1 if parents is None else parents[b][t]
             slot = None if write is None else write[b][t] if per_token else write[b]
             if parent not in (-1, *row.parents) or (slot is not None and not is_slot(problem, s, slot, target)):
@@ -119,13 +122,13 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
     return rows
 
 
-def slots_read(s: Slots) -> list[int]:
-    """Of every row; -1 where the count says none."""
+def slots_read(s: Slots) -> list[tuple[list[int], int]]:
+    """Of every row its slots, and the column of the one that it reads; -1 is the slot where the count says none."""
     read = s.read_indices.tolist()
     if s.num_accepted_tokens is None:
-        return read
+        return [([slot], 0) for slot in read]
     counts = s.num_accepted_tokens.tolist()
-    return [row[n - 1] if 0 < n <= len(row) else -1 for row, n in zip(read, counts, strict=True)]
+    return [(row, n - 1) if 0 < n <= len(row) else ([-1], 0) for row, n in zip(read, counts, strict=True)]
 
 
 def by_row(problem: Problem, token: Token) -> list[Token]:
@@ -178,10 +181,14 @@ def place(pool: Tensor, slot: int, t: int, axes: int) -> Tensor:
 class Windows:
     """The last inputs of the short convolution, all rows' ``[B, D, L]``; those of padding are somebody else's."""
 
-    def __init__(self, problem: Problem, around: Around, rows: dict[int, Row]):
-        self.problem, self.around, self.rows = problem, around, rows
-        read = [rows[b].read if b in rows else 0 for b in range(problem.B)]
-        self.after = {-1: around.conv_pool[read]}  # by the token that left it; -1: the rows'
+    def __init__(self, problem: Problem, s: Slots, around: Around, rows: dict[int, Row]):
+        self.problem, self.around, self.written = problem, around, s.write_indices is not None
+        found = [(rows[b].window, rows[b].column) if b in rows else (0, 0) for b in range(problem.B)]
+        first = around.conv_pool[[slot for slot, _ in found]]
+        if problem.rolling:
+            places = enumerate(column for _, column in found)
+            first = torch.stack([first[b, :, column : column + problem.window] for b, column in places])
+        self.after = {-1: first}  # by the token that left it; -1: the rows'
 
     def convolved(self, x: Inputs, t: int, live: dict[int, Row]) -> tuple[Inputs, int]:
         """Token t alone, after the convolution, and its place among the tokens; its windows are written."""
@@ -191,6 +198,8 @@ class Windows:
         self.after[t] = window
         pool = self.around.conv_pool if self.around.conv_write_pool is None else self.around.conv_write_pool
         for b, row in live.items():
-            if t in row.writes:
+            if self.problem.rolling and self.written:
+                pool[row.window, :, t : t + self.problem.window] = window[b]
+            elif t in row.writes and not self.problem.rolling:
                 place(pool, row.writes[t], t, 2)[:] = window[b]
         return token, 0

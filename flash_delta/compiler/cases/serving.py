@@ -30,6 +30,7 @@ class Decoding(NamedTuple):
     write: torch.dtype | None = None  # to a pool of its own
     rows: bool = True  # which has a row for every draft
     packed: bool = False  # rows of their own lengths
+    rolling: bool = False  # of the convolution, a slot for every draft
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
@@ -58,6 +59,7 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
     "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
     "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
     "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
+    "decode-gdn-128-whole-draft-rolling": Decoding(tokens=4, whole=True, rolling=True),
     "decode-gdn-128-packed": Decoding(tokens=4, packed=True),
     "decode-gdn-128-packed-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4, packed=True),
     "decode-gdn-64-packed-whole-tree": Decoding(RuleCase(64, raw=True), tree=True, tokens=4, whole=True, packed=True),
@@ -102,8 +104,9 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     p = p._replace(recurrent=True, state_v_first=case.v_first, pool=case.dtype)
     around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:
-        around = Around(new(9, D, 4, dtype=p.dtype), new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
-        p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
+        windows = new(9, D, 6 if case.rolling else 4, dtype=p.dtype)
+        around = Around(windows, new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
+        p = p._replace(taps=4, window=4 - case.rolling, rolling=case.rolling, eps=1e-6, activation="silu")
     pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(N, T, dtype=torch.int32)
     target, to = None, table
     if case.write is not None:

@@ -41,6 +41,7 @@ class Options(NamedTuple):
     batch_invariant: Annotated[bool, "batch_invariant"] = False
     eps: float | None = None
     activation: str | None = None
+    rolling: Annotated[bool, "convolution.rolling"] = False
 
 
 _hints = get_type_hints(Options, include_extras=True)

@@ -43,6 +43,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if around.norm_gate is not None:
         _check_strides(op, "output_norm.gate", around.norm_gate)
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
+    window = taps - 1 if p.rolling else window
     target = None if s.write_pool is None else s.write_pool.dtype
     return p._replace(
         pool=s.state_pool.dtype, write_pool=target, plain_pool=_is_plain(s.state_pool), taps=taps, window=window,

@@ -28,6 +28,15 @@ class Convolution(NamedTuple):
         write_pool: where windows go instead of ``pool``, for calls with a ``write_pool`` of states and only for these.
             In its shape: ``[slots', D, L]`` or ``[rows, S, D, L]``, with as many slots or rows; dtype of ``pool``, any
             strides. Default None.
+        rolling: whether a row has one slot, as in vLLM. The slot holds the inputs of a draft after those before it.
+            Default False: the slot of each state holds the window before the next token.
+
+    With ``rolling`` a row's slot is column 0 of ``read_indices``, also in calls with ``num_accepted_tokens``. W is from
+    2 to 4. L is at least W - 2 + T, and at least W - 2 plus the columns of ``read_indices``. Let a be the row's count
+    of accepted tokens, or 1 in calls without counts. The call continues from the W - 1 inputs from input a - 1 on. If
+    it writes states, it leaves the W - 2 inputs from input a on and after them those of its T tokens, up to the first
+    token that is padding. What is behind them stays. So with T = 1 the first W - 1 inputs are shifted by one. A call
+    with ``parent_idx`` is refused.
 
     Example:
         >>> import torch
@@ -42,6 +51,7 @@ class Convolution(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     write_pool: Tensor | None = None
+    rolling: bool = False
 
 
 class OutputNorm(NamedTuple):
@@ -92,7 +102,7 @@ def around_of(
         refuse(op, "output_norm", "an OutputNorm or None", type(norm).__name__)
     around = NOTHING
     if convolution is not None:
-        pool, weight, bias, target = convolution
+        pool, weight, bias, target, _ = convolution
         around = Around(pool, weight, bias, conv_write_pool=target)
     if norm is None:
         return around, None, None
@@ -123,15 +133,17 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
     check_shape(op, "convolution.weight", weight, D, "W")
     check_shape(op, "convolution.pool", pool, len(s.state_pool), D, "L")
     W, L = weight.shape[1], pool.shape[2]
-    if not 1 <= W <= MOST_TAPS:
+    if p.rolling:
+        _check_rolling(p, s, W, L)
+    elif not 1 <= W <= MOST_TAPS:
         refuse(op, "convolution.weight", f"1 to {MOST_TAPS} taps (axis 1)", W)
-    if not max(1, W - 1) <= L <= MOST_TAPS:
+    elif not max(1, W - 1) <= L <= MOST_TAPS:
         refuse(op, "convolution.pool", f"{max(1, W - 1)} to {MOST_TAPS} inputs (axis 2)", L)
     if pool.dtype != p.dtype:
         refuse(op, "convolution.pool", f"{p.dtype} like q", pool.dtype)
     if bias is not None:
         check_shape(op, "convolution.bias", bias, D)
-    if s.write_pool is not None:
+    if s.write_pool is not None and not p.rolling:
         target, of_rows, T = around.conv_write_pool, s.write_pool.dim() == 5, p.most_tokens or p.T
         check_shape(op, "convolution.write_pool", target, len(s.write_pool), *(("S",) if of_rows else ()), D, L)
         if of_rows and target.shape[1] < T:
@@ -139,4 +151,16 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
         if target.dtype != pool.dtype:
             refuse(op, "convolution.write_pool", f"{pool.dtype} like convolution.pool", target.dtype)
     elif around.conv_write_pool is not None:
-        refuse(op, "convolution.write_pool", "None without write_pool", "a tensor")
+        why = "with rolling=True, which writes to pool" if p.rolling else "without write_pool"
+        refuse(op, "convolution.write_pool", f"None {why}", "a tensor")
+
+
+def _check_rolling(p: Problem, s: Slots, W: int, L: int) -> None:
+    if not 2 <= W <= MOST_TAPS:
+        refuse(p.op, "convolution.weight", f"2 to {MOST_TAPS} taps (axis 1) with rolling=True", W)
+    columns = 1 if s.num_accepted_tokens is None else s.read_indices.shape[1]
+    least = W - 2 + max(p.most_tokens or p.T, columns)
+    if least > L:
+        refuse(p.op, "convolution.pool", f"at least {least} inputs (axis 2) with rolling=True", L)
+    if s.parent_idx is not None:
+        refuse(p.op, "parent_idx", "None with a rolling convolution, which has one window for each length", "a tensor")

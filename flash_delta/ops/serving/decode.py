@@ -142,6 +142,7 @@ def decode_gated_delta_rule(
         "eps": eps,
         "activation": activation,
         "null_slot": null_slot,
+        "rolling": convolution is not None and convolution.rolling,
     }
     return run(inputs, slots, options, backend, around)
 
@@ -233,5 +234,6 @@ def decode_kda(
         "eps": eps,
         "activation": activation,
         "null_slot": null_slot,
+        "rolling": convolution is not None and convolution.rolling,
     }
     return run(inputs, slots, options, backend, around)

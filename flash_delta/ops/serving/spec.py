@@ -108,6 +108,7 @@ class Serving:
         conv_inputs: L, how many inputs its pool holds. Default None: W.
         conv_dtype: of its weight and bias. Default None: ``dtype``.
         conv_bias: whether it has a bias.
+        conv_rolling: whether it is rolling.
         norm_gate: where the output norm's gate lies; read where calls have one, as the other fields that begin with
             ``norm``. Default None: in a tensor of its own without gaps.
         norm_dtype: of its weight. Default None: ``dtype``.
@@ -162,6 +163,7 @@ class Serving:
     conv_inputs: int | None = None
     conv_dtype: torch.dtype | None = None
     conv_bias: bool = False
+    conv_rolling: bool = False
     norm_gate: Slice | None = None
     norm_dtype: torch.dtype | None = None
     norm_activation: str = "silu"
@@ -221,8 +223,9 @@ class Serving:
         bias = torch.zeros(D, dtype=dtype, device=device) if self.conv_bias else None
         weight = torch.zeros(D, self.taps, dtype=dtype, device=device)
         pool = torch.zeros(1, D, L, dtype=self.dtype, device=device)
+        apart = None if self.conv_rolling else apart
         target = None if apart is None else torch.zeros(1, *apart, D, L, dtype=self.dtype, device=device)
-        return Convolution(pool, weight, bias, target)
+        return Convolution(pool, weight, bias, target, self.conv_rolling)
 
     def output_norm(self, B: int, T: int, device: torch.device) -> OutputNorm:
         gate = strided(self.norm_gate, B, T, self.HV, self.V, dtype=self.dtype, device=device)

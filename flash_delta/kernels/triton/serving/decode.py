@@ -64,14 +64,21 @@ def load_slot(table, row, column, strides, slots, live):
 
 
 @triton.jit
-def find_state(
-    read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
-):
-    """The slot that a row reads, whether there is a state in it, and whether there is a row."""
+def find_column(accepted, b, accepted_row, columns):
+    """The column of the table of slots that a row reads, and whether it is one."""
     column, live = b * 0, b >= 0
     if accepted is not None:
         count = tl.load(accepted + b.to(tl.int64) * accepted_row)
         column, live = (count - 1).to(tl.int32), (count >= 1) & (count <= columns)
+    return column, live
+
+
+@triton.jit
+def find_state(
+    read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
+):
+    """The slot that a row reads, whether there is a state in it, and whether there is a row."""
+    column, live = find_column(accepted, b, accepted_row, columns)
     slot = b
     if read_indices is not None:
         slot, live = load_slot(read_indices, b, column, (read_row, read_column), slots, live)
@@ -191,9 +198,13 @@ def decode(
         return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
-        windows = (conv_pool, conv_stride, None)
-        q_first = load_window(windows, row_slot, 0, q_at, c, K, stored, CONV)
-        k_first = load_window(windows, row_slot, 0, k_at, c, K, stored, CONV)
+        windows, window_slot, column = (conv_pool, conv_stride, None), row_slot, 0
+        if CONV[4]:
+            column, _ = find_column(accepted, b, accepted_row, columns)
+            window_slot, is_row = load_slot(read_indices, b, 0, (read_row, read_column), slots, is_row)
+            stored = stored & is_row
+        q_first = load_window(windows, window_slot, column, q_at, c, K, stored, CONV)
+        k_first = load_window(windows, window_slot, column, k_at, c, K, stored, CONV)
         if conv_target is not None:
             windows = (conv_target, conv_target_stride, conv_step_stride)
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
@@ -214,7 +225,7 @@ def decode(
             first = first.to(tl.float32)
         if CONV is not None:
             v_at = 2 * H * K + hv * V
-            v_first = load_window((conv_pool, conv_stride, None), row_slot, 0, v_at, d, V, stored, CONV)
+            v_first = load_window((conv_pool, conv_stride, None), window_slot, column, v_at, d, V, stored, CONV)
             q_window, k_window, v_window = q_first, k_first, v_first
             tl.debug_barrier()  # nothing is stored before all threads have loaded
         alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row; bit t + 1: token t
@@ -247,7 +258,8 @@ def decode(
                 q_window, k_window, v_window = push(q_window, qt), push(k_window, kt), push(v_window, vt)
                 if WRITES:
                     keys, values = (q_window, k_window, q_at, k_at), (v_window, v_at)
-                    store_windows(keys, values, windows, slot, t, c, d, K, V, written, j == 0, CONV_TARGET)
+                    to, kept = (window_slot, live) if CONV[4] else (slot, written)
+                    store_windows(keys, values, windows, to, t, c, d, K, V, kept, j == 0, CONV_TARGET)
                 qt = convolve(q_window, conv_weight, conv_bias, q_at, c, K, CONV)
                 kt = convolve(k_window, conv_weight, conv_bias, k_at, c, K, CONV)
                 vt = convolve(v_window, conv_weight, conv_bias, v_at, d, V, CONV)
@@ -313,7 +325,7 @@ def token_stride(pool: Tensor | None, axes: int) -> int | None:
 
 def windows_of(p: Problem, pool: Tensor | None) -> tuple[int, ...] | None:
     """What window.py takes as CONV."""
-    return None if pool is None else (p.taps, p.window, *pool.stride()[-2:])
+    return None if pool is None else (p.taps, p.window, *pool.stride()[-2:], p.rolling)
 
 
 def counted(t: Tensor | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:

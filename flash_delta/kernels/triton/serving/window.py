@@ -3,8 +3,11 @@
     y_t = silu(bias + sum_{i<W} weight[i] x_{t-(W-1)+i})
 
 A window [C, 4] holds the last four inputs of C channels, the latest last, so W is 4 at most. CONV: the taps W; the
-inputs L that slots hold, W - 1 or more and 4 at most; the pool's strides of (channel, input). What slots do not hold is
-0, and no convolution reads it. Channels are those from ``start`` on.
+inputs L of a window in a slot, W - 1 or more and 4 at most; the pool's strides of (channel, input); whether slots are
+rolling. What windows in slots do not hold is 0, and no convolution reads it. Channels are those from ``start`` on.
+
+A rolling slot holds the inputs before a draft and those of its tokens, one after the other. L is W - 1: the window that
+begins at input n ends with that of token n.
 """
 
 import triton
@@ -15,14 +18,17 @@ from flash_delta.kernels.device.activation import silu, spread
 
 @triton.jit
 def place(windows, slot, n, start, c, WIDTH: tl.constexpr, CONV: tl.constexpr):
-    """Where a window lies in a slot, and which of it. ``windows``: their pool, its stride of slots, and that of a
-    slot's windows, of which the one of token ``n`` is meant; None: there is one."""
+    """Where window ``n`` lies in a slot, and which of it. ``windows``: their pool, its stride of slots, and the stride
+    of a slot's windows; None: there is one, unless the slot is rolling."""
     i = CONV[1] - 4 + tl.arange(0, 4)
+    inside = (c < WIDTH)[:, None] & (i >= 0)[None, :]
+    if CONV[4]:
+        i += n
     at = windows[0] + slot.to(tl.int64) * windows[1]
     if windows[2] is not None:
         at += n * windows[2]
     at = at + (start + c).to(tl.int64)[:, None] * CONV[2] + i[None, :] * CONV[3]
-    return at, (c < WIDTH)[:, None] & (i >= 0)[None, :]
+    return at, inside
 
 
 @triton.jit
@@ -34,6 +40,8 @@ def load_window(windows, slot, n, start, c, WIDTH: tl.constexpr, live, CONV: tl.
 @triton.jit
 def store_window(window, windows, slot, n, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
     at, inside = place(windows, slot, n, start, c, WIDTH, CONV)
+    if CONV[4]:  # the others are there since the token before
+        inside = inside & ((tl.arange(0, 4) == 3) | (n == 0))[None, :]
     tl.store(at, window, mask=inside & live)
 
 
