@@ -8,6 +8,7 @@ import torch
 from prefill_truth import OPS, bounds, make_prefill
 from prefill_truth import run as run_prefill
 from serving_truth import DEVICES, KINDS, make_call, needs_triton, run, slots
+from test_serving_packed import packed
 from test_serving_step import make_step
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -20,6 +21,11 @@ z, INDEX = torch.zeros, torch.int64
 
 def index(*shape):
     return z(shape, dtype=INDEX)
+
+
+def make_packed(**changes):
+    """18 tokens of two rows."""
+    return make_call(B=1, T=18) | {"read_indices": index(2), "cu_seqlens": torch.tensor([0, 5, 18])} | changes
 
 
 WRONG = [  # changed arguments, what the message must contain
@@ -52,6 +58,24 @@ WRONG = [  # changed arguments, what the message must contain
         {"parent_idx": index(2, 3), "write_indices": index(2)},
         "write_indices: expected a tensor [2, 3] with parent_idx: tokens continue from these slots, got shape [2]",
     ),
+    (
+        {"cu_seqlens": index(3)},
+        "q: expected batch size 1 with cu_seqlens: pack the sequences into one row, got batch",
+    ),
+    (make_packed(cu_seqlens=[0, 3]), "cu_seqlens: expected a tensor or None, got list"),
+    (make_packed(cu_seqlens=torch.tensor([0, 5, 19])), "cu_seqlens: expected bounds up to T = 18, got 19"),
+    (make_packed(read_indices=index(3)), "read_indices: expected a tensor [2], got shape [3]"),
+    (make_packed(write_indices=index(3, 4)), "write_indices: expected a tensor [2, 4], got shape [3, 4]"),
+    (make_packed(write_indices=index(2, 17)), "write_indices: expected columns for 1 to 16 tokens (axis 1), got 17"),
+    (
+        make_packed(write_indices=index(2, 4), parent_idx=index(2, 3)),
+        "parent_idx: expected a tensor [2, 4], got shape [2, 3]",
+    ),
+    (
+        make_packed(write_indices=index(2), parent_idx=index(2, 4), write_pool=z(3, 3, 2, 24, 16)),
+        "write_pool: expected room for 4 tokens (axis 1), got 3",
+    ),
+    (make_packed(out=z(2, 9, 2, 24)), "out: expected a tensor [1, 18, 2, 24], got shape [2, 9, 2, 24]"),
     ({"write_pool": z(5, 2, 24, 16)}, "write_indices: expected a tensor with write_pool, got None"),
     ({"write_pool": z(5, 2, 24, 15)}, "write_pool: expected a tensor [slots, 2, 24, 16], got shape [5, 2, 24, 15]"),
     ({"write_pool": z(5, 3, 2, 24, 15)}, "write_pool: expected a tensor [rows, S, 2, 24, 16], got shape [5, 3, 2, 24,"),
@@ -244,11 +268,11 @@ def test_compiled_is_eager(kind):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_drafts_are_eager():
-    """A pool that is only written is written."""
+    """A pool that is only written is written, also by packed rows."""
     compiled = torch.compile(KINDS["gdn"][0], fullgraph=True, dynamic=True, backend="aot_eager")
-    for T in (3, 5):
-        x = make_call("gdn", T=T)
-        x |= {"write_pool": z(3, 5, *x["state_pool"].shape[1:]), "write_indices": slots([2, 0], x)}
+    for T in (3, 5, 7):
+        x = make_call("gdn", T=T) if T < 7 else make_packed()
+        x |= {"write_pool": z(3, 7, *x["state_pool"].shape[1:]), "write_indices": slots([2, 0], x)}
         o, pool = run("gdn", x, None)
         again = x["write_pool"].clone()
         assert torch.equal(compiled(**(x | {"write_pool": again})), o)
@@ -305,7 +329,7 @@ def test_operator():
         "neg_eigval": False,
         "batch_invariant": False,
     }
-    opcheck(x)
+    opcheck(x | {"rolling": False})
 
 
 def test_operator_of_drafts():
@@ -316,12 +340,15 @@ def test_operator_of_drafts():
     x |= {"activation": "silu", "norm_gate": x["output_norm"].gate, "norm_weight": x["output_norm"].weight}
     x |= dict(zip(("conv_pool", "conv_weight", "conv_bias"), conv, strict=True))
     x |= {"write_pool": z(2, 3, *x["state_pool"].shape[1:]), "conv_write_pool": z(2, 3, *conv[0].shape[1:])}
-    opcheck(x | {"write_indices": slots([1, 0], x)})
+    x |= {"write_indices": slots([1, 0], x), "rolling": False}
+    opcheck(x)
+    x = packed(x, [3, 1]) | {"conv_write_pool": None, "rolling": True, "conv_pool": z(9, conv[0].shape[1], 18)}
+    opcheck(x | {"norm_gate": x["output_norm"].gate})
 
 
 def test_operator_of_prefill():
     x = make_prefill("gdn-raw") | {"op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed"}
     x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
     x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
-    x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False}
+    x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False, "rolling": False}
     opcheck(x)

@@ -13,7 +13,11 @@ from flash_delta.testing import assert_accurate
 backends = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
-def make_step(kind, W=4, L=4, bias=True, activation="silu", seed=1, **sizes):
+HALF, WHOLE = torch.bfloat16, torch.float32
+STORED = {"like-q": (WHOLE, WHOLE), "wider": (HALF, WHOLE), "narrower": (WHOLE, HALF), "other": (HALF, torch.float16)}
+
+
+def make_step(kind, W=4, L=4, bias=True, activation="silu", windows=None, seed=1, **sizes):
     """A call with a convolution and an output norm; the convolution as its three tensors."""
     x = make_call(kind, **sizes)
     gen = torch.Generator().manual_seed(seed)
@@ -23,7 +27,8 @@ def make_step(kind, W=4, L=4, bias=True, activation="silu", seed=1, **sizes):
 
     (B, T, H, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
     D = 2 * H * K + HV * V
-    conv = randn(len(x["state_pool"]), D, L), randn(D, W, dtype=torch.float32), randn(D) if bias else None
+    pool = randn(len(x["state_pool"]), D, L, dtype=windows or x["q"].dtype)
+    conv = pool, randn(D, W, dtype=torch.float32), randn(D) if bias else None
     norm = OutputNorm(randn(B, T, HV, V), 1 + randn(V, dtype=torch.float32) / 4, 1e-3, activation)
     return x | {"output_norm": norm}, conv
 
@@ -44,6 +49,7 @@ def step_truth(kind, x, conv):
     q, k, v = (x[name].double().cpu() for name in ("q", "k", "v"))
     (B, T, H, K), (HV, V), L = q.shape, v.shape[2:], pool.shape[2]
     inputs = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], 2)  # [B, T, D]
+    inputs = inputs.to(conv[0].dtype).double()
     read, write, counts, parents = (
         table(x.get(name)) for name in ("read_indices", "write_indices", "num_accepted_tokens", "parent_idx")
     )
@@ -105,6 +111,14 @@ def test_taps_and_windows(W, L, backend):
 
 
 @backends
+@pytest.mark.parametrize("dtypes", STORED.values(), ids=STORED)
+def test_windows_of_another_dtype(dtypes, backend):
+    """An input counts as it is stored, also when it is new."""
+    x, conv = make_step("gdn-raw", T=3, dtype=dtypes[0], windows=dtypes[1], V=8, device=DEVICES[backend])
+    check("gdn-raw", x | {"write_indices": slots([[2, 3, 4], [5, 6, 7]], x)}, conv, backend)
+
+
+@backends
 def test_hostile_indices_and_counts(backend):
     x, conv = make_step("gdn-raw", B=4, T=3, HV=2, slots=9, device=DEVICES[backend])
     x |= {"read_indices": slots([[0, 1], [2, 99], [3, 4], [-5, 2**40]], x)}
@@ -138,11 +152,16 @@ def test_what_is_padding_may_hold_anything(backend):
 
 
 @backends
-@pytest.mark.parametrize("T", [2, 5, 9])
-def test_tokens_in_one_call_are_tokens_in_calls(T, backend):
-    """Bitwise, states, windows and all; in a tree, too, and with another form of the indices."""
+@pytest.mark.parametrize("dtypes", STORED.values(), ids=STORED)
+@pytest.mark.parametrize("T", [2, 5])
+def test_tokens_in_one_call_are_tokens_in_calls(T, dtypes, backend):
+    """Bitwise, states, windows and all; in a tree, too, and with another form of the indices. For inputs and for pools
+    of windows of any dtypes."""
     kind, pool = (("gdn-raw", torch.bfloat16), ("kda-bounded", torch.float32))[T % 2]
-    x, conv = make_step(kind, B=1, T=T, H=1, HV=2, V=16, slots=20, pool=pool, device=DEVICES[backend])
+    x, conv = make_step(
+        kind, B=1, T=T, H=1, HV=2, V=16, slots=20, pool=pool, dtype=dtypes[0], windows=dtypes[1],
+        device=DEVICES[backend],
+    )  # fmt: skip
     path = slots([[0, *range(2, T + 1)]], x)
     o, after, window = run_step(kind, x | {"write_indices": path}, conv, backend)
     state, windows, singles = x["state_pool"], conv[0], []
@@ -231,7 +250,10 @@ WRONG = {
     "taps": ("convolution.weight: expected 1 to 4 taps", lambda c, n: (c._replace(weight=c.weight.repeat(1, 2)), n)),
     "window": ("convolution.pool: expected 3 to 4 inputs", lambda c, n: (c._replace(pool=c.pool[:, :, :2]), n)),
     "slots": ("convolution.pool: expected a tensor", lambda c, n: (c._replace(pool=c.pool[1:]), n)),
-    "dtype": ("convolution.pool: expected torch.float32 like q", lambda c, n: (c._replace(pool=c.pool.half()), n)),
+    "dtype": (
+        "convolution.pool: expected a dtype among torch.float16, torch.bfloat16, torch.float32, or that of q, got tor",
+        lambda c, n: (c._replace(pool=c.pool.double()), n),
+    ),
     "target": (
         "convolution.write_pool: expected None without write_pool",
         lambda c, n: (c._replace(write_pool=c.pool.clone()), n),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from serving_truth import DEVICES, KINDS, needs_triton
 from serving_truth import make_call as make_decode
+from test_serving_packed import packed
 from test_serving_step import make_step
 
 import flash_delta
@@ -148,6 +149,28 @@ def test_whole_steps_are_described():
     shorter = Convolution(conv[0], conv[1][:, 1:].contiguous(), conv[2])
     flash_delta.decode_gated_delta_rule(**x, convolution=shorter, backend="triton")
     assert len(keys()) == len(before) + 2
+
+
+@needs_triton
+def test_packed_rows_and_rolling_windows_are_described():
+    """In a pool of another dtype than q. Longer slots, or other windows, are another kernel's."""
+    device, forms = DEVICES["triton"], (DecodeCalls(True, True, convolution=True, output_norm=True, cu_seqlens=True),)
+    conv = {"conv_bias": True, "conv_inputs": 7, "conv_pool_dtype": torch.bfloat16, "conv_rolling": True}
+    warmup(replace(SPECS["gdn"], **conv, decode=forms, prefill=()), device, "triton")
+    before = keys()
+    for lengths, W in (([1], 1), ([2, 0, 3], 5)):
+        T, B = max(lengths), len(lengths)
+        x, windows = make_step("gdn", B=B, T=T, L=7, windows=torch.bfloat16, device=device)
+        index = torch.arange(B * W, dtype=torch.int32, device=device).view(B, W)
+        x |= {"read_indices": index, "write_indices": index, "num_accepted_tokens": index[:, 0] * 0 + 1}
+        x = packed(x, lengths, behind=2)
+        KINDS["gdn"][0](**x, convolution=Convolution(*windows, rolling=True), backend="triton")
+        assert keys() == before
+    longer = torch.cat([windows[0], windows[0]], 2)
+    KINDS["gdn"][0](**x, convolution=Convolution(longer, *windows[1:], rolling=True), backend="triton")
+    KINDS["gdn"][0](**x, convolution=Convolution(longer.float(), *windows[1:], rolling=True), backend="triton")
+    KINDS["gdn"][0](**x, convolution=Convolution(longer[:, :, :4], *windows[1:]), backend="triton")
+    assert len(keys()) == len(before) + 3
 
 
 @needs_triton

@@ -10,7 +10,7 @@ from flash_delta.problem import Around, Inputs, Problem
 def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around) -> tuple[Inputs, Tensor]:
     """Token t alone, its q, k and v after the convolution; and the window ``[B, D, L]`` with it."""
     token = torch.cat([y[:, t].flatten(1) for y in (x.q, x.k, x.v)], 1)  # [B, D]
-    inputs = torch.cat([window, token.unsqueeze(2)], 2)  # [B, D, L + 1]
+    inputs = torch.cat([window, token.unsqueeze(2).to(window.dtype)], 2)  # [B, D, L + 1]
     weight = around.conv_weight.to(problem.accumulate)
     y = (inputs[..., -problem.taps :].to(weight.dtype) * weight).sum(2)
     y = silu(y if around.conv_bias is None else y + around.conv_bias.to(weight.dtype))

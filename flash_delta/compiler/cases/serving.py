@@ -31,6 +31,7 @@ class Decoding(NamedTuple):
     rows: bool = True  # which has a row for every draft
     packed: bool = False  # rows of their own lengths
     rolling: bool = False  # of the convolution, a slot for every draft
+    windows: torch.dtype = torch.bfloat16  # of its pool
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
@@ -59,6 +60,7 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
     "decode-kda-128-bounded-whole": Decoding(BOUNDED, whole=True),
     "decode-kda-128-bounded-whole-bfloat16": Decoding(BOUNDED, torch.bfloat16, whole=True),
     "decode-kda-128-bounded-tree-bfloat16": Decoding(BOUNDED, torch.bfloat16, tree=True, tokens=4),
+    "decode-gdn-128-whole-windows-float32": Decoding(whole=True, windows=torch.float32),
     "decode-gdn-128-whole-draft-rolling": Decoding(tokens=4, whole=True, rolling=True),
     "decode-gdn-128-packed": Decoding(tokens=4, packed=True),
     "decode-gdn-128-packed-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4, packed=True),
@@ -104,7 +106,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     p = p._replace(recurrent=True, state_v_first=case.v_first, pool=case.dtype)
     around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:
-        windows = new(9, D, 6 if case.rolling else 4, dtype=p.dtype)
+        windows = new(9, D, 6 if case.rolling else 4, dtype=case.windows)
         around = Around(windows, new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
         p = p._replace(taps=4, window=4 - case.rolling, rolling=case.rolling, eps=1e-6, activation="silu")
     pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(N, T, dtype=torch.int32)
@@ -113,7 +115,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
         places = (T,) if case.rows else ()
         target, to = new(9, *places, *p.state_shape[1:], dtype=case.write), table[:, 0] if case.rows else table
         p = p._replace(write_pool=case.write)
-        around = around._replace(conv_write_pool=new(9, *places, D, 4, dtype=p.dtype) if case.whole else None)
+        around = around._replace(conv_write_pool=new(9, *places, D, 4, dtype=case.windows) if case.whole else None)
     accepted = new(N, dtype=torch.int32) if counted else None
     x = x._replace(initial_state=new(N, *p.state_shape[1:]) if case.apart else None)
     read, parents = table if counted else table[:, 0], table if case.tree else None

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import refuse
@@ -21,8 +22,12 @@ class Convolution(NamedTuple):
     in float32. The channels are those of q, then of k, then of v: D = 2 H K + HV V. The same indices say where a row's
     window and its state are read and written.
 
+    An input is rounded to the dtype of the pool before anything is computed with it. So T tokens in one call give the
+    bits of T calls. A pool in q's dtype, or in float32, rounds nothing.
+
     Args:
-        pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; dtype of q, any strides.
+        pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; float32, bfloat16 or float16, also
+            where q has another dtype; any strides.
         weight: ``[D, W]``, W from 1 to 4, the last tap meets the current token; any float dtype, without gaps.
         bias: ``[D]``, any float dtype, without gaps. Default None: no bias.
         write_pool: where windows go instead of ``pool``, for calls with a ``write_pool`` of states and only for these.
@@ -87,6 +92,7 @@ NAMES = (  # of the fields of Around
     "convolution.pool", "convolution.weight", "convolution.bias", "output_norm.gate", "output_norm.weight",
     "convolution.write_pool",
 )  # fmt: skip
+STORED = (torch.float16, torch.bfloat16, torch.float32)  # inputs
 PARAMETERS = ("convolution.weight", "convolution.bias", "output_norm.weight")
 
 
@@ -139,8 +145,8 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
         refuse(op, "convolution.weight", f"1 to {MOST_TAPS} taps (axis 1)", W)
     elif not max(1, W - 1) <= L <= MOST_TAPS:
         refuse(op, "convolution.pool", f"{max(1, W - 1)} to {MOST_TAPS} inputs (axis 2)", L)
-    if pool.dtype != p.dtype:
-        refuse(op, "convolution.pool", f"{p.dtype} like q", pool.dtype)
+    if pool.dtype not in (*STORED, p.dtype):
+        refuse(op, "convolution.pool", f"a dtype among {', '.join(map(str, STORED))}, or that of q", pool.dtype)
     if bias is not None:
         check_shape(op, "convolution.bias", bias, D)
     if s.write_pool is not None and not p.rolling:

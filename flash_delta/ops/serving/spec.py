@@ -107,6 +107,7 @@ class Serving:
         taps: W of the convolution; read where calls have one, as the other fields that begin with ``conv``.
         conv_inputs: L, how many inputs its pool holds. Default None: W.
         conv_dtype: of its weight and bias. Default None: ``dtype``.
+        conv_pool_dtype: of its pool. Default None: ``dtype``.
         conv_bias: whether it has a bias.
         conv_rolling: whether it is rolling.
         norm_gate: where the output norm's gate lies; read where calls have one, as the other fields that begin with
@@ -162,6 +163,7 @@ class Serving:
     taps: int = 4
     conv_inputs: int | None = None
     conv_dtype: torch.dtype | None = None
+    conv_pool_dtype: torch.dtype | None = None
     conv_bias: bool = False
     conv_rolling: bool = False
     norm_gate: Slice | None = None
@@ -222,9 +224,11 @@ class Serving:
         dtype = self.conv_dtype or self.dtype
         bias = torch.zeros(D, dtype=dtype, device=device) if self.conv_bias else None
         weight = torch.zeros(D, self.taps, dtype=dtype, device=device)
-        pool = torch.zeros(1, D, L, dtype=self.dtype, device=device)
-        apart = None if self.conv_rolling else apart
-        target = None if apart is None else torch.zeros(1, *apart, D, L, dtype=self.dtype, device=device)
+        places = None if self.conv_rolling else apart
+        pool, target = (
+            None if of is None else torch.zeros(1, *of, D, L, dtype=self.conv_pool_dtype or self.dtype, device=device)
+            for of in ((), places)
+        )
         return Convolution(pool, weight, bias, target, self.conv_rolling)
 
     def output_norm(self, B: int, T: int, device: torch.device) -> OutputNorm:

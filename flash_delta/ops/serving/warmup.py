@@ -73,6 +73,9 @@ def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) 
     columns = () if not form.num_accepted_tokens else (1,)
     x = spec.arguments(1, T, device) | {"read_indices": padding(spec, device, 1, *columns)}
     x |= {name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)}
+    rows = form.write_pool and spec.write_rows
+    if form.cu_seqlens and form.write_indices and not rows:  # a table says how long rows may be
+        x["write_indices"] = padding(spec, device, 1, T)
     if form.cu_seqlens:
         x["cu_seqlens"] = torch.tensor([0, T], dtype=spec.index_dtype, device=device)
     if form.write_pool:
@@ -82,7 +85,7 @@ def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) 
     if form.output_norm:
         x["output_norm"] = spec.output_norm(1, T, device)
     if form.parent_idx:
-        tables = ("parent_idx",) if form.write_pool and spec.write_rows else ("write_indices", "parent_idx")
+        tables = ("parent_idx",) if rows else ("write_indices", "parent_idx")
         x |= {name: padding(spec, device, 1, T) for name in tables}
     return DECODE[spec.rule], x
 

@@ -64,9 +64,9 @@ def store_windows(
 
 @triton.jit
 def push(window, x):
-    """The window with ``x`` after it."""
+    """The window with ``x`` after it, which from then on counts as it is stored."""
     i = tl.broadcast_to(tl.arange(0, 4)[None, :], window.shape)
-    return tl.where(i == 3, x[:, None], tl.gather(window, tl.minimum(i + 1, 3), 1))
+    return tl.where(i == 3, x.to(window.dtype)[:, None], tl.gather(window, tl.minimum(i + 1, 3), 1))
 
 
 @triton.jit
