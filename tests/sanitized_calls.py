@@ -18,6 +18,7 @@ from test_serving import hostile as hostile_indices
 import flash_delta
 from flash_delta.modules import causal_conv1d
 from flash_delta.modules.norm import gated_rms_norm
+from flash_delta.ops.serving import Convolution
 from flash_delta.testing import MEMBERS, Case, make_inputs
 from flash_delta.testing.accuracy import infer, run
 
@@ -54,6 +55,7 @@ def decode(kind, sizes):
     counted = {"read_indices": write, "num_accepted_tokens": slots([1, 7, 3, 8], x)}
     call(op, x | counted | {"write_indices": write}, write[:3].flatten())
     call(op, x | {"read_indices": write[:, 0], "write_indices": write, "parent_idx": slots(TREES, x)}, write.flatten())
+    drafts(op, x, write)
     for where in BAD:
         for dtype in (torch.int32, torch.int64):
             x = make_call(kind, B=1 + len(BAD[where]) + (len(BAD_64) if dtype == torch.int64 else 0), **sizes)
@@ -61,6 +63,31 @@ def decode(kind, sizes):
             owned = x["write_indices"][0].reshape(-1)
             o = call(op, x, owned)
             assert not o[1:].any()
+
+
+def drafts(op, x, write):
+    """Of four rows of seven tokens: to rows of another pool, and packed, with rolling windows, under wrong bounds."""
+    inner = x["state_pool"].shape[1:]
+    target = torch.full((4, 9, *inner), 7.0, dtype=x["state_pool"].dtype)[:, :7]
+    for tree in ({}, {"parent_idx": slots(TREES, x)}):
+        given = on_device(x | {"write_indices": slots([2, 0, 3, 4], x)} | tree | {"write_pool": target})
+        op(**given, backend="triton")
+        assert torch.equal(given["state_pool"].cpu(), x["state_pool"]), "a pool that is only read has changed"
+        after = given["write_pool"].cpu()
+        assert (after[1] == 7).all()
+        assert not (after[[0, 2, 3]] == 7).flatten(2).all(2).any()
+    flat = {name: x[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
+    D = sum(flat[name][0, 0].numel() for name in ("q", "k", "v"))
+    pool, weight = (torch.randn(*shape, dtype=x["q"].dtype) for shape in ((40, D, 9), (D, 4)))
+    for bounds, counts in (([0, 7, 9, 9, 28], [7, 1, 2, 1]), ([2**40, 3, -(2**31), 21, 12], [8, 0, 2**31 - 1, 3])):
+        windows = pool.to(DEVICE)
+        convolution = Convolution(windows, weight.to(DEVICE), rolling=True)
+        given = flat | {"read_indices": write, "write_indices": write, "num_accepted_tokens": slots(counts, x)}
+        given = on_device(x | given | {"cu_seqlens": torch.tensor(bounds)})
+        op(**given, convolution=convolution, backend="triton")
+        assert torch.equal(given["state_pool"][28:].cpu(), x["state_pool"][28:])
+        others = [slot for slot in range(40) if slot not in (0, 7, 14, 21)]
+        assert torch.equal(windows.cpu()[others], pool[others])
 
 
 def prefill(kind, sizes):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from serving_drafts import DRAFT, Scratch, Windows, packed
 from serving_pool import IS_SLOT, NULL, Pool
 from serving_truth import KINDS, activated, make_call
 from torch.nn.utils.rnn import pad_sequence
@@ -11,11 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 import flash_delta
 from flash_delta.reference.recurrent import recurrent
 
-DRAFT = 4  # tokens, and slots of a request for the states after each
 KEPT = 2  # slots of a request for states to roll back to
 EVERY = 64  # tokens between checkpoints
 NOT_A_COUNT = (0, -1, DRAFT + 1, -(2**31), 2**31 - 1)
-INPUTS = ("q", "k", "v", "g", "beta")
+STYLES = ((), (), ("packed",), ("apart",), ("rolling",), ("packed", "apart", "rolling"))  # of decoding calls
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Row:
     request: Request | None  # None: padding
     read: int
     writes: list[int]  # after every token
+    length: int = 0  # tokens
 
 
 @dataclass
@@ -70,28 +71,51 @@ def make_tokens(pool, kind, B, T):
 
 def decode(pool, kind, backend, requests, T, writes, tree=False):
     """T tokens of some requests. ``writes``: "none", "last" or "each" state. Judged by the recurrence."""
+    style = pool.random.choice(STYLES)
+    rolling = "rolling" in style and not tree
     rows = [decoding_row(pool, request, T, writes) for request in requests]
     rows = with_padding(pool, rows, lambda: decoding_padding(pool, T, writes))
     x = make_tokens(pool, kind, len(rows), T)
     counted = pool.random.random() < 0.5
     x |= tables(pool, rows) if counted else {"read_indices": pool.index("read_indices", [row.read for row in rows])}
-    if writes != "none":
+    scratch = Scratch(pool, rows, T, writes) if "apart" in style and writes != "none" else None
+    if scratch is not None:
+        x |= {"write_pool": scratch.slots, "write_indices": pool.index("write_indices", scratch.indices)}
+    elif writes != "none":
         slots = [row.writes if writes == "each" else row.writes[-1] for row in rows]
         x["write_indices"] = pool.index("write_indices", slots)
     parents = [[pool.random.choice(range(-1, t)) if tree else t - 1 for t in range(T)] for _ in rows]
     if tree:
         x["parent_idx"] = pool.index("parent_idx", parents)
     x["v"][[row.request is None for row in rows]] = float("nan")
+    convolved = x
+    if rolling:
+        windows = Windows(pool, rows, x)
+        x["convolution"], convolved = windows.convolution, windows.convolved(x)
+    for row in rows:  # without tokens nothing would be written to a slot that is kept
+        row.length = pool.random.randint(int(writes == "last"), T) if "packed" in style else T
     before = pool.memory.clone()
-    o = KINDS[kind][0](**x, backend=backend)
-    want_o, after = expected_of_decoding(pool, activated(kind, x), rows, parents)
-    written = {}
-    for row, states in zip(rows, after, strict=True):
-        if states and writes != "none":
-            kept = states if writes == "each" else {T - 1: states[T - 1]}
-            written |= {row.writes[t]: S for t, S in kept.items()}
-            row.request.at = row.writes[pool.random.choice(list(kept))]  # of a draft, any token is the last accepted
-    pool.judge(o, want_o, written, before)
+    op = KINDS[kind][0]
+    o = packed(op, x, rows, backend, wide=writes == "each") if "packed" in style else op(**x, backend=backend)
+    want_o, after = expected_of_decoding(pool, activated(kind, convolved), rows, parents)
+    kept = [kept_states(row, states, writes) for row, states in zip(rows, after, strict=True)]
+    written = {row.writes[t]: S for row, states in zip(rows, kept, strict=True) for t, S in states.items()}
+    pool.judge(o, want_o, {} if scratch is not None else written, before)
+    if rolling:
+        windows.judge(rows, after, writes != "none")
+    if scratch is not None:
+        scratch.judge(kept)
+    for n, (row, states) in enumerate(zip(rows, kept, strict=True)):
+        if states:
+            t = pool.random.choice(list(states))  # of a draft, any token is the last accepted
+            row.request.at = row.writes[t]
+            if scratch is not None:
+                scratch.accept(n, row, t, states[t])
+
+
+def kept_states(row, states, writes):
+    """Of those after a row's tokens the ones that are written."""
+    return {t: S for t, S in states.items() if writes == "each" or (writes == "last" and t == row.length - 1)}
 
 
 def decoding_row(pool, request, T, writes):
@@ -125,6 +149,10 @@ def tables(pool, rows):
     return {name: pool.index(name, values) for name, values in indices.items()}
 
 
+def is_live(slot, parent, after):
+    return slot in IS_SLOT and parent in (-1, *after)
+
+
 def expected_of_decoding(pool, x, rows, parents):
     """o ``[B, T, HV, V]``, and of each row the states after its tokens by their places, all in float64."""
     o, after = torch.zeros_like(x[2]), [{} for _ in rows]
@@ -132,7 +160,7 @@ def expected_of_decoding(pool, x, rows, parents):
         live = [
             b
             for b, row in enumerate(rows)
-            if row.request is not None and row.writes[t] in IS_SLOT and parents[b][t] in (-1, *after[b])
+            if row.request is not None and t < row.length and is_live(row.writes[t], parents[b][t], after[b])
         ]
         if not live:
             continue
