@@ -4,7 +4,7 @@ An op checks its arguments and makes a :class:`Problem`. Every backend takes ``(
 computes, and only torch is imported.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
@@ -116,24 +116,20 @@ class Slots(NamedTuple):
     indices. Ops require ``read_indices``. A backend's ``step`` has none: every row has the slot of its own number."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
-    # B is N where rows are packed, and T then the most tokens of a row.
-    read_indices: Tensor | None  # [B]; with num_accepted_tokens [B, W]: W states, one of which is read
-    write_indices: Tensor | None = None  # [B]: for the last token's state; [B, T]: for every token's
+    read_indices: Tensor | None  # [B], packed [N]; with num_accepted_tokens [B, W]: W states, one of which is read
+    write_indices: Tensor | None = None  # [B], packed [N]: for the last token's state; [B, T]: for every token's
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row
     has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True
     checkpoint_indices: Tensor | None = None  # [N, M]: for the states after each Problem.checkpoint_every tokens
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
-    # Where states go instead of state_pool: slots as there, or [rows, S, HV, ..], where write_indices [B] name rows and
-    # token t's state is at [row, t].
-    write_pool: Tensor | None = None
+    write_pool: Tensor | None = None  # where states go instead: slots, or [rows, S, HV, ..] with token t's at [row, t]
 
 
 class Around(NamedTuple):
     """What a decoding call does around the rule: a short convolution before it, a gated norm after it."""
 
-    # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
-    conv_pool: Tensor | None = None
+    conv_pool: Tensor | None = None  # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
     conv_weight: Tensor | None = None  # [D, W]
     conv_bias: Tensor | None = None  # [D]
     norm_gate: Tensor | None = None  # [B, T, HV, V]
@@ -231,15 +227,6 @@ def marked(fields: type, mark: Any) -> dict[str, Any]:
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
-
-
-def signature(tensors: Sequence[Tensor | None]) -> list[tuple | None]:
-    """All that can change how a call without gradients runs, except the values. Without gaps the shape gives the
-    strides."""
-    return [
-        t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
-        for t in tensors
-    ]
 
 
 def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:

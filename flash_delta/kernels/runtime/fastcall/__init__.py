@@ -9,7 +9,7 @@ launcher launches.
 """
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flash_delta.problem import ENVIRONMENT, needs_gradient, signature
+from flash_delta.problem import ENVIRONMENT, needs_gradient
 
 SOURCES = ("key.c", "frame.c", "build.c", "module.c")  # one module; each stands on those before it
 API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # how C reads tensors; None: torch is older than 2.10
@@ -31,6 +31,15 @@ def look(gradients: bool, *groups: tuple[Tensor | None, ...]) -> tuple[Hashable,
     tensors = [t for group in groups for t in group]
     wish = os.environ.get(ENVIRONMENT) or None
     return (wish, gradients and needs_gradient(tensors), *signature(tensors))
+
+
+def signature(tensors: Sequence[Tensor | None]) -> list[tuple | None]:
+    """All that can change how a call without gradients runs, except the values. Without gaps the shape gives the
+    strides."""
+    return [
+        t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+        for t in tensors
+    ]
 
 
 key = look  # to be called as ``fastcall.key``: it changes

@@ -60,7 +60,7 @@ static int is_contiguous(const Described *d) {
   return side_by_side;
 }
 
-// `signature` of problem.py, as bytes. A dtype has bits, so that no tensor begins as None does.
+// `signature` of __init__.py, as bytes. A dtype has bits, so that no tensor begins as None does.
 static int put_tensor(Key *key, const Described *d) {
   const size_t row = sizeof(int64_t) * (size_t)d->axes;
   const int contiguous = is_contiguous(d);

@@ -97,6 +97,14 @@ def state_at(tile, slot, slot_stride, t=0, step=None):
 
 
 @triton.jit
+def load_parent(parents, b, t, parents_row, parents_token):
+    """The token that token t continues, -1 for the row's state, and whether it can; else 30, whose bit no token has."""
+    parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
+    known = (parent >= -1) & (parent < t)
+    return tl.where(known, parent, 30).to(tl.int32), known
+
+
+@triton.jit
 def load_state(at, live):
     """To stay in the L2 cache as long as can be: it is usually written over in place, a moment later (docs/notes)."""
     return tl.load(at, mask=live, other=0.0, eviction_policy="evict_last")
@@ -163,6 +171,8 @@ def decode(
     if not (K_EVEN and V_EVEN):
         inside = (d < V)[:, None] & (c < K)[None, :]
     row, start, slots = b, b * 0, (slots, null_slot)
+    targets = slots if written_slots is None else (written_slots, null_slot)
+    write_strides, read_stride = (write_row, write_token), slot_stride if source_stride is None else source_stride
     if SHORT > 0:
         if b == N:  # after the last row: this kernel has not ended before the call's others
             follow(OVERLAP)
@@ -186,15 +196,13 @@ def decode(
             return
     if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or not WRITES)):
         return
-    write_strides, targets = (write_row, write_token), slots if written_slots is None else (written_slots, null_slot)
-    read_stride = slot_stride if source_stride is None else source_stride
     if SHORT > 0 and WRITES and T < 1:  # the state moves on as it is
         slot, live = row_slot, is_row
         if write_indices is not None:
             slot, live = load_slot(write_indices, b, 0, write_strides, targets, is_row)
         source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES, SOURCE)
-        state = load_state(state_at(source, row_slot, read_stride), inside & stored)
-        tl.store(state_at(tile, slot, slot_stride), state, mask=inside & live)
+        last = load_state(state_at(source, row_slot, read_stride), inside & stored)
+        tl.store(state_at(tile, slot, slot_stride), last, mask=inside & live)
         return
     if CONV is not None:
         q_at, k_at = h * K, (H + h) * K  # first channels
@@ -205,8 +213,7 @@ def decode(
             stored = stored & is_row
         q_first = load_window(windows, window_slot, column, q_at, c, K, stored, CONV)
         k_first = load_window(windows, window_slot, column, k_at, c, K, stored, CONV)
-        if conv_target is not None:
-            windows = (conv_target, conv_target_stride, conv_step_stride)
+        windows = windows if conv_target is None else (conv_target, conv_target_stride, conv_step_stride)
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
     vs, gs = (v, v_strides, row * v_row, v_token), (g, g_strides, row * g_row, g_token)
     betas = (beta, beta_strides, row * beta_row, beta_token)
@@ -216,9 +223,7 @@ def decode(
         # one turn: within a block of code the compiler puts loads off until they are wanted (docs/notes).
         token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
         rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
-        written_index = b
-        if write_indices is not None:
-            written_index = load_index(write_indices, b, 0, write_strides)
+        written_index = b if write_indices is None else load_index(write_indices, b, 0, write_strides)
         source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)  # [BV, BK]
         if SHORT > 0 or first.dtype != pool.dtype.element_ty:
@@ -232,9 +237,7 @@ def decode(
         last = first
         for t in range(T):
             if parents is not None:
-                parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
-                known = (parent >= -1) & (parent < t)
-                parent = tl.where(known, parent, 30).to(tl.int32)  # whose bit no token has
+                parent, known = load_parent(parents, b, t, parents_row, parents_token)
                 slot, live = load_slot(write_indices, b, parent, write_strides, targets, known & (parent >= 0))
                 last = load_state(state_at(tile, slot, slot_stride, parent, step_stride), inside & live).to(first.dtype)
                 last = tl.where(parent < 0, first, last)
@@ -242,9 +245,7 @@ def decode(
                     q_window = window_after(parent, q_first, windows, slot, q_at, c, K, live, CONV_TARGET)
                     k_window = window_after(parent, k_first, windows, slot, k_at, c, K, live, CONV_TARGET)
                     v_window = window_after(parent, v_first, windows, slot, v_at, d, V, live, CONV_TARGET)
-            slot, live = row_slot, alive != 0
-            if parents is not None:
-                live = ((alive >> (parent + 1)) & 1) != 0
+            slot, live = row_slot, alive != 0 if parents is None else ((alive >> (parent + 1)) & 1) != 0
             if write_indices is not None:
                 slot, live = as_slot(written_index, targets, live)
             qt, kt, vt, a, bt = token
@@ -272,16 +273,12 @@ def decode(
                 ot = gated_norm(ot, zt, norm_weight, d, eps, V, ACTIVATION)
             ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
             tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
-            last = S.to(pool.dtype.element_ty)
+            rounded = S.to(pool.dtype.element_ty)
             if WRITES:
-                tl.store(state_at(tile, slot, slot_stride, t, step_stride), last, mask=inside & written)
-            last = last.to(first.dtype)
-            if SHORT > 0:
-                last = S
-            if parents is None:
-                alive = live.to(tl.int32)
-            else:
-                alive |= live.to(tl.int32) << (t + 1)
+                tl.store(state_at(tile, slot, slot_stride, t, step_stride), rounded, mask=inside & written)
+            last = S if SHORT > 0 else rounded.to(first.dtype)
+            alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
+            if parents is not None:
                 tl.debug_barrier()  # a later token's threads load what this one's stored
 
 
