@@ -93,7 +93,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """One token or a draft of every row, on a pool of states, which is written in place. ``o [B, T, HV, V]``,
         contiguous, in ``problem.dtype``; ``slots.out`` if it is there. An index outside of the pool, or
-        ``problem.null_slot``, reads zeros and writes nothing. With
+        ``problem.null_slot``, reads zeros and writes nothing. With ``slots.write_pool`` that pool is written, and the
+        other is only read. With ``problem.most_tokens`` rows are packed and have lengths of their own. With
         ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it."""
 
     def prefill(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> Tensor:

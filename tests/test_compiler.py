@@ -180,18 +180,28 @@ def prefilling(tokens):
 
 
 def variants_of_decode():
-    """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree, a token alone."""
+    """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree, a token alone, packed
+    rows, a pool of its own to write; and around the rule also with rolling windows."""
+    from flash_delta.compiler.cases import serving
+
+    draft, forms = serving.Decoding(tokens=4), ((True, True), (False, True), (False, False))
+    tree, whole = draft._replace(tree=True), draft._replace(whole=True)
+    bare = [(case, *form) for case in (serving.Decoding(), draft) for form in forms]
+    bare += [(case, *form) for case in (tree, draft._replace(write=draft.dtype)) for form in forms[:2]]
+    around = [{}, {"rolling": True}, {"packed": True}, {"write": draft.dtype}, {"tree": True}]
+    return [
+        [computed(*variant) for variant in group]
+        for group in ([*bare, (draft._replace(packed=True), True, True)], [(whole._replace(**x),) for x in around])
+    ]
+
+
+def computed(case, counted=True, written=True):
     from flash_delta.compiler.cases import serving
     from flash_delta.compiler.offline import offline
 
-    computed = []
-    for case in (serving.Decoding(), serving.Decoding(tokens=4), serving.Decoding(tree=True, tokens=4)):
-        for counted, written in ((True, True), (False, True), (False, False)):
-            if written or not case.tree:
-                with offline("sm_90a") as compiled:
-                    serving.call_decode(case, counted=counted, written=written)
-                computed.append(arithmetic(compiled[0].kernel.asm["ttgir"]))
-    return computed
+    with offline("sm_90a") as compiled:
+        serving.call_decode(case, counted=counted, written=written)
+    return arithmetic(compiled[0].kernel.asm["ttgir"])
 
 
 def arithmetic(ttgir):
@@ -221,9 +231,9 @@ def test_random_lengths_compile_nothing_new(process, launch, first, total):
 @needs_triton
 def test_variants_of_decoding_compute_the_same(process):
     """No product is contracted, so this is what makes their results equal to the bit."""
-    first, *others = process.submit(variants_of_decode).result()
-    assert len(first) > 20
-    assert all(other == first for other in others)
+    for first, *others in process.submit(variants_of_decode).result():
+        assert len(first) > 20
+        assert all(other == first for other in others)
 
 
 @needs_triton

@@ -90,7 +90,7 @@ def decode_gated_delta_rule(
             any strides. ``[slots', HV, V, K]``, whose slots ``write_indices`` name; or ``[rows, S, HV, V, K]``, S at
             least T, whose rows ``write_indices [B]`` name: the state after token t goes to ``[row, t]``. Without
             ``state_v_first`` ``[.., K, V]``. Between tokens states are rounded to its dtype. A tree continues from the
-            states in it. Default None: ``state_pool``.
+            states in it. ``null_slot`` is padding in it, too. Default None: ``state_pool``.
         cu_seqlens: bounds of rows of their own lengths, ``[B + 1]`` on the device, int32 or int64. Then tokens are
             packed: q is ``[1, total, H, K]``, and so are the other tensors of tokens, o and ``out``. Row b has tokens
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, or none. T is the number of columns of ``write_indices [B, T]``
