@@ -49,6 +49,9 @@ def test_steps_of_drafts(kind, W, pool, ragged, backend):
         old = rolling.clone()
         o, state, windows = run_step(kind, x, (windows, *conv[1:]), backend)
         again, same, rolling = run_rolling(kind, x, (rolling, *conv[1:]), backend)
+        if not ragged:  # all inputs are kept, also if only the last state is
+            last = x | {"write_indices": table[:, -1].contiguous()}
+            assert torch.equal(run_rolling(kind, last, (old, *conv[1:]), backend)[2], rolling)
         assert torch.equal(again, o)
         assert torch.equal(same, state)
         tokens = inputs_of(x)
