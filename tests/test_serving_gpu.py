@@ -8,6 +8,8 @@ if not torch.cuda.is_available():
 
 from serving_truth import KINDS, make_call, run
 
+from flash_delta.ops.serving import Convolution
+
 HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -50,6 +52,45 @@ def test_graph(kind, pool):
     graph.replay()
     assert torch.equal(o, want)
     assert torch.equal(static["state_pool"], want_pool)
+
+
+def packed_draft(kind, seed):
+    """Drafts of eight rows of their own lengths, which write another pool and rolling windows."""
+    x, gen = draft(kind, seed=seed), torch.Generator().manual_seed(seed)
+    x |= {name: x[name].flatten(0, 1).unsqueeze(0) for name in ("q", "k", "v", "g", "beta")}
+    bounds = torch.randint(0, 5, (9,), generator=gen).cumsum(0)
+    x["cu_seqlens"] = (bounds - bounds[0]).int().cuda()
+    x["write_pool"] = torch.zeros(9, 5, *x["state_pool"].shape[1:], dtype=torch.bfloat16, device="cuda")[:, :4]
+    x["write_indices"] = torch.randperm(9, generator=gen)[:8].int().cuda()
+    windows, weight = torch.randn(40, 1024, 6, generator=gen), torch.randn(1024, 4, generator=gen)
+    return x | {"convolution": Convolution(windows.bfloat16().cuda(), weight.cuda(), rolling=True)}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda-bounded"])
+def test_graph_of_packed_drafts(kind):
+    """Captured once, replayed with other bounds, counts, indices and windows; nothing waits."""
+    want_x, static, other = packed_draft(kind, 1), packed_draft(kind, 0), packed_draft(kind, 1)
+    want = KINDS[kind][0](**want_x)
+    KINDS[kind][0](**static)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        KINDS[kind][0](**static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = KINDS[kind][0](**static)
+    for name, t in other.items():
+        if torch.is_tensor(t):
+            static[name].copy_(t)
+    for before, now in zip(static["convolution"][:2], other["convolution"][:2], strict=True):
+        before.copy_(now)
+    graph.replay()
+    assert torch.equal(o, want)
+    assert torch.equal(static["write_pool"], want_x["write_pool"])
+    assert torch.equal(static["convolution"].pool, want_x["convolution"].pool)
+    assert torch.equal(static["state_pool"], other["state_pool"])
 
 
 @pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
