@@ -14,7 +14,9 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 
 SIZES = ("N", "T", "M", "H", "HV", "K", "V", "WIDTH", "D", "W")  # arguments that stand in a launch's name
-STATES = {"pool": 2, "conv_pool": 2, "initial": 1, "initial_state": 1, "final": 1, "final_state": 1}  # times moved
+STATES = {  # times moved
+    "pool": 2, "conv_pool": 2, "conv_target": 1, "initial": 1, "initial_state": 1, "final": 1, "final_state": 1,
+}  # fmt: skip
 
 
 def _scan(erase: bool, output: bool, solved: bool) -> dict[str, float]:
