@@ -71,6 +71,7 @@ class Problem(NamedTuple):
     write_pool: torch.dtype | None = None  # decoding: that of the pool that is written; None: the same pool
     checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
     most_tokens: int = 0  # decoding of packed rows: those with more tokens are padding; 0: rows are not packed
+    checkpoint_offsets: bool = False  # prefill: one state of a sequence is kept, at an offset of its own
     plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
     null_slot: int = -1  # serving: this index is padding, as those out of range are
@@ -121,7 +122,8 @@ class Slots(NamedTuple):
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row
     has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True
-    checkpoint_indices: Tensor | None = None  # [N, M]: for the states after each Problem.checkpoint_every tokens
+    checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Problem.checkpoint_every tokens; or [N]:
+    checkpoint_offsets: Tensor | None = None  # for the states after so many tokens, [N]; out of range: for none
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
     write_pool: Tensor | None = None  # where states go instead: slots, or [rows, S, HV, ..] with token t's at [row, t]
 

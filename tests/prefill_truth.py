@@ -29,7 +29,7 @@ def make_prefill(kind="gdn", lengths=(70, 3), behind=0, slots=None, **shape):
 def sequence(x, n):
     """The arguments of a call with sequence n alone."""
     start, stop = x["cu_seqlens"][n : n + 2].tolist()
-    names = ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices")
+    names = ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets")
     alone = {name: x[name][n : n + 1] for name in names if x.get(name) is not None}
     tokens = {name: x[name][:, start:stop] for name in TOKENS}
     return x | tokens | alone | {"cu_seqlens": bounds([stop - start], x)}
@@ -49,9 +49,9 @@ def truth(kind, x):
     before = x["state_pool"].cpu().double()
     pool = before.clone()
     o, count, every = torch.zeros_like(v), len(pool), x.get("checkpoint_every") or 1
-    read, write, has, checkpoints = (
+    read, write, has, checkpoints, offsets = (
         None if x.get(name) is None else x[name].tolist()
-        for name in ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices")
+        for name in ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets")
     )
 
     def states(of):
@@ -63,12 +63,16 @@ def truth(kind, x):
             continue
         S = states(before)[read[n]] if stored else torch.zeros_like(states(before[:1])[0] if count else v)
         S = S.unsqueeze(0)
-        for m, at in enumerate(range(start, stop, every if checkpoints else max(1, stop - start))):
-            end = min(at + every, stop) if checkpoints else stop
+        at, goals = start, {} if offsets is None else {start + offsets[n]: checkpoints[n]}
+        if checkpoints is not None and offsets is None:
+            goals = {start + (m + 1) * every: slot for m, slot in enumerate(checkpoints[n])}
+        for end in sorted({goal for goal in goals if start <= goal <= stop} | {stop}):
             piece = [y[:, at:end] for y in (q, k, v, g, beta)]
-            o[:, at:end], S = recurrent(*piece, scale=x.get("scale"), initial_state=S)
-            if checkpoints and end == at + every and m < len(checkpoints[n]) and 0 <= checkpoints[n][m] < count:
-                states(pool)[checkpoints[n][m]] = S[0]
+            if end > at:
+                o[:, at:end], S = recurrent(*piece, scale=x.get("scale"), initial_state=S)
+            if 0 <= goals.get(end, -1) < count:
+                states(pool)[goals[end]] = S[0]
+            at = end
         if write is not None:
             states(pool)[write[n]] = S[0]
     return o, pool

@@ -109,6 +109,10 @@ def prefill(kind, sizes):
         o = call(op, x, [0, 1, 2, 3, 4, 5])
         assert o[:, : bounds[4]].flatten(2).any(-1).all()
         assert not o[:, bounds[4] :].any()
+        at_offsets = {"checkpoint_indices": slots([6, 7, 8, 9, *[19] * 5], x, dtype), "checkpoint_every": None}
+        at_offsets["checkpoint_offsets"] = slots([0, 1, 65, 131 if bad == 20 else bad] + [2] * 5, x, dtype)
+        same = call(op, x | at_offsets, [0, 1, 2, 3, 6, 7, 8])
+        assert torch.equal(same, o)
 
 
 def layers(kind, sizes):
@@ -144,6 +148,8 @@ def bounds(kind, sizes):
         x |= {name: torch.arange(N) + i * N for i, name in enumerate(("read_indices", "write_indices"))}
         before, given = x["state_pool"].clone(), on_device(x | {"checkpoint_indices": torch.arange(N)[:, None] + 2 * N})
         op(**given)
+        given |= {"checkpoint_indices": given["checkpoint_indices"][:, 0], "checkpoint_every": None}
+        op(**given, checkpoint_offsets=torch.full((N,), 70, device=DEVICE))
         assert torch.equal(given["state_pool"][:N].cpu(), before[:N]), "a slot that is only read has changed"
 
 

@@ -14,6 +14,7 @@ from flash_delta.reference.recurrent import recurrent
 
 KEPT = 2  # slots of a request for states to roll back to
 EVERY = 64  # tokens between checkpoints
+NOT_AN_OFFSET = (-1, -(2**31), 2**31 - 1)
 NOT_A_COUNT = (0, -1, DRAFT + 1, -(2**31), 2**31 - 1)
 STYLES = ((), (), ("packed",), ("apart",), ("rolling",), ("packed", "apart", "rolling"))  # of decoding calls
 
@@ -51,7 +52,8 @@ class Piece:
     begun: bool
     read: int
     write: int
-    checkpoints: list[int]
+    checkpoints: list[int]  # slots, by columns
+    offset: int  # of one checkpoint, for a call that leaves those at offsets
 
 
 def with_padding(pool, rows, padding):
@@ -175,33 +177,39 @@ def expected_of_decoding(pool, x, rows, parents):
 
 def prefill(pool, kind, backend, requests, lengths, writes=True):
     """So many tokens of each request, which begins with them or goes on. Judged by the recurrence."""
-    pieces = [prefill_piece(pool, request, length, writes) for request, length in zip(requests, lengths, strict=True)]
+    offsets = pool.random.random() < 0.5  # one checkpoint of each, or several at a stride
+    pieces = [prefill_piece(pool, *piece, writes, offsets) for piece in zip(requests, lengths, strict=True)]
     pieces = with_padding(pool, pieces, lambda: prefill_padding(pool, writes))
     bounds = [0, *accumulate(piece.length for piece in pieces)]
     x = make_tokens(pool, kind, 1, bounds[-1] + pool.random.randint(0, 5))
     x["v"][:, bounds[-1] :] = float("nan")
     indices = {"cu_seqlens": bounds, "read_indices": [piece.read for piece in pieces]}
-    indices["checkpoint_indices"] = [piece.checkpoints for piece in pieces]
+    if offsets:
+        indices["checkpoint_indices"] = [piece.checkpoints[0] for piece in pieces]
+        indices["checkpoint_offsets"] = [piece.offset for piece in pieces]
+    else:
+        indices["checkpoint_indices"] = [piece.checkpoints for piece in pieces]
+        x["checkpoint_every"] = EVERY
     if writes:
         indices["write_indices"] = [piece.write for piece in pieces]
-    x |= {name: pool.index(name, values) for name, values in indices.items()} | {"checkpoint_every": EVERY}
+    x |= {name: pool.index(name, values) for name, values in indices.items()}
     x["has_initial_state"] = torch.tensor([piece.begun for piece in pieces], device=pool.device)
     x["batch_invariant"] = pool.random.random() < 0.3
     op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
     before = pool.memory.clone()
     o = op(**x, backend=backend)
-    want_o, written = expected_of_prefill(pool, activated(kind, x), pieces, bounds, writes)
+    want_o, written = expected_of_prefill(pool, activated(kind, x), pieces, bounds, writes, offsets)
     for piece in pieces:
         if piece.request is not None and writes:
             piece.request.at = piece.write
     pool.judge(o, want_o, written, before)
 
 
-def prefill_piece(pool, request, length, writes):
+def prefill_piece(pool, request, length, writes, offsets):
     """A checkpoint is kept while there is room; columns that no token reaches name canaries."""
-    checkpoints = []
-    for m in range(3):
-        if (m + 1) * EVERY > length:
+    checkpoints, offset = [], pool.random.choice((*NOT_AN_OFFSET, length + 1, *(pool.random.randint(0, length),) * 9))
+    for m in range(1 if offsets else 3):
+        if not 0 <= offset <= length if offsets else (m + 1) * EVERY > length:
             checkpoints.append(pool.canary())
         elif len(request.kept) < KEPT and pool.free:
             request.kept.append(pool.take())
@@ -210,17 +218,17 @@ def prefill_piece(pool, request, length, writes):
             checkpoints.append(pool.no_slot())
     begun = request.at is not None
     write = request.place(pool) if writes else pool.canary()
-    return Piece(request, length, begun, request.at if begun else pool.canary(), write, checkpoints)
+    return Piece(request, length, begun, request.at if begun else pool.canary(), write, checkpoints, offset)
 
 
 def prefill_padding(pool, writes):
     length, checkpoints = pool.random.choice((0, 1, 3, 70)), [pool.canary()] * 3
     if not writes or pool.random.random() < 0.5:
-        return Piece(None, length, True, pool.no_slot(), pool.canary(), checkpoints)
-    return Piece(None, length, pool.random.random() < 0.5, pool.canary(), pool.no_slot(), checkpoints)
+        return Piece(None, length, True, pool.no_slot(), pool.canary(), checkpoints, length // 2)
+    return Piece(None, length, pool.random.random() < 0.5, pool.canary(), pool.no_slot(), checkpoints, length // 2)
 
 
-def expected_of_prefill(pool, x, pieces, bounds, writes):
+def expected_of_prefill(pool, x, pieces, bounds, writes, offsets):
     """o ``[1, T, HV, V]``, and the states that are written by their slots, all in float64.
 
     The sequences run beside each other, short ones on with tokens of zeros, which change no state."""
@@ -228,15 +236,32 @@ def expected_of_prefill(pool, x, pieces, bounds, writes):
     live = [n for n, piece in enumerate(pieces) if piece.request is not None]
     zeros = torch.zeros(pool.HV, pool.K, pool.V, dtype=torch.float64)
     S = torch.stack([pool.want[pieces[n].read] if pieces[n].begun else zeros for n in live])
+    states = [S]  # after so many times EVERY tokens
     rows = [pad_sequence([y[0, bounds[n] : bounds[n + 1]] for n in live], batch_first=True) for y in x]
     for start in range(0, rows[0].shape[1], EVERY):
         out, S = recurrent(*(row[:, start : start + EVERY] for row in rows), initial_state=S)
+        states.append(S)
         for i, n in enumerate(live):
             here = pieces[n].length - start
             if here > 0:
                 o[0, bounds[n] + start : bounds[n + 1]][:EVERY] = out[i, :here]
-            if here >= EVERY and pieces[n].checkpoints[start // EVERY] in IS_SLOT:
+            if not offsets and here >= EVERY and pieces[n].checkpoints[start // EVERY] in IS_SLOT:
                 written[pieces[n].checkpoints[start // EVERY]] = S[i].to(pool.dtype).double()
+    for i, n in enumerate(live if offsets else ()):
+        (slot,), offset, length = pieces[n].checkpoints, pieces[n].offset, pieces[n].length
+        if 0 <= offset <= length and slot in IS_SLOT:
+            written[slot] = at_offset(pool, [row[i : i + 1] for row in rows], states, i, offset, length)
     if writes:
         written |= {pieces[n].write: S[i].to(pool.dtype).double() for i, n in enumerate(live)}
     return o, written
+
+
+def at_offset(pool, tokens, states, i, offset, length):
+    """What a checkpoint holds: before its last tokens, which are not a whole chunk, it was in the pool once."""
+    whole = offset // EVERY
+    S = states[whole][i : i + 1]
+    if whole and offset < length:
+        S = S.to(pool.dtype).double()
+    if offset % EVERY:
+        _, S = recurrent(*(row[:, whole * EVERY : offset] for row in tokens), initial_state=S)
+    return S[0].to(pool.dtype).double()

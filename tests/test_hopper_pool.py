@@ -87,6 +87,32 @@ def test_against_the_recurrence(launched, pool, v_first, batch_invariant):
     assert launched() in (None, [1])
 
 
+def at_offsets(x, *offsets):
+    """The same call with one checkpoint of each sequence; the first goes on in its own slot."""
+    write = x["write_indices"].clone()
+    write[0] = x["read_indices"][0]
+    x = x | {"write_indices": write, "checkpoint_indices": x["checkpoint_indices"][:, 0], "checkpoint_every": None}
+    return x | {"checkpoint_offsets": slots(offsets, x)}
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("pool", "v_first"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
+def test_checkpoints_at_offsets(launched, pool, v_first, batch_invariant):
+    """A stride's bits at multiples of 64, the final state's at the end; outputs are those without them."""
+    x = mixed(pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}
+    o, strided = run("gdn-raw", x, "hopper")
+    kept = x["checkpoint_indices"][:, 0]
+    same, found = check("gdn-raw", at_offsets(x, 65, 1, 0, 64, 17, 3, 64), "hopper")
+    again, ends = check("gdn-raw", at_offsets(x, 0, 2**31, -1, 130, 16, 16, 63), "hopper")
+    assert launched() in (None, [1] * 3)
+    assert torch.equal(same, o)
+    assert torch.equal(again, o)
+    assert torch.equal(found[kept[3]], strided[kept[3]])
+    assert torch.equal(found[kept[[1, 4, 6]]], strided[[8, 11, 13]])
+    assert torch.equal(ends[kept[[0, 3, 5]]], torch.stack([x["state_pool"][0], strided[10], strided[12]]))
+
+
 @runs
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("alone", [False, True], ids=["several", "alone"])
@@ -229,7 +255,8 @@ def test_which_prompts_are_split():
     )  # fmt: skip
     assert split_prompt(p, 132) == 2048
     assert split_prompt(p._replace(T=512), 132) is None
-    for changes in ({"N": 2}, {"batch_invariant": True}, {"checkpoint_every": 64}, {"K": 256, "V": 256}):
+    checkpoints = {"checkpoint_every": 64}, {"checkpoint_offsets": True}
+    for changes in ({"N": 2}, {"batch_invariant": True}, *checkpoints, {"K": 256, "V": 256}):
         assert split_prompt(p._replace(**changes), 132) is None
         assert may_split_prompt(p._replace(**changes), 132) == ("N" in changes)
 
@@ -255,7 +282,15 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 
-@pytest.mark.parametrize("form", [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(batch_invariant=True)])
+FORMS = [
+    PrefillCalls(),
+    PrefillCalls(True, True, True),
+    PrefillCalls(batch_invariant=True),
+    PrefillCalls(checkpoint_offsets=True),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stride", [4096, 4100], ids=["described", "copied"])
 @pytest.mark.parametrize(("T", "N"), [(1, 1), (64, 1), (5000, 1), (5000, 70), (40000, 1)])
 def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):

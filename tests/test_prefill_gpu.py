@@ -40,11 +40,18 @@ def mixed(kind, lengths=(700, 1, 0, 130, 16, 64, 0, 0), **changes):
     return x
 
 
+def at_offsets(x, offsets):
+    """The same call with one checkpoint of each sequence."""
+    x = x | {"checkpoint_indices": x["checkpoint_indices"][:, 0].clone(), "checkpoint_every": None}
+    return x | {"checkpoint_offsets": slots(offsets, x)}
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(("kind", "backend"), CALLS)
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
-def test_graph(kind, backend, pool, batch_invariant):
+@pytest.mark.parametrize("offsets", [False, True])
+def test_graph(kind, backend, pool, batch_invariant, offsets):
     """Captured once, replayed with other lengths, indices and values; nothing waits, and what a call allocates is its
     output, its workspace and, for each scan with tiles by the copy engine, their descriptors."""
     x, other = mixed(kind, pool=pool), mixed(kind, (3, 0, 900, 70, 17, 200, 2, 65), pool=pool, seed=1)
@@ -52,6 +59,8 @@ def test_graph(kind, backend, pool, batch_invariant):
     other["read_indices"] = slots([0, 1, 2, -1, 4, 5, 99, 7], x)
     other["write_indices"] = slots([8, 9, 10, 11, -1, 12, 13, 7], x)
     x, other = x | {"batch_invariant": batch_invariant}, other | {"batch_invariant": batch_invariant}
+    if offsets:
+        x, other = at_offsets(x, (699, 1, 0, 65, 3, 64, 0, 1)), at_offsets(other, (3, 0, 333, 64, -1, 200, 1, 10))
     want, want_pool = run(kind, other, backend)
     static = {name: t.clone() if torch.is_tensor(t) else t for name, t in x.items()} | {"backend": backend}
     OPS[kind](**static)
@@ -92,6 +101,34 @@ def test_batch_invariance(kind, backend):
     o_rest, after = run(kind, rest, backend)
     assert torch.equal(o_rest, o[:, 128:700])
     assert torch.equal(after[8], pool[8])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("kind", "backend"), TWO)
+def test_checkpoints_at_offsets(kind, backend, batch_invariant):
+    """A sequence may go on in its own slot. A stride's bits at multiples of 64, the final state's at the end, and else
+    those of decoding from the multiple before."""
+    x = mixed(kind) | {"batch_invariant": batch_invariant, "checkpoint_every": 64}
+    x["write_indices"][:2] = x["read_indices"][:2]
+    o, strided = run(kind, x, backend)
+    at = at_offsets(x, (40, 1, 0, 128, 16, 64, 5, 5))
+    same, found = run(kind, at, backend)
+    late, last = run(kind, at_offsets(x, (69, 1, 0, 130, 7, 63, 0, 0)), backend)
+    kept = at["checkpoint_indices"]
+    assert torch.equal(same, o)
+    assert torch.equal(late, o)
+    assert torch.equal(found[kept[3]], strided[26])
+    assert torch.equal(found[kept[[1, 4, 5]]], found[[1, 12, 13]])
+    assert torch.equal(last[kept[3]], last[11])
+    for n, state, pool, first, stop in ((0, x["state_pool"][0], found, 0, 40), (0, strided[16], last, 64, 69)):
+        decoded = state.unsqueeze(0).clone()
+        for start in range(first, stop, 16):
+            tokens = {name: x[name][:, start : min(start + 16, stop)] for name in TOKENS}
+            others = {name: x[name] for name in x if name not in ("cu_seqlens", "batch_invariant", "has_initial_state")}
+            others = {name: value for name, value in others.items() if not name.startswith("checkpoint")}
+            here = {"state_pool": decoded, "read_indices": slots([0], x), "write_indices": slots([0], x)}
+            KINDS[kind][0](**(others | tokens | here))
+        assert torch.equal(pool[kept[n]], decoded[0])
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="other chips have one tile for any number")

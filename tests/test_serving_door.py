@@ -130,7 +130,32 @@ SEQUENCES = [  # the same of prefill: T = 73, N = 2
     ({"has_initial_state": z(3).bool()}, "has_initial_state: expected a tensor [2], got shape [3]"),
     ({"has_initial_state": z(2).bool().to("meta")}, "has_initial_state: expected a tensor on cpu like q, got one on m"),
     ({"checkpoint_every": 64}, "checkpoint_indices: expected a tensor [2, M], got None"),
-    ({"checkpoint_indices": index(2, 1)}, "checkpoint_every: expected a multiple of 64 with checkpoint_indices, got"),
+    ({"checkpoint_indices": index(2, 1)}, "checkpoint_every: expected a multiple of 64 with checkpoint_indices, if"),
+    (
+        {"checkpoint_indices": index(2), "checkpoint_offsets": index(2), "checkpoint_every": 64},
+        "checkpoint_every: expected None with checkpoint_offsets: either a stride or offsets, got 64",
+    ),
+    ({"checkpoint_offsets": index(2)}, "checkpoint_indices: expected a tensor [2], got None"),
+    (
+        {"checkpoint_offsets": index(2), "checkpoint_indices": index(2, 1)},
+        "checkpoint_indices: expected a tensor [2], got shape [2, 1]",
+    ),
+    (
+        {"checkpoint_offsets": index(2, 1), "checkpoint_indices": index(2)},
+        "checkpoint_offsets: expected a tensor [2], got shape [2, 1]",
+    ),
+    (
+        {"checkpoint_offsets": [70, 3], "checkpoint_indices": index(2)},
+        "checkpoint_offsets: expected a tensor [2], got list",
+    ),
+    (
+        {"checkpoint_offsets": z(2), "checkpoint_indices": index(2)},
+        "checkpoint_offsets: expected dtype torch.int32 or torch.int64, got torch.float32",
+    ),
+    (
+        {"checkpoint_offsets": index(2).to("meta"), "checkpoint_indices": index(2)},
+        "checkpoint_offsets: expected a tensor on cpu like q, got one on meta",
+    ),
     (
         {"checkpoint_indices": index(2), "checkpoint_every": 64},
         "checkpoint_indices: expected a tensor [2, M], got shap",
@@ -282,19 +307,22 @@ def test_compiled_drafts_are_eager():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_prefill_is_eager():
-    """In one graph for all lengths; with checkpoints it is another one."""
+    """In one graph for all lengths; with checkpoints it is another one, and another one with those at offsets."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(OPS["gdn-raw"], fullgraph=True, dynamic=True, backend=counter)
     counts = []
-    for length in (66, 70, 81):
+    for length, offset in ((66, False), (70, False), (81, False), (70, True)):
         x = make_prefill("gdn-raw", (length, 3, 0), slots=9)
         x |= {"checkpoint_indices": slots([[6], [7], [8]], x), "checkpoint_every": 64}
+        if offset:
+            x |= {"checkpoint_indices": slots([6, 7, 8], x), "checkpoint_every": None}
+            x["checkpoint_offsets"] = slots([66, 2, 0], x)
         o, pool = run_prefill("gdn-raw", x, None)
         again = x["state_pool"].clone()
         assert torch.equal(compiled(**(x | {"state_pool": again})), o)
         assert torch.equal(again, pool)
         counts.append(counter.frame_count)
-    assert len(set(counts)) == 1
+    assert counts == [counts[0]] * 3 + [counts[0] + 1]
     torch._dynamo.reset()
 
 
@@ -346,9 +374,12 @@ def test_operator_of_drafts():
     opcheck(x | {"norm_gate": x["output_norm"].gate})
 
 
-def test_operator_of_prefill():
+@pytest.mark.parametrize("offsets", [False, True])
+def test_operator_of_prefill(offsets):
     x = make_prefill("gdn-raw") | {"op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed"}
     x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
     x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
     x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False, "rolling": False}
+    if offsets:
+        x |= {"checkpoint_indices": slots([4, 5], x), "checkpoint_offsets": slots([65, 3], x), "checkpoint_every": None}
     opcheck(x)

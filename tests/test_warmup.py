@@ -54,7 +54,8 @@ class Loop:
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
 def test_what_was_warmed_up_is_told(rule):
     spec = Serving(rule, 1, 2, 16, 24, False, decode=(DecodeCalls(), DecodeCalls(True, True, True)))
-    spec = replace(spec, prefill=(PrefillCalls(), PrefillCalls(True, True, True, True)))
+    forms = PrefillCalls(), PrefillCalls(True, True, True, True), PrefillCalls(checkpoint_offsets=True)
+    spec = replace(spec, prefill=forms)
     seconds = warmup(spec, "cpu")
     assert all(0 < s < 60 for s in seconds.values())
     assert [name.removeprefix("decode_").removeprefix("prefill_") for name in seconds] == [
@@ -62,6 +63,7 @@ def test_what_was_warmed_up_is_told(rule):
         f"{rule}(write_indices, num_accepted_tokens, parent_idx)",
         f"{rule}(write_indices)",
         f"{rule}(write_indices, has_initial_state, checkpoint_indices, batch_invariant)",
+        f"{rule}(write_indices, checkpoint_offsets)",
     ]
     assert warmup(replace(spec, decode=(), prefill=()), "cpu") == {}
 
@@ -208,6 +210,13 @@ def test_prefill_as_described_depends_on_nothing_new(rule):
         assert {key for key in keys().keys() - before.keys() if key[0].HV != 1} == set()
     op(**(x | {"batch_invariant": True}), backend="triton")
     assert len(keys()) > len(before)
+    form = form._replace(checkpoint_offsets=True)
+    warmup(replace(spec, prefill=(form,)), device, "triton")
+    before = keys()
+    for T, N in ((32, 2), (48, 3)):
+        op, x = prefill_call(spec, form, T, N, device)
+        op(**x, backend="triton")
+    assert keys() == before
 
 
 def refused(compiled_for, changes):

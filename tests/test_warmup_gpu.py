@@ -28,11 +28,11 @@ RULES = {
 def test_after_warmup_nothing_compiles(kind, K, V):
     """Decoding rows, drafts, trees and prefill of any lengths, in widths that no other test has."""
     every = (DecodeCalls(), DecodeCalls(True, True), DecodeCalls(True, True, True), DecodeCalls(False))
-    prefills = (PrefillCalls(True, True), PrefillCalls(True, True, True, True))
+    prefills = (PrefillCalls(True, True), PrefillCalls(True, True, True, True), PrefillCalls(checkpoint_offsets=True))
     spec = replace(RULES[kind], K=K, V=V, decode=every, prefill=prefills)
     seconds = warmup(spec)
     with triton_compilations() as compiled, flash_delta.forbid_compilation():
-        assert len(seconds) == len(warmup(spec)) == 6
+        assert len(seconds) == len(warmup(spec)) == 7
         for B, T in ((1, 1), (7, 1), (300, 1), (5, 4), (33, 16)):
             heads = {"H": spec.H, "HV": spec.HV, "K": K, "V": V, "slots": B * T + 3}
             x = make_call(kind.removesuffix("-many"), B=B, T=T, dtype=spec.dtype, device="cuda", **heads)

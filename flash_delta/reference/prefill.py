@@ -2,11 +2,12 @@
 
 Tokens go through it in parts, which end where states are wanted: all sequences together from one checkpoint to the
 next, those of a few tokens token by token, and for batch invariance every chunk by itself, so that no operator's size
-tells of other sequences or of other chunks.
+tells of other sequences or of other chunks. A checkpoint at an offset goes on from the last whole chunk before it,
+token by token and by itself.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,14 @@ class Piece(NamedTuple):
     stop: int
 
 
+class Checkpoint(NamedTuple):
+    """At an offset: what is left in ``slot`` after so many tokens, ``chunks`` of which are walked in whole chunks."""
+
+    slot: int
+    chunks: int
+    tokens: int
+
+
 @torch.no_grad()
 def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
     """``o [1, T, HV, V]``; the pool is written in place."""
@@ -35,7 +44,17 @@ def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = Non
     S = torch.zeros(problem.N, *pool.shape[1:], dtype=problem.accumulate, device=problem.device)
     S[stored] = pool[s.read_indices[stored].long()].to(S.dtype)
     starts = [0, *accumulate(problem.lengths)]
-    for run, pieces in parts(problem, alive.tolist()):
+    offsets = checkpoints_at_offsets(problem, s, alive)
+
+    def leave(n: int, at: Checkpoint) -> None:
+        here = slice(starts[n] + at.chunks, starts[n] + at.tokens)
+        pool[at.slot] = continued(problem, x, here, S[n].to(pool.dtype).to(S.dtype)).to(pool.dtype)
+
+    for n, at in offsets.items():
+        if at.chunks == 0:
+            leave(n, at)
+    ends = {at.chunks for at in offsets.values() if at.chunks % problem.chunk_size == 0}
+    for run, pieces in parts(problem, alive.tolist(), ends):
         numbers = [piece.n for piece in pieces]
         ranges = [(starts[n] + start, starts[n] + stop) for n, start, stop in pieces]
         rows = torch.cat([torch.arange(*tokens, device=problem.device) for tokens in ranges])
@@ -45,6 +64,9 @@ def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = Non
         out = run(part, x._replace(**tokens, initial_state=S[numbers], cu_seqlens=None))
         o[:, rows], S[numbers] = out.o, out.final_state
         write_checkpoints(problem, s, pool, pieces, S)
+        for n, _, stop in pieces:
+            if n in offsets and offsets[n].chunks == stop:
+                leave(n, offsets[n])
     if s.write_indices is not None:
         pool[s.write_indices[alive].long()] = S[alive].to(pool.dtype)
     return o
@@ -61,8 +83,33 @@ def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
     return stored & alive, alive
 
 
-def parts(problem: Problem, alive: list[bool]) -> Iterator[tuple[Callable[[Problem, Inputs], Outputs], list[Piece]]]:
-    """What goes together, and through what; nothing of sequences that are padding."""
+def checkpoints_at_offsets(problem: Problem, s: Slots, alive: Tensor) -> dict[int, Checkpoint]:
+    """By sequence. The end of a sequence is the end of its last chunk."""
+    if s.checkpoint_offsets is None:
+        return {}
+    wanted = alive & is_slot(problem, s, s.checkpoint_indices)
+    found, C = {}, problem.chunk_size
+    for n, offset in enumerate(s.checkpoint_offsets.tolist()):
+        if wanted[n] and 0 <= offset <= problem.lengths[n]:
+            chunks = offset if offset == problem.lengths[n] else offset // C * C
+            found[n] = Checkpoint(int(s.checkpoint_indices[n]), chunks, offset)
+    return found
+
+
+def continued(problem: Problem, x: Inputs, here: slice, S: Tensor) -> Tensor:
+    """The state after the tokens ``here`` of one sequence, ``S [HV, K, V]`` being the one before them."""
+    count = here.stop - here.start
+    if count == 0:
+        return S
+    alone = problem._replace(T=count, N=1, lengths=(count,), state_v_first=False)
+    tokens = {name: getattr(x, name)[:, here] for name in ("q", "k", "v", "g", "beta")}
+    return step(alone, x._replace(**tokens, initial_state=S.unsqueeze(0), cu_seqlens=None)).final_state[0]
+
+
+def parts(
+    problem: Problem, alive: list[bool], ends: set[int]
+) -> Iterator[tuple[Callable[[Problem, Inputs], Outputs], list[Piece]]]:
+    """What goes together, and through what; nothing of sequences that are padding. A part ends at all of ``ends``."""
     lengths = [length if live else 0 for length, live in zip(problem.lengths, alive, strict=True)]
     if problem.batch_invariant:
         C = problem.chunk_size
@@ -75,12 +122,14 @@ def parts(problem: Problem, alive: list[bool]) -> Iterator[tuple[Callable[[Probl
     lengths = [length if length > SHORT else 0 for length in lengths]
     longest = max(lengths, default=0)
     every = problem.checkpoint_every or max(longest, 1)
-    for at in range(0, longest, every):
-        yield forward, [Piece(n, at, min(at + every, length)) for n, length in enumerate(lengths) if length > at]
+    bounds = sorted({*range(0, longest, every), *(at for at in ends if at < longest), longest})
+    for start, stop in pairwise(bounds):
+        yield forward, [Piece(n, start, min(stop, length)) for n, length in enumerate(lengths) if length > start]
 
 
 def write_checkpoints(problem: Problem, s: Slots, pool: Tensor, pieces: list[Piece], S: Tensor) -> None:
-    if s.checkpoint_indices is None:
+    """Those that come at a stride."""
+    if not problem.checkpoint_every:
         return
     for n, _, stop in pieces:
         m, behind = divmod(stop, problem.checkpoint_every)

@@ -39,6 +39,7 @@ from flash_delta.kernels.runtime.workspace import Factors, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
@@ -171,6 +172,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
 
     def kernels(c: Call) -> None:
         slots, prompt = Slots(*c.more), alone
+        if p.checkpoint_offsets:
+            run_walk_to_offset(c, slots, before=True)
         if every(c) and may_split_prompt(p, processors):  # the loop and the segments
             prompt = new_prompt(p._replace(T=1), split_endless(p, processors))
         if prompt is not None:
@@ -183,6 +186,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
             run_hand_over(c, prompt, slots, back=True)
         if not p.batch_invariant:
             run_decode(c, o)
+        if p.checkpoint_offsets:
+            run_walk_to_offset(c, slots, before=False)
 
     with on(p.device):
         given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))

@@ -11,7 +11,7 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, precision
 from flash_delta.kernels.runtime.launch import Plan, launch
-from flash_delta.problem import SHORT, Problem
+from flash_delta.problem import SHORT, Problem, Slots
 
 LONG = 2**30  # tokens: more than any sequence has
 NO_TILE = Tile(4, 1)  # of kernels whose launchers say all that a tile would
@@ -116,6 +116,19 @@ def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
 def table(t: Tensor | None) -> tuple[int, int]:
     """Strides of (row, column) of indices; without columns all tokens have the same."""
     return (0, 0) if t is None else (*t.stride(), 0)[:2]
+
+
+def count_checkpoints(s: Slots) -> int:
+    """That a sequence can leave on its way."""
+    if s.checkpoint_indices is None:
+        return 0
+    return s.checkpoint_indices.shape[1] if s.checkpoint_offsets is None else 1
+
+
+def checkpoint_table(indices: Tensor | None, offsets: Tensor | None) -> tuple[int, int]:
+    """Strides of (row, column) of a call's checkpoints. With offsets, which have one column, the stride of these comes
+    second: so kernels have no more parameters than without."""
+    return table(indices) if offsets is None else (indices.stride(0), offsets.stride(0))
 
 
 def fits_tma(p: Problem, *tensors: Tensor) -> bool:

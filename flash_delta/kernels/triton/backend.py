@@ -47,6 +47,7 @@ from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
@@ -240,11 +241,15 @@ def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> 
     memory = Workspace(p, *HANDED)
 
     def kernels(c: Call) -> None:
-        solved, factors, channels = c.parts(memory)
+        (solved, factors, channels), slots = c.parts(memory), Slots(*c.more)
+        if p.checkpoint_offsets:
+            run_walk_to_offset(c, slots, before=True)
         _chunks(c, solved, factors, channels)
-        run_scan(c, channels, solved, factors, o, None, None, slots=Slots(*c.more))
+        run_scan(c, channels, solved, factors, o, None, None, slots=slots)
         if not c.p.batch_invariant:
             run_decode(c, o)
+        if p.checkpoint_offsets:
+            run_walk_to_offset(c, slots, before=False)
 
     with on(p.device):
         call = make_call(p, with_flat_parameters(x), PREFILL, *s._replace(out=None), known=known)

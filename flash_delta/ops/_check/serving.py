@@ -47,7 +47,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     target = None if s.write_pool is None else s.write_pool.dtype
     return p._replace(
         pool=s.state_pool.dtype, write_pool=target, plain_pool=_is_plain(s.state_pool), taps=taps, window=window,
-        needs_grad=False,
+        checkpoint_offsets=s.checkpoint_offsets is not None, needs_grad=False,
     )  # fmt: skip
 
 
@@ -140,10 +140,16 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
     for name in ("read_indices", "write_indices", "has_initial_state"):
         if getattr(s, name) is not None or name == "read_indices":
             check_shape(p.op, name, getattr(s, name), p.N)
-    if every is not None or s.checkpoint_indices is not None:
+    if s.checkpoint_offsets is not None:
+        if every is not None:
+            refuse(p.op, "checkpoint_every", "None with checkpoint_offsets: either a stride or offsets", every)
+        for name in ("checkpoint_indices", "checkpoint_offsets"):
+            check_shape(p.op, name, getattr(s, name), p.N)
+    elif every is not None or s.checkpoint_indices is not None:
         check_shape(p.op, "checkpoint_indices", s.checkpoint_indices, p.N, "M")
         if every is None:
-            refuse(p.op, "checkpoint_every", f"a multiple of {p.chunk_size} with checkpoint_indices", "None")
+            expected = f"a multiple of {p.chunk_size} with checkpoint_indices, if there are no checkpoint_offsets"
+            refuse(p.op, "checkpoint_every", expected, "None")
 
 
 def _check_prompts(op: str, options: Options) -> None:

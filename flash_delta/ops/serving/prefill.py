@@ -19,6 +19,7 @@ def prefill_gated_delta_rule(
     has_initial_state: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_every: int | None = None,
+    checkpoint_offsets: Tensor | None = None,
     max_prompts: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -51,6 +52,15 @@ def prefill_gated_delta_rule(
     sequence that wrote it. Without ``batch_invariant`` this holds only between calls with the same number of sequences
     of more than 16 tokens, and not where a prompt is walked in segments, which :func:`flash_delta.explain` says.
 
+    With ``checkpoint_offsets`` each sequence leaves one checkpoint, after any number of its tokens in this call. Offset
+    0 copies the initial state, or zeros if there is none. The length of the sequence gives the final state, bit for
+    bit. A multiple of 64 gives the bits of a checkpoint at a stride. Any other offset takes longer: the tokens from the
+    last multiple of 64 before it, at most 63, are walked once more, one by one. They start from the state at that
+    multiple, rounded to the pool's dtype, or from the initial state; states between them are float32. So with a float32
+    pool such a checkpoint has the bits that ``decode_*`` calls give from a checkpoint at that multiple on. A sequence
+    that continues from it has other chunks than the one that wrote it, and rounds differently. Checkpoints of either
+    kind change no output, except that a GPU does not walk a prompt in segments then.
+
     No index is trusted. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA graph
     and replayed with others. An index below 0 or from ``slots`` on is padding. A sequence that lacks a slot to read
     (if it has an initial state) or a slot to write (if there are ``write_indices``) yields zeros and writes nothing. A
@@ -74,9 +84,13 @@ def prefill_gated_delta_rule(
         has_initial_state: ``[N]``, bool. A sequence with False starts from zeros, and its read index is ignored.
             Default None: all have a state.
         checkpoint_indices: ``[N, M]``; the state after ``(m + 1) * checkpoint_every`` tokens of sequence n goes to slot
-            ``checkpoint_indices[n, m]``, if the sequence is that long. Default None: no checkpoints.
+            ``checkpoint_indices[n, m]``, if the sequence is that long. With ``checkpoint_offsets`` ``[N]``. Default
+            None: no checkpoints.
         checkpoint_every: tokens from one checkpoint to the next, a multiple of 64; needed beside
-            ``checkpoint_indices``. Default None.
+            ``checkpoint_indices``, unless there are ``checkpoint_offsets``. Default None.
+        checkpoint_offsets: ``[N]``, int32 or int64. The state after the first ``checkpoint_offsets[n]`` tokens of
+            sequence n goes to slot ``checkpoint_indices[n]``. An offset below 0 or beyond the sequence's length leaves
+            no checkpoint. Default None: checkpoints come at a stride, if there are any.
         max_prompts: no more sequences than this have over 16 tokens. It decides what a GPU launches, not what it
             computes: if there are more after all, the call takes longer. With ``batch_invariant``, which runs all of
             them alike, it decides nothing. Default None: any number may.
@@ -120,7 +134,8 @@ def prefill_gated_delta_rule(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
-    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices, out)
+    checkpoints = (checkpoint_indices, checkpoint_offsets)
+    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     options = {
         "op": "prefill_gated_delta_rule",
         "gate": "scalar",
@@ -152,6 +167,7 @@ def prefill_kda(
     has_initial_state: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_every: int | None = None,
+    checkpoint_offsets: Tensor | None = None,
     max_prompts: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -210,7 +226,8 @@ def prefill_kda(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
-    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, checkpoint_indices, out)
+    checkpoints = (checkpoint_indices, checkpoint_offsets)
+    slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     options = {
         "op": "prefill_kda",
         "gate": "channel",

@@ -65,8 +65,9 @@ class PrefillCalls(NamedTuple):
     Args:
         write_indices: whether calls give them. Default True.
         has_initial_state: whether calls give it. Default False.
-        checkpoint_indices: whether calls give them. Default False.
+        checkpoint_indices: whether calls give them, with ``checkpoint_every``. Default False.
         batch_invariant: whether calls set it to True. Default False.
+        checkpoint_offsets: whether calls give them, with ``checkpoint_indices`` beside them. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import PrefillCalls
@@ -78,6 +79,7 @@ class PrefillCalls(NamedTuple):
     has_initial_state: bool = False
     checkpoint_indices: bool = False
     batch_invariant: bool = False
+    checkpoint_offsets: bool = False
 
 
 @dataclass(frozen=True)

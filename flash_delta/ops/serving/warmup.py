@@ -101,7 +101,9 @@ def prefill_call(spec: Serving, form: PrefillCalls, T: int, N: int, device: torc
         x["write_indices"] = padding(spec, device, N)
     if form.has_initial_state:
         x["has_initial_state"] = torch.ones(N, dtype=torch.bool, device=device)
-    if form.checkpoint_indices:
+    if form.checkpoint_offsets:
+        x |= {name: padding(spec, device, N) for name in ("checkpoint_indices", "checkpoint_offsets")}
+    elif form.checkpoint_indices:
         x |= {"checkpoint_indices": padding(spec, device, N, 1), "checkpoint_every": 64}
     return PREFILL[spec.rule], x
 

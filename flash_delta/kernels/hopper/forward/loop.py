@@ -44,14 +44,14 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends
+from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, find_offset
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
-from flash_delta.kernels.runtime.arguments import constants_of, every, table
+from flash_delta.kernels.runtime.arguments import checkpoint_table, constants_of, count_checkpoints, every
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
@@ -161,6 +161,9 @@ def state_role(
         row = start + length
         if not PACKED:
             row += n * T
+        offset = 0
+        if pool is not None and len(pool) > 10:  # each sequence's checkpoint has an offset of its own
+            offset = find_offset(pool, n, length)
         for token in range(0, length, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
@@ -216,7 +219,7 @@ def state_role(
             store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
             if pool is not None and len(pool) > 3:  # there are checkpoints
-                slot = checkpoint(pool, n, token + C, length)
+                slot = checkpoint(pool, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
         if pool is not None:
@@ -230,11 +233,11 @@ NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group"]
 POOL_NUMBERS = ["least", "most", "slots", "null_slot", "columns", "interval", "checkpoint_row", "checkpoint_column"]
 
 
-@gluon.jit(do_not_specialize=NUMBERS + POOL_NUMBERS, do_not_specialize_on_alignment=["checkpoints"])
+@gluon.jit(do_not_specialize=NUMBERS + POOL_NUMBERS, do_not_specialize_on_alignment=["checkpoints", "offsets"])
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
-    checkpoints, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch,
-    k_batch, v_batch, heads, group,
+    checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column,
+    q_batch, k_batch, v_batch, heads, group,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
     NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
@@ -262,6 +265,8 @@ def forward_loop(
         pool = (walks, least, most)
         if checkpoints is not None:
             pool += (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
+            if offsets is not None:
+                pool += (offsets,)
     work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
     # What the groups of a role share.
     factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
@@ -298,12 +303,12 @@ def forward_loop(
 
 def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
     """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
-    p, checkpoints = c.p, slots.checkpoint_indices
-    columns = 0 if checkpoints is None else checkpoints.shape[1]
-    numbers = (len(slots.state_pool), p.null_slot, columns, min(p.checkpoint_every, p.T + C.value), *table(checkpoints))
+    p, tables = c.p, (slots.checkpoint_indices, slots.checkpoint_offsets)
+    counts = len(slots.state_pool), p.null_slot, count_checkpoints(slots), min(p.checkpoint_every, p.T + C.value)
+    numbers = (*counts, *checkpoint_table(*tables))
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
     states = pool(p, slots.state_pool)
-    _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, checkpoints, *numbers), initial=True)
+    _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, *tables, *numbers), initial=True)
 
 
 def run_loop(
@@ -315,20 +320,20 @@ def run_loop(
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else squares(A), *saved(r), *ends)
-    _run(c, o, rates, launches, stored, (None, None, *(0,) * 6), initial=initial is not None)
+    _run(c, o, rates, launches, stored, (None, None, None, *(0,) * 6), initial=initial is not None)
 
 
 def _run(
     c: Call, o: Tensor, rates: Tensor, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *, initial: bool
 ) -> None:
     """``stored``: descriptors of A, of what is saved of chunks, and of the states before and after them. ``on_pool``:
-    what the kernel takes on a pool: ``walks``, ``checkpoints``, and six numbers, of which ``slots`` is the first."""
+    what the kernel takes on a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from ``slots`` on."""
     p, x, plans = c.p, c.x, []
     q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), lines(rates)
     for t, sequences, least, most, _ in launches:
         arguments = (
-            q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *on_pool[:2], p.N * p.HV, p.T,
-            least, most, *on_pool[2:], *strides(x.q, x.k, x.v), p.HV // p.H,
+            q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *on_pool[:3], p.N * p.HV, p.T,
+            least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H,
         )  # fmt: skip
         constants = constants_of(
             c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,

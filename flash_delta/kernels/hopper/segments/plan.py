@@ -78,7 +78,7 @@ def split_prompt(p: Problem, processors: int) -> int | None:
 
 def may_split_prompt(p: Problem, processors: int) -> bool:
     """Whether prompts of some length are."""
-    return not p.checkpoint_every and split_endless(p, processors) is not None
+    return not (p.checkpoint_every or p.checkpoint_offsets) and split_endless(p, processors) is not None
 
 
 def split_training(p: Problem, processors: int) -> Lengths:

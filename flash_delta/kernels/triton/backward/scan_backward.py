@@ -60,7 +60,7 @@ def scan_backward(
         if z < walks:
             scan(
                 q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
-                None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                None, None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                 q_strides, p_strides, v_strides, initial_strides, initial_strides,
                 H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL and not SEGMENTS, False, SEGMENTS, False, True,
                 CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,

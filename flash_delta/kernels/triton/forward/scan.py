@@ -13,11 +13,12 @@ are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulat
 they were given; what Qg and Kg give lacks norms only. One program walks a sequence with BV columns of one value head's
 state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last.
 
-On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. An index that is no
-slot is never an address. A sequence without a slot that it needs is padding, and its outputs are zeros. With SHORT only
-longer sequences are walked: program z walks the one with z such sequences before it. Only the device knows how many
-there are. A launch is for ``least`` to ``most`` of them; with fewer or more its programs exit at once. A launch for
-``others`` also serves more than ``most``: its programs then walk several, one after the other.
+On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots: at a stride, or one
+each, which serving/offsets.py takes on to its offset. An index that is no slot is never an address. A sequence without
+a slot that it needs is padding, and its outputs are zeros. With SHORT only longer sequences are walked: program z walks
+the one with z such sequences before it. Only the device knows how many there are. A launch is for ``least`` to ``most``
+of them; with fewer or more its programs exit at once. A launch for ``others`` also serves more than ``most``: its
+programs then walk several, one after the other.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), R and
 U = A (b . R), each ``[slots, HV, C, V']``. Without OUTPUT it is then a part of `scan_backward`.
@@ -46,7 +47,15 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import every, launch_rule, states, strides, table
+from flash_delta.kernels.runtime.arguments import (
+    checkpoint_table,
+    count_checkpoints,
+    every,
+    launch_rule,
+    states,
+    strides,
+    table,
+)
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
@@ -96,6 +105,45 @@ def load_slots(read_indices, write_indices, has_initial_state, n, read_row, writ
 
 
 @triton.jit
+def find_offset(offsets, n, row, length):
+    """After how many tokens sequence n leaves its checkpoint, and whether it leaves one."""
+    offset = tl.load(offsets + n.to(tl.int64) * row)
+    wanted = (offset >= 0) & (offset <= length)
+    return tl.where(wanted, offset, 0).to(tl.int32), wanted
+
+
+@triton.jit
+def find_checkpoints(offsets, n, row, length, interval, columns, C):
+    """Chunks from checkpoint to checkpoint of sequence n, and how many it may leave. With offsets these are the chunks
+    up to its only one, and 1; or 0, if it leaves none (serving/offsets.py)."""
+    if offsets is None:
+        return interval, columns
+    else:
+        offset, wanted = find_offset(offsets, n, row, length)
+        chunks = tl.where(offset == length, (offset + C - 1) // C, offset // C)
+        wanted &= chunks > 0
+        return tl.where(wanted, chunks, 2**30), wanted.to(tl.int32)
+
+
+@triton.jit
+def find_part(m, interval, chunks, offsets):
+    """The first chunk of part m, and the one after its last; with offsets there are two parts."""
+    begin, end = m * interval, tl.minimum((m + 1) * interval, chunks)
+    if offsets is not None:
+        end = tl.where(m == 0, end, chunks)
+    return begin, end
+
+
+@triton.jit
+def is_reached(m, interval, columns, length, offsets, C):
+    """Whether a checkpoint comes after part m; one at the end of a sequence may come after part of a chunk."""
+    if offsets is None:
+        return (m < columns) & ((m + 1) * interval * C <= length)
+    else:
+        return m < columns
+
+
+@triton.jit
 def store_zeros(o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
     for token in range(start, stop, C):
         zeros = tl.zeros([C, BV], o_rows.dtype.element_ty)
@@ -136,7 +184,7 @@ def walk(
 ):  # fmt: skip
     """Of sequence n, or of segment z in it, the tokens from ``start`` to ``stop``, whose chunks begin in ``slot``."""
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
-    read_indices, write_indices, has_initial_state, checkpoint_indices = indices
+    read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets = indices
     N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
     MAP: tl.constexpr = SEGMENTS and not OUTPUT and not SAVE
     KP: tl.constexpr = pitch(K)
@@ -161,9 +209,8 @@ def walk(
         stored, last = well & (number == 0), z
     if POOL or MAP or (SEGMENTS and SAVE):
         chunks = tl.where(well & (n < N) if SEGMENTS else well, chunks, 0)
-    rows = chunks * (HV * C)
     CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
-    k_matrix, v_matrix, c_matrix = (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
+    rows, k_matrix, v_matrix, c_matrix = chunks * (HV * C), (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
     vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, GIVEN_TMA)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
@@ -205,10 +252,11 @@ def walk(
     # From checkpoint to checkpoint: stored inside of the pipelined loop, one would take shared memory beside its tiles.
     # Maps in parts, too: zeros that meet no values stay zeros, and where gates are strong Phi is soon nothing else.
     begin, end = 0, chunks
+    interval, columns = find_checkpoints(checkpoint_offsets, n, checkpoint_column, stop - start, interval, columns, C)
     parts = (chunks + interval - 1) // interval if CHECKPOINTS or MAP else 1
-    for m in range(parts):
+    for m in range(parts if checkpoint_offsets is None else tl.minimum(parts, 2)):
         if CHECKPOINTS or MAP:
-            begin, end = m * interval, tl.minimum((m + 1) * interval, chunks)
+            begin, end = find_part(m, interval, chunks, checkpoint_offsets)
         if MAP:
             end = tl.where((w >= V) & (tl.max((S != 0.0).to(tl.int32)) == 0), begin, end)
         for j in range(begin, end):
@@ -248,7 +296,7 @@ def walk(
                 y_ahead = load_block(Y + later * C * C, 0, 0, C, C, C, C)
             e_q, e_p, b, gamma = load_rates(rates, gammas, later, i, c, chunks, C, K, CHANNEL)
         if CHECKPOINTS:
-            reached = (m < columns) & ((m + 1) * interval * C <= stop - start)
+            reached = is_reached(m, interval, columns, stop - start, checkpoint_offsets, C)
             slot, known = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, reached)
             store_state(final_state, final_strides, S, slot, hv, d, c, V, K, known)
     if SEGMENTS and OUTPUT:  # found again: kept through the loop, these are registers too many (Triton 3.9, BV = 128)
@@ -261,22 +309,24 @@ NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
     "N", "T", "length", "least", "most", "others", "slots", "null_slot", "columns", "interval", "read_row", "write_row",
     "has_row", "checkpoint_row", "checkpoint_column",
 ]  # fmt: skip
-INDICES = ["read_indices", "write_indices", "has_initial_state", "checkpoint_indices"]  # see decode.py
+INDICES = [  # see decode.py
+    "read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan(
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
-    write_indices, has_initial_state, checkpoint_indices, N, T, length, least, most, others, slots, null_slot, columns,
-    interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides, v_strides,
-    initial_strides, final_strides,
+    write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, length, least, most, others, slots,
+    null_slot, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides,
+    v_strides, initial_strides, final_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
     POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
-    indices = (read_indices, write_indices, has_initial_state, checkpoint_indices)
+    indices = (read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets)
     slots = (slots, null_slot)
     numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
@@ -328,16 +378,12 @@ def run_scan(
 ) -> None:  # fmt: skip
     """Stage output, too; with ``r``, what the backward pass needs. With ``slots`` states are theirs."""
     p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
-    initial, indices, counts = x.initial_state, (None,) * 4, (0,) * 4
+    initial, indices, counts = x.initial_state, (None,) * 5, (0,) * 4
     if slots is not None:
         initial = final = slots.state_pool
         indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
-        counts = (
-            len(final),
-            p.null_slot,
-            0 if indices[3] is None else indices[3].shape[1],
-            min(p.checkpoint_every, p.T + C) // C,
-        )
+        indices += (slots.checkpoint_offsets,)
+        counts = (len(final), p.null_slot, count_checkpoints(slots), min(p.checkpoint_every, p.T + C) // C)
 
     pointers = (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
     for w in walks(kernel, p, c.shape.chip, every(c), *choice):
@@ -345,7 +391,8 @@ def run_scan(
         launch_rule(
             c, scan, pointers, scan_grid(p, w), t,
             p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
-            *table(indices[3]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial), states(p, final),
+            *checkpoint_table(*indices[3:]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial),
+            states(p, final),
             INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
             SAVE=r is not None, **copies(c, t, x.v), follows=True,
         )  # fmt: skip

@@ -74,7 +74,7 @@ def compose(
         store_state(starts, start_strides, S, at + step, hv, d, c, V, K)
 
 
-NOTHING = (None,) * 7  # no states saved, and no slots of a pool
+NOTHING = (None,) * 8  # no states saved, and no slots of a pool
 PART = 32  # chunks after which a map is looked at: with 8 a pipeline that runs dry took 10 % (docs/notes)
 
 

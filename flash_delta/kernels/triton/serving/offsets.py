@@ -1,0 +1,102 @@
+"""Checkpoints of a prefill at offsets of their own, one of every sequence.
+
+The kernel that walks a sequence in chunks leaves its state after the last whole chunk before the offset, or at the end
+of the sequence if the offset is there. From that state on the tokens up to the offset, at most 63, are walked here one
+by one, with float32 states in between, as `decode` walks a short sequence. No output depends on it.
+
+Two launches find their sequences by themselves. One comes before all other kernels of the call: it continues states
+that sequences start from, which the others may write over. The other one comes after all of them: it continues what
+lies in the checkpoint's slot, which is what the walk has left, or a sequence's first state, if that lies there. Neither
+overlaps with another kernel.
+
+One program takes BV value columns of one value head of one sequence: grid (N HV V / BV).
+"""
+
+import triton
+import triton.language as tl
+
+from flash_delta.kernels.device.chunk import bounds
+from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, states, table
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
+from flash_delta.kernels.triton.serving.decode import counted, load_slot, load_state, state_at, tile_of
+from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
+from flash_delta.kernels.triton.tiles import decode_tiles
+from flash_delta.problem import Slots
+
+NUMBERS = [
+    "N", "T", "slots", "null_slot", "k_token", "v_token", "g_token", "beta_token", "read_row", "write_row", "has_row",
+    "checkpoint_row", "offset_row",
+]  # fmt: skip
+INDICES = [  # see decode.py
+    "read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def walk_to_offset(
+    k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, has_initial_state, checkpoint_indices,
+    checkpoint_offsets, cu_seqlens,
+    N, T, slots, null_slot, lower_bound, beta_range, slot_stride, k_token, v_token, g_token, beta_token, read_row,
+    write_row, has_row, checkpoint_row, offset_row, k_strides, v_strides, g_strides, beta_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, STRIDES: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    BEFORE: tl.constexpr,
+):  # fmt: skip
+    """BEFORE: the other kernels have not run yet. Of strides and units see `decode`."""
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    program, slots = tl.program_id(0), (slots, null_slot)
+    w, hv, n = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
+    h, c, d = hv // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
+    start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
+    offset, wanted = find_offset(checkpoint_offsets, n, offset_row, stop - start)
+    walked = (start + offset == stop) & (stop - start > SHORT)  # to its end: all is done
+    begin = offset // C * C
+    if (wanted == 0) | walked:
+        return
+    read, stored, _, well = load_slots(
+        read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
+    )
+    slot, well = load_slot(checkpoint_indices, n, 0, (checkpoint_row, 0), slots, well)
+    there = (begin > 0) | (stored & (slot == read))  # the state to continue lies in the slot
+    if (well == 0) | (there == BEFORE) | (there & (offset == begin)):
+        return
+    inside = (d < V)[:, None] & (c < K)[None, :]
+    tile = tile_of(pool, hv, w, c, BV, STRIDES)
+    first = state_at(tile, tl.where(there, slot, read), slot_stride)
+    S = load_state(first, inside & (stored | there)).to(tl.float32)
+    if offset > begin:
+        rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
+        row = n * 0
+        ks, vs = (k, k_strides, row, k_token), (v, v_strides, row, v_token)
+        gs, betas = (g, g_strides, row, g_token), (beta, beta_strides, row, beta_token)
+        K_EVEN: tl.constexpr = K == BK
+        V_EVEN: tl.constexpr = V % BV == 0
+        # Keys stand for queries: no output is wanted. What a token needs is loaded a token ahead.
+        token = load_token(ks, ks, vs, gs, betas, start + begin, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+        for t in range(start + begin, start + offset):
+            qt, kt, vt, a, bt = token
+            after = tl.minimum(t + 1, start + offset - 1)
+            token = load_token(ks, ks, vs, gs, betas, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+            S, _output = advance(
+                S, qt, kt, vt, a, bt, rate, bias, 1.0, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
+                NORM,
+            )  # fmt: skip
+    tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
+
+
+def run_walk_to_offset(c: Call, s: Slots, *, before: bool) -> None:
+    """Launches it before the other kernels of a call, or after them. Tiles are those of `decode`, whose sums it has."""
+    p, x = c.p, c.x
+    indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices, s.checkpoint_offsets)
+    pointers = (x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, *indices, x.cu_seqlens)
+    per_token = [counted(t, False) for t in (x.k, x.v, x.g, x.beta)]
+    slot, *inner = states(p, s.state_pool)
+    for t in decode_tiles(p, c.shape.chip, every(c)):
+        launch_rule(
+            c, walk_to_offset, pointers, (p.N * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
+            p.N, p.T, len(s.state_pool), p.null_slot, p.lower_bound or 0.0, p.beta_range, slot,
+            *(token for (_, token), _ in per_token), *(table(t)[0] for t in indices),
+            *(strides for _, strides in per_token), STRIDES=tuple(inner), BEFORE=before, contracts=False,
+        )  # fmt: skip
