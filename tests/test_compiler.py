@@ -4,8 +4,10 @@ import json
 import random
 import re
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flash_delta.cli.app import app
@@ -204,6 +206,22 @@ def computed(case, counted=True, written=True):
     return arithmetic(compiled[0].kernel.asm["ttgir"])
 
 
+def variants_of_offsets():
+    """What `decode` computes of a token, and what is computed of one on the way to a checkpoint's offset."""
+    from flash_delta.compiler.cases import serving
+    from flash_delta.compiler.offline import offline
+
+    found, pools = [], (torch.float32, torch.bfloat16)
+    for model, dtype, v_first in product((serving.RuleCase(raw=True), serving.BOUNDED), pools, (True, False)):
+        with offline("sm_90a") as compiled:
+            serving.call_decode(serving.Decoding(model, dtype, v_first, tokens=4))
+            for before in (True, False):
+                serving.call_prefill(serving.Prefilling(model, dtype, v_first, offsets=True), before=before)
+        lines = [arithmetic(c.kernel.asm["ttgir"]) for c in compiled]
+        found.append([[line for line in kernel if "arith.extf" not in line] for kernel in lines])
+    return found
+
+
 def arithmetic(ttgir):
     """Its operations on floating-point numbers and their layouts, in their order, but for moves and loads."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
@@ -234,6 +252,19 @@ def test_variants_of_decoding_compute_the_same(process):
     for first, *others in process.submit(variants_of_decode).result():
         assert len(first) > 20
         assert all(other == first for other in others)
+
+
+@needs_triton
+def test_tokens_before_an_offset_are_what_decoding_makes_of_them(process):
+    """The same operations in the same order and layouts, without those of the output. When a number becomes a float32
+    one does not matter."""
+    for decoded, *walks in process.submit(variants_of_offsets).result():
+        assert len(walks) == 2
+        for walked in walks:
+            rest = iter(decoded)
+            assert all(line in rest for line in walked), "it computes what `decode` does not"
+            assert len(walked) > len(decoded) // 2
+            assert sum("math.fma" in line for line in walked) == sum("math.fma" in line for line in decoded)
 
 
 @needs_triton

@@ -45,13 +45,17 @@ def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
     return p._replace(needs_grad=True, disable_recompute=saving), x
 
 
-def serving(width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool) -> tuple[Problem, Inputs, Slots]:
+def serving(
+    width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool, offsets: bool = False
+) -> tuple[Problem, Inputs, Slots]:
     """A prefill whose states lie in the slots of a pool."""
     p, x = problem_of(RuleCase(width, raw=True))
     index = torch.empty(p.N, dtype=torch.int32, device="meta")
     pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
-    slots = Slots(pool, index, index, None, None, index.bool(), index[:, None] if checkpoints else None)
-    return p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64), x._replace(initial_state=None), slots
+    kept = (index, index) if offsets else (index[:, None] if checkpoints else None, None)
+    slots = Slots(pool, index, index, None, None, index.bool(), *kept)
+    p = p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64 * (not offsets), checkpoint_offsets=offsets)
+    return p, x._replace(initial_state=None), slots
 
 
 POOLS = {
@@ -60,6 +64,8 @@ POOLS = {
     "pool-bfloat16": partial(serving, 128, torch.bfloat16, v_first=False, checkpoints=True),
     "pool-bfloat16-v-first": partial(serving, 128, torch.bfloat16, v_first=True, checkpoints=True),
     "pool-64": partial(serving, 64, torch.float16, v_first=True, checkpoints=True),
+    "pool-offsets": partial(serving, 128, torch.float32, v_first=True, checkpoints=True, offsets=True),
+    "pool-64-offsets": partial(serving, 64, torch.bfloat16, v_first=False, checkpoints=True, offsets=True),
 }
 CASES = {
     "packed": partial(problem_of, RuleCase()),

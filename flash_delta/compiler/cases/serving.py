@@ -13,6 +13,7 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.kernels.triton.tiles import FEW, scan_tiles
 from flash_delta.problem import Around, Inputs, Slots
 
@@ -82,6 +83,7 @@ class Prefilling(NamedTuple):
     dtype: torch.dtype = torch.float32
     v_first: bool = True
     checkpoints: bool = True
+    offsets: bool = False  # of the checkpoints, which are one a sequence then
 
 
 PREFILLS = {  # every tile once; then what the kernels' code depends on
@@ -93,6 +95,8 @@ PREFILLS = {  # every tile once; then what the kernels' code depends on
     "prefill-gdn-256": Prefilling(CHUNKS["gdn-256"]),
     "prefill-kda-128": Prefilling(CHUNKS["kda-128"]),
     "prefill-kda-128-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False),
+    "prefill-gdn-128-offsets": Prefilling(RuleCase(raw=True), offsets=True),
+    "prefill-kda-128-offsets-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False, offsets=True),
 }
 
 
@@ -125,16 +129,21 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), *choice)
 
 
-def call_prefill(case: Prefilling, t: Tile | None = None) -> None:
-    """The scan with a tile; without one what runs before it."""
+def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:
+    """The scan with a tile; or with ``before`` the tokens on the way to offsets; or what else runs beside the scan."""
     (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
     x = x._replace(initial_state=None)
-    p = p._replace(state_v_first=case.v_first, pool=case.dtype, checkpoint_every=64 if case.checkpoints else 0)
-    index, has = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool)
-    checkpoints = new(p.N, case.model.tokens // 64, dtype=torch.int32) if case.checkpoints else None
-    s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, checkpoints)
+    p = p._replace(state_v_first=case.v_first, pool=case.dtype)
+    index, has, checkpoints = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool), (None, None)
+    if case.offsets:
+        p, checkpoints = p._replace(checkpoint_offsets=True), (index, index)
+    elif case.checkpoints:
+        p, checkpoints = p._replace(checkpoint_every=64), (new(p.N, case.model.tokens // 64, dtype=torch.int32), None)
+    s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, *checkpoints)
     kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
-    if t is None:
+    if before is not None:
+        run_walk_to_offset(kernels.c, s, before=before)
+    elif t is None:
         kernels.chunks()
         run_decode(kernels.c, o)
     else:
@@ -148,7 +157,11 @@ def launches(target: str) -> Iterator[Launch]:
     for name in ("decode-gdn-128-v-first-float32", "decode-gdn-128-v-first-bfloat16"):
         yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW[DECODINGS[name].dtype.itemsize]))
     for name, case in PREFILLS.items():
-        yield Launch(name, partial(call_prefill, case))
+        if case.offsets:
+            yield Launch(f"{name}-before", partial(call_prefill, case, before=True))
+            yield Launch(f"{name}-after", partial(call_prefill, case, before=False))
+        else:
+            yield Launch(name, partial(call_prefill, case))
         p, _ = problem_of(case.model)
         choices = scan_tiles("scan", p, chip, every=True)
         for t in choices if case == PREFILLS["prefill-gdn-128"] or case.model.gate == "channel" else choices[-1:]:
