@@ -62,7 +62,7 @@ def delta_rule(op, **changes):
         "q": rand(b, t, H, D), "k": rand(b, t, H, D), "v": rand(b, t, H, D), "p": rand(b, t, H, D),
         "g": -rand(b, t, H, D) if kda else -rand(b, t, H), "beta": rand(b, t, H), "A_log": rand(H),
         "dt_bias": rand(H * D) if kda else rand(H), "initial_state": rand(B, H, D, D),
-        "state_pool": rand(SLOTS, H, D, D), "cu_seqlens": torch.tensor([0, 1, T]) if serving else None,
+        "state_pool": rand(SLOTS, H, D, D), "cu_seqlens": torch.tensor([0, 1, T]) if serving and not decode else None,
         "read_indices": torch.arange(B), "state_v_first": False, "use_gate_in_kernel": True,
         "use_beta_sigmoid_in_kernel": True, "lower_bound": -5.0,
     }  # fmt: skip
@@ -77,6 +77,11 @@ def delta_rule(op, **changes):
 def output_norm(**changes):
     norm = OutputNorm(rand(B, 2, H, D), rand(D), **changes)
     return delta_rule(flash_delta.decode_kda, output_norm=norm)
+
+
+def convolution(**changes):
+    before = Convolution(rand(SLOTS, 3 * H * D, 4), rand(3 * H * D, 4), **changes)
+    return delta_rule(flash_delta.decode_kda, convolution=before)
 
 
 def layer(cls, **changes):
@@ -100,7 +105,7 @@ OTHERS = {
     "GatedRMSNorm": lambda **o: made(modules.GatedRMSNorm, **o),
     "ShortConvolution": lambda **o: made(modules.ShortConvolution, **({"kernel_size": 4} | o)),
     "OutputNorm": output_norm,
-    "Convolution": None,
+    "Convolution": convolution,
 }
 
 
