@@ -97,9 +97,12 @@ class Backend(Protocol):
         other is only read. With ``problem.most_tokens`` rows are packed and have lengths of their own. With
         ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it."""
 
-    def prefill(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> Tensor:
+    def prefill(
+        self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
+    ) -> Tensor:
         """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``, contiguous,
-        in ``problem.dtype``; ``slots.out`` if it is there."""
+        in ``problem.dtype``; ``slots.out`` if it is there. What comes ``around`` the rule is that of ``decode``. Windows
+        are read and written with states, those at checkpoints too. o is rounded before the norm."""
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
         """What ``prefill`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on "meta". It

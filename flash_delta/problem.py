@@ -62,7 +62,7 @@ class Problem(NamedTuple):
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
     needs_grad: Schema[bool] = False
-    taps: Compiled[int] = 0  # decoding: of the short convolution before the rule; 0: no convolution
+    taps: Compiled[int] = 0  # serving: of the short convolution before the rule; 0: no convolution
     window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
     rolling: Compiled[bool] = False  # a slot of it holds more: a draft's inputs, behind those of its first window
     eps: float | None = None  # of the gated norm after the rule; None: no norm
@@ -129,7 +129,7 @@ class Slots(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a decoding call does around the rule: a short convolution before it, a gated norm after it."""
+    """What a serving call does around the rule: a short convolution before it, a gated norm after it."""
 
     conv_pool: Tensor | None = None  # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
     conv_weight: Tensor | None = None  # [D, W]

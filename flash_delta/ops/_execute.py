@@ -27,9 +27,8 @@ def backward(
 
 
 def serve(problem: Problem, known: KnownCall, inputs: Inputs, slots: Slots, around: Around) -> Tensor:
-    if problem.recurrent:
-        return _in_own_precision(known.backend.decode, problem, inputs, slots, around, known)
-    return _in_own_precision(known.backend.prefill, problem, inputs, slots, known)
+    run = known.backend.decode if problem.recurrent else known.backend.prefill
+    return _in_own_precision(run, problem, inputs, slots, around, known)
 
 
 def _in_own_precision(run: Callable[..., Any], problem: Problem, inputs: Inputs, *more: Any) -> Any:

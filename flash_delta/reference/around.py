@@ -1,10 +1,11 @@
-"""What a decoding step does around the rule: a short convolution before it, a gated norm after it."""
+"""What serving does around the rule: a short convolution before it, a gated norm after it."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from flash_delta.problem import Around, Inputs, Problem
+from flash_delta.reference.modules import slide
 
 
 def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around) -> tuple[Inputs, Tensor]:
@@ -14,16 +15,28 @@ def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around
     weight = around.conv_weight.to(problem.accumulate)
     y = (inputs[..., -problem.taps :].to(weight.dtype) * weight).sum(2)
     y = silu(y if around.conv_bias is None else y + around.conv_bias.to(weight.dtype))
-    keys = problem.H * problem.K
-    q, k, v = y.split([keys, keys, problem.HV * problem.V], 1)
-    q, k = (key.view(problem.B, 1, problem.H, problem.K) for key in (q, k))
-    v = v.view(problem.B, 1, problem.HV, problem.V)
+    q, k, v = (heads.unsqueeze(1) for heads in in_heads(problem, y))
     return x._replace(q=q, k=k, v=v, g=x.g[:, t : t + 1], beta=x.beta[:, t : t + 1]), inputs[..., 1:]
 
 
-def normalize(problem: Problem, o: Tensor, t: int, around: Around) -> Tensor:
-    """``o [B, HV, V]`` of token t."""
-    gate = around.norm_gate[:, t].to(o.dtype).contiguous()  # so that bits do not depend on strides, as in step.py
+def convolve_prompt(problem: Problem, inputs: Tensor, around: Around) -> Tensor:
+    """Of inputs ``[W - 1 + T, D]`` the last T, after the convolution and in the dtype of q."""
+    bias = None if around.conv_bias is None else around.conv_bias.to(problem.accumulate)
+    y = slide(inputs.to(problem.accumulate), around.conv_weight.to(problem.accumulate), bias)
+    return silu(y).to(problem.dtype)
+
+
+def in_heads(problem: Problem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v ``[.., heads, width]`` of the channels of all of them ``[.., D]``."""
+    keys = problem.H * problem.K
+    q, k, v = y.split([keys, keys, problem.HV * problem.V], 1)
+    heads = problem.H, problem.K
+    return q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, (problem.HV, problem.V))
+
+
+def normalize(problem: Problem, o: Tensor, gate: Tensor, around: Around) -> Tensor:
+    """``o`` and its gate ``[.., HV, V]``."""
+    gate = gate.to(o.dtype).contiguous()  # so that bits do not depend on strides, as in step.py
     gate = silu(gate) if problem.activation == "silu" else torch.sigmoid(gate)
     length = (o * o).mean(-1, keepdim=True)
     return o * torch.rsqrt(length + problem.eps) * around.norm_weight.to(o.dtype) * gate

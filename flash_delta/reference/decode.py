@@ -79,7 +79,7 @@ def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor
             out[b] = advance(problem, heads[b], before, S).squeeze(1)
             states.keep(b, row, t, S)
         if around.norm_gate is not None:
-            o[list(live), t] = normalize(problem, out, t, around)[list(live)].to(o.dtype)
+            o[list(live), t] = normalize(problem, out, around.norm_gate[:, t], around)[list(live)].to(o.dtype)
 
 
 def zeros_of(problem: Problem, s: Slots) -> Tensor:

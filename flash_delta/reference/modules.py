@@ -37,7 +37,7 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
     history = history.to(dtype).transpose(1, 2)  # [N, W, D]
     if x.cu_seqlens is None:
         row = torch.cat([history, x.x.to(dtype)], dim=1)  # [B, W + T, D]
-        y = _slide(row[:, 1:], weight, bias)
+        y = slide(row[:, 1:], weight, bias)
         last = row[:, x.x.shape[1] :]
     else:
         y, last = _convolve_packed(x.x[0].to(dtype), history, weight, bias, x.cu_seqlens.long())
@@ -71,7 +71,7 @@ def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
     return (naive_kda_gate if p.gate == "channel" else naive_gdn_gate)(*x, p.output_dtype)
 
 
-def _slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """row [..., L, D], weight [D, W] -> every full window's weighted sum [..., L - W + 1, D]."""
     W = weight.shape[1]
     windows = row.shape[-2] - W + 1
@@ -103,6 +103,6 @@ def _convolve_packed(
     row = x.new_empty(T + (N + 1) * W, D).index_copy(
         0, torch.cat([history_row.flatten(), token_row]), torch.cat([history.flatten(0, 1), x.where(valid, 0)])
     )
-    y = _slide(row, weight, bias).index_select(0, token_row - (W - 1)).where(valid, 0)
+    y = slide(row, weight, bias).index_select(0, token_row - (W - 1)).where(valid, 0)
     last_row = history_row[:-1] + (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]  # [N, W]
     return y[None], row.index_select(0, last_row.flatten()).view(N, W, D)

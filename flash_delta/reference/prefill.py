@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.problem import SHORT, Inputs, KnownCall, Outputs, Problem, Slots
+from flash_delta.problem import SHORT, Around, Inputs, KnownCall, Outputs, Problem, Slots
+from flash_delta.reference.around import convolve_prompt, in_heads, normalize
 from flash_delta.reference.chunked import forward
 from flash_delta.reference.decode import is_slot, zeros_of
 from flash_delta.reference.step import step
@@ -36,8 +37,8 @@ class Checkpoint(NamedTuple):
 
 
 @torch.no_grad()
-def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
-    """``o [1, T, HV, V]``; the pool is written in place."""
+def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
+    """``o [1, T, HV, V]``; the pools are written in place."""
     o = zeros_of(problem, s)
     pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]
     stored, alive = sequences_read(problem, s)
@@ -45,10 +46,21 @@ def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = Non
     S[stored] = pool[s.read_indices[stored].long()].to(S.dtype)
     starts = [0, *accumulate(problem.lengths)]
     offsets = checkpoints_at_offsets(problem, s, alive)
+    windows = None if around.conv_pool is None else Windows(problem, x, s, around, stored, starts)
+
+    def tokens_of(pieces: list[Piece]) -> tuple[Tensor, Inputs]:
+        ranges = [(starts[n] + start, starts[n] + stop) for n, start, stop in pieces]
+        rows = torch.cat([torch.arange(*tokens, device=problem.device) for tokens in ranges])
+        tokens = {name: getattr(x, name)[:, rows] for name in ("q", "k", "v", "g", "beta")}
+        if windows is not None:
+            tokens |= windows.convolved(pieces)
+        return rows, x._replace(**tokens, cu_seqlens=None)
 
     def leave(n: int, at: Checkpoint) -> None:
-        here = slice(starts[n] + at.chunks, starts[n] + at.tokens)
-        pool[at.slot] = continued(problem, x, here, S[n].to(pool.dtype).to(S.dtype)).to(pool.dtype)
+        _, tokens = tokens_of([Piece(n, at.chunks, at.tokens)])
+        pool[at.slot] = continued(problem, tokens, S[n].to(pool.dtype).to(S.dtype)).to(pool.dtype)
+        if windows is not None:
+            windows.write(n, at.tokens, at.slot)
 
     for n, at in offsets.items():
         if at.chunks == 0:
@@ -56,20 +68,50 @@ def prefill(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = Non
     ends = {at.chunks for at in offsets.values() if at.chunks % problem.chunk_size == 0}
     for run, pieces in parts(problem, alive.tolist(), ends):
         numbers = [piece.n for piece in pieces]
-        ranges = [(starts[n] + start, starts[n] + stop) for n, start, stop in pieces]
-        rows = torch.cat([torch.arange(*tokens, device=problem.device) for tokens in ranges])
+        rows, tokens = tokens_of(pieces)
         lengths = tuple(piece.stop - piece.start for piece in pieces)
         part = problem._replace(T=len(rows), N=len(pieces), lengths=lengths, state_v_first=False)
-        tokens = {name: getattr(x, name)[:, rows] for name in ("q", "k", "v", "g", "beta")}
-        out = run(part, x._replace(**tokens, initial_state=S[numbers], cu_seqlens=None))
+        out = run(part, tokens._replace(initial_state=S[numbers]))
         o[:, rows], S[numbers] = out.o, out.final_state
-        write_checkpoints(problem, s, pool, pieces, S)
+        if around.norm_gate is not None:
+            o[0, rows] = normalize(problem, o[0, rows].to(S.dtype), around.norm_gate[0, rows], around).to(o.dtype)
+        for n, stop, slot in checkpoints_at_strides(problem, s, pieces):
+            pool[slot] = S[n].to(pool.dtype)
+            if windows is not None:
+                windows.write(n, stop, slot)
         for n, _, stop in pieces:
             if n in offsets and offsets[n].chunks == stop:
                 leave(n, offsets[n])
     if s.write_indices is not None:
         pool[s.write_indices[alive].long()] = S[alive].to(pool.dtype)
+        for n in alive.nonzero()[:, 0].tolist() if windows is not None else ():
+            windows.write(n, problem.lengths[n], int(s.write_indices[n]))
     return o
+
+
+class Windows:
+    """Of every sequence the inputs of its convolution, behind those of the window that it starts from."""
+
+    def __init__(self, problem: Problem, x: Inputs, s: Slots, around: Around, stored: Tensor, starts: list[int]):
+        self.problem, self.around = problem, around
+        self.pool, self.L = around.conv_pool[..., : problem.window], problem.window  # [slots, D, L]
+        tokens = torch.cat([y[0].flatten(1) for y in (x.q, x.k, x.v)], 1).to(self.pool.dtype)  # [T, D]
+        first = torch.zeros(problem.N, *self.pool.shape[1:], dtype=self.pool.dtype, device=problem.device)
+        first[stored] = self.pool[s.read_indices[stored].long()]
+        self.inputs = [torch.cat([first[n].mT, tokens[a:b]]) for n, (a, b) in enumerate(pairwise(starts))]
+
+    def convolved(self, pieces: list[Piece]) -> dict[str, Tensor]:
+        """q, k and v of these tokens, in their order."""
+        before = self.L - self.problem.taps + 1
+        y = [
+            convolve_prompt(self.problem, self.inputs[n][before + start : self.L + stop], self.around)
+            for n, start, stop in pieces
+        ]
+        return dict(zip("qkv", (heads.unsqueeze(0) for heads in in_heads(self.problem, torch.cat(y))), strict=True))
+
+    def write(self, n: int, stop: int, slot: int) -> None:
+        """The window with the last input of so many tokens."""
+        self.pool[slot] = self.inputs[n][stop : stop + self.L].mT
 
 
 def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
@@ -96,14 +138,13 @@ def checkpoints_at_offsets(problem: Problem, s: Slots, alive: Tensor) -> dict[in
     return found
 
 
-def continued(problem: Problem, x: Inputs, here: slice, S: Tensor) -> Tensor:
-    """The state after the tokens ``here`` of one sequence, ``S [HV, K, V]`` being the one before them."""
-    count = here.stop - here.start
+def continued(problem: Problem, tokens: Inputs, S: Tensor) -> Tensor:
+    """The state after these tokens of one sequence, ``S [HV, K, V]`` being the one before them."""
+    count = tokens.q.shape[1]
     if count == 0:
         return S
     alone = problem._replace(T=count, N=1, lengths=(count,), state_v_first=False)
-    tokens = {name: getattr(x, name)[:, here] for name in ("q", "k", "v", "g", "beta")}
-    return step(alone, x._replace(**tokens, initial_state=S.unsqueeze(0), cu_seqlens=None)).final_state[0]
+    return step(alone, tokens._replace(initial_state=S.unsqueeze(0))).final_state[0]
 
 
 def parts(
@@ -127,13 +168,11 @@ def parts(
         yield forward, [Piece(n, start, min(stop, length)) for n, length in enumerate(lengths) if length > start]
 
 
-def write_checkpoints(problem: Problem, s: Slots, pool: Tensor, pieces: list[Piece], S: Tensor) -> None:
-    """Those that come at a stride."""
-    if not problem.checkpoint_every:
-        return
-    for n, _, stop in pieces:
+def checkpoints_at_strides(problem: Problem, s: Slots, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
+    """Of pieces that end at one: the sequence, its tokens so far, the slot."""
+    for n, _, stop in pieces if problem.checkpoint_every else ():
         m, behind = divmod(stop, problem.checkpoint_every)
         if behind == 0 and m <= s.checkpoint_indices.shape[1]:
             slot = int(s.checkpoint_indices[n, m - 1])
             if is_slot(problem, s, slot):
-                pool[slot] = S[n].to(pool.dtype)
+                yield n, stop, slot

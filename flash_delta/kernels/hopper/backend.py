@@ -40,7 +40,8 @@ from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
-from flash_delta.problem import Inputs, KnownCall, Outputs, Problem, Slots
+from flash_delta.kernels.triton.serving.prompts import new_convolved, run_after, run_before
+from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
 WIDTHS = (64, 128, 256)
@@ -160,39 +161,41 @@ def backward(
     return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
 
-def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
+def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
+    """``o``, contiguous; the pools are written in place. `decode` runs the short sequences, beside the others."""
     if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
-        return triton.prefill(p, x, s, known)
+        return triton.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    if replayed(known, PREFILL, x, s, (o,)):
+    if replayed(known, PREFILL, x, s, around, (o,)):
         return o
     rates, walks, processors = new_rates(p), new_walks(p), chip_of(p.device).processors
-    alone = new_prompt(p, split_prompt(p, processors))
+    alone, convolved = new_prompt(p, split_prompt(p, processors)), new_convolved(p)
 
     def kernels(c: Call) -> None:
-        slots, prompt = Slots(*c.more), alone
+        rule, prompt = run_before(c, convolved), alone
+        slots = Slots(*rule.more)
         if p.checkpoint_offsets:
-            run_walk_to_offset(c, slots, before=True)
+            run_walk_to_offset(rule, slots, before=True)
         if every(c) and may_split_prompt(p, processors):  # the loop and the segments
             prompt = new_prompt(p._replace(T=1), split_endless(p, processors))
         if prompt is not None:
-            run_hand_over(c, prompt, slots, back=False)
-        run_rates(c, o, rates, None, walks, slots)
+            run_hand_over(rule, prompt, slots, back=False)
+        run_rates(rule, o, rates, None, walks, slots)
         if prompt is None or every(c):
-            run_pool_loops(c, o, rates, walks, slots)
+            run_pool_loops(rule, o, rates, walks, slots)
         if prompt is not None:
-            run_prompt(c, o, rates, prompt)
-            run_hand_over(c, prompt, slots, back=True)
+            run_prompt(rule, o, rates, prompt)
+            run_hand_over(rule, prompt, slots, back=True)
         if not p.batch_invariant:
-            run_decode(c, o)
+            run_decode(rule, o)
         if p.checkpoint_offsets:
-            run_walk_to_offset(c, slots, before=False)
+            run_walk_to_offset(rule, slots, before=False)
+        run_after(c, o)
 
     with on(p.device):
-        given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
-        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), known=known)
-        run(call, kernels, o, spare=(rates, walks, *_memory(alone)))
+        given = x if p.taps else x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), *around, known=known)
+        run(call, kernels, o, spare=(rates, walks, *_memory(alone), *convolved))
     remember(call, x)
     return o
 
@@ -224,7 +227,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
     own = new_rates(nowhere), new_walks(nowhere), *_memory(new_prompt(nowhere, length))
-    return sum(t.nbytes for t in (*own, *(t for t in x[:3] if not _describable(t))))
+    return sum(t.nbytes for t in (*own, *(new_convolved(nowhere) or (t for t in x[:3] if not _describable(t)))))
 
 
 def _described(t: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 
 SIZES = ("N", "T", "M", "H", "HV", "K", "V", "WIDTH", "D", "W")  # arguments that stand in a launch's name
-STATES = {  # times moved
-    "pool": 2, "conv_pool": 2, "conv_target": 1, "initial": 1, "initial_state": 1, "final": 1, "final_state": 1,
+STATES = {  # times moved; inputs that windows are written from count with these
+    "pool": 2, "conv_pool": 2, "conv_target": 1, "windows": 1, "initial": 1, "initial_state": 1, "final": 1,
+    "final_state": 1, "inputs_q": 0, "inputs_k": 0, "inputs_v": 0,
 }  # fmt: skip
 
 

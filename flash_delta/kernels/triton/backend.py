@@ -48,6 +48,7 @@ from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
+from flash_delta.kernels.triton.serving.prompts import new_convolved, run_after, run_before
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
@@ -233,34 +234,40 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     return Outputs(o, states)
 
 
-def prefill(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous; the pool is written in place. `decode` runs the short sequences, beside the others."""
+def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
+    """``o``, contiguous; the pools are written in place. `decode` runs the short sequences, beside the others."""
     o = output_of(p, s)
-    if replayed(known, PREFILL, x, s, (o,)):
+    if replayed(known, PREFILL, x, s, around, (o,)):
         return o
-    memory = Workspace(p, *HANDED)
+    memory, convolved = Workspace(p, *HANDED), new_convolved(p)
 
     def kernels(c: Call) -> None:
-        (solved, factors, channels), slots = c.parts(memory), Slots(*c.more)
+        solved, factors, channels = c.parts(memory)
+        rule = run_before(c, convolved)
+        slots = Slots(*rule.more)
         if p.checkpoint_offsets:
-            run_walk_to_offset(c, slots, before=True)
-        _chunks(c, solved, factors, channels)
-        run_scan(c, channels, solved, factors, o, None, None, slots=slots)
-        if not c.p.batch_invariant:
-            run_decode(c, o)
+            run_walk_to_offset(rule, slots, before=True)
+        _chunks(rule, solved, factors, channels)
+        run_scan(rule, channels, solved, factors, o, None, None, slots=slots)
+        if not p.batch_invariant:
+            run_decode(rule, o)
         if p.checkpoint_offsets:
-            run_walk_to_offset(c, slots, before=False)
+            run_walk_to_offset(rule, slots, before=False)
+        run_after(c, o)
 
     with on(p.device):
-        call = make_call(p, with_flat_parameters(x), PREFILL, *s._replace(out=None), known=known)
-        run(call, kernels, o, spare=(memory.buffer,))
+        call = make_call(p, with_flat_parameters(x), PREFILL, *s._replace(out=None), *around, known=known)
+        run(call, kernels, o, spare=(memory.buffer, *convolved))
     remember(call, x)
     return o
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
-    return count_bytes(p, *HANDED) + scratch_bytes(p, x, chip_of(p.device))
+    convolved = new_convolved(p._replace(device=torch.device("meta")))
+    x = x._replace(**dict(zip("qkv", convolved, strict=False)))
+    own = sum(t.nbytes for t in convolved)
+    return count_bytes(p, *HANDED) + own + scratch_bytes(p, x, chip_of(p.device))
 
 
 def _chunks(c: Call, solved: Solved, factors: Factors, channels: Channels) -> None:

@@ -1,4 +1,4 @@
-"""What a layer does around the delta rule, for decoding calls that do all of a step: convolution and output norm."""
+"""What a layer does around the delta rule, for calls that do all of it: convolution and output norm."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Convolution(NamedTuple):
         y_{t,d} = \mathrm{silu}(b_d + \sum_{i<W} w_{d,i} \, x_{t-(W-1)+i,d})
 
     in float32. The channels are those of q, then of k, then of v: D = 2 H K + HV V. The same indices say where a row's
-    window and its state are read and written.
+    or a sequence's window and its state are read and written.
 
     An input is rounded to the dtype of the pool before anything is computed with it. So T tokens in one call give the
     bits of T calls. A pool in q's dtype, or in float32, rounds nothing.
@@ -65,7 +65,7 @@ class OutputNorm(NamedTuple):
     .. math::
         y = \frac{o}{\sqrt{\mathrm{mean}(o^2) + \mathrm{eps}}} \cdot w \cdot \mathrm{act}(\mathrm{gate})
 
-    in float32, from o before o is rounded.
+    in float32. Decoding takes it from o before o is rounded; prefill takes it from o in q's dtype.
 
     Args:
         gate: ``[B, T, HV, V]``, any float dtype and strides.

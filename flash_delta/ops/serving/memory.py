@@ -13,8 +13,9 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
     """The most device memory that one call allocates besides its output, in bytes.
 
     Decoding needs none. Prefill asks torch's allocator for one buffer, through which its kernels pass results to each
-    other, and for the descriptors of the copy engine. Where the copy engine cannot describe q, k or v, it asks for
-    copies of them. All of it is free again for the stream of the call when the call returns.
+    other, and for the descriptors of the copy engine. With a convolution it asks for memory for its results, q, k and
+    v. Where the copy engine cannot describe q, k or v as they are given, it asks for copies of them. All of it is free
+    again for the stream of the call when the call returns.
 
     The number is the sum of these requests. The allocator rounds each up to 512 bytes. It may use up to 1 MB more for
     each, from memory that it has kept. The output, ``[1, T, HV, V]`` in ``dtype``, is not counted, nor are copies of

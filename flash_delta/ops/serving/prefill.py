@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from flash_delta.ops.serving._run import run
+from flash_delta.ops.serving.around import Convolution, OutputNorm, around_of
 from flash_delta.problem import Inputs, Slots
 
 
@@ -29,6 +30,8 @@ def prefill_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    convolution: Convolution | None = None,
+    output_norm: OutputNorm | None = None,
     null_slot: int | None = None,
     out: Tensor | None = None,
     *,
@@ -60,6 +63,10 @@ def prefill_gated_delta_rule(
     pool such a checkpoint has the bits that ``decode_*`` calls give from a checkpoint at that multiple on. A sequence
     that continues from it has other chunks than the one that wrote it, and rounds differently. Checkpoints of either
     kind change no output, except that a GPU does not walk a prompt in segments then.
+
+    With ``convolution`` and ``output_norm`` the call is all that a layer does with a prompt between its projections.
+    Where a state is read or written, the window of the convolution is, too: the last inputs of q, k and v up to the
+    same token. A sequence that starts from zeros has a window of zeros. A checkpoint has a window in the same slot.
 
     No index is trusted. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA graph
     and replayed with others. An index below 0 or from ``slots`` on is padding. A sequence that lacks a slot to read
@@ -102,6 +109,10 @@ def prefill_gated_delta_rule(
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         batch_invariant: as above. Short sequences then take longer. Default False.
+        convolution: a short convolution and its SiLU, which q, k and v go through first
+            (:class:`flash_delta.ops.serving.Convolution`). They are rounded to their dtype after it. Default None.
+        output_norm: a gated norm, through which o goes last, after it was rounded to q's dtype
+            (:class:`flash_delta.ops.serving.OutputNorm`). Default None.
         null_slot: an index that is padding, as if it were out of range. vLLM pads with slot 0. Default None: no other
             index is.
         out: where o goes, ``[1, T, HV, V]`` in q's dtype, contiguous, from a multiple of 16 bytes on. It may not share
@@ -136,6 +147,7 @@ def prefill_gated_delta_rule(
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
     checkpoints = (checkpoint_indices, checkpoint_offsets)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
+    around, eps, activation = around_of("prefill_gated_delta_rule", convolution, output_norm)
     options = {
         "op": "prefill_gated_delta_rule",
         "gate": "scalar",
@@ -149,9 +161,11 @@ def prefill_gated_delta_rule(
         "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts,
         "batch_invariant": batch_invariant,
+        "eps": eps,
+        "activation": activation,
         "null_slot": null_slot,
     }
-    return run(inputs, slots, options, backend)
+    return run(inputs, slots, options, backend, around)
 
 
 def prefill_kda(
@@ -178,6 +192,8 @@ def prefill_kda(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
+    convolution: Convolution | None = None,
+    output_norm: OutputNorm | None = None,
     null_slot: int | None = None,
     out: Tensor | None = None,
     *,
@@ -228,6 +244,7 @@ def prefill_kda(
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
     checkpoints = (checkpoint_indices, checkpoint_offsets)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
+    around, eps, activation = around_of("prefill_kda", convolution, output_norm)
     options = {
         "op": "prefill_kda",
         "gate": "channel",
@@ -242,6 +259,8 @@ def prefill_kda(
         "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts,
         "batch_invariant": batch_invariant,
+        "eps": eps,
+        "activation": activation,
         "null_slot": null_slot,
     }
-    return run(inputs, slots, options, backend)
+    return run(inputs, slots, options, backend, around)

@@ -68,6 +68,8 @@ class PrefillCalls(NamedTuple):
         checkpoint_indices: whether calls give them, with ``checkpoint_every``. Default False.
         batch_invariant: whether calls set it to True. Default False.
         checkpoint_offsets: whether calls give them, with ``checkpoint_indices`` beside them. Default False.
+        convolution: whether calls give one. Default False.
+        output_norm: whether calls give one. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import PrefillCalls
@@ -80,6 +82,8 @@ class PrefillCalls(NamedTuple):
     checkpoint_indices: bool = False
     batch_invariant: bool = False
     checkpoint_offsets: bool = False
+    convolution: bool = False
+    output_norm: bool = False
 
 
 @dataclass(frozen=True)

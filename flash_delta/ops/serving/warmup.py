@@ -80,10 +80,7 @@ def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) 
         x["cu_seqlens"] = torch.tensor([0, T], dtype=spec.index_dtype, device=device)
     if form.write_pool:
         x["write_pool"] = spec.write_pool(T, device)
-    if form.convolution:
-        x["convolution"] = spec.convolution(device, spec.places(T) if form.write_pool else None)
-    if form.output_norm:
-        x["output_norm"] = spec.output_norm(1, T, device)
+    x |= around(spec, form, T, device, spec.places(T) if form.write_pool else None)
     if form.parent_idx:
         tables = ("parent_idx",) if rows else ("write_indices", "parent_idx")
         x |= {name: padding(spec, device, 1, T) for name in tables}
@@ -105,7 +102,20 @@ def prefill_call(spec: Serving, form: PrefillCalls, T: int, N: int, device: torc
         x |= {name: padding(spec, device, N) for name in ("checkpoint_indices", "checkpoint_offsets")}
     elif form.checkpoint_indices:
         x |= {"checkpoint_indices": padding(spec, device, N, 1), "checkpoint_every": 64}
+    x |= around(spec, form, T, device)
     return PREFILL[spec.rule], x
+
+
+def around(
+    spec: Serving, form: DecodeCalls | PrefillCalls, T: int, device: torch.device, apart: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """What a call in one row has around the rule; ``apart``: as `Serving.convolution` has it."""
+    x: dict[str, Any] = {}
+    if form.convolution:
+        x["convolution"] = spec.convolution(device, apart)
+    if form.output_norm:
+        x["output_norm"] = spec.output_norm(1, T, device)
+    return x
 
 
 def padding(spec: Serving, device: torch.device, *shape: int) -> Tensor:

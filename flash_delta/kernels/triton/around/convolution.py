@@ -17,6 +17,7 @@ programs found of dweight and dbias, always in the same order.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,9 +25,9 @@ from torch import Tensor
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import find_slot
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Tile, family, next_power_of_2
+from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
-from flash_delta.problem import ConvolutionProblem
+from flash_delta.problem import ConvolutionProblem, Problem
 
 
 @triton.jit
@@ -226,14 +227,18 @@ TOKEN = Tile(4, 1, 256)
 
 
 def cut_of(kernel: str, c: Call) -> Cut:
-    amd = family(c.shape.chip.target) == "gfx942"
-    w = CUTS[kernel, "amd" if amd else "nvidia"]
-    much = c.p.W > 4 or c.x.x.element_size() > 2  # for a thread's registers
-    BD = min(w.BD // 2 if much else w.BD, next_power_of_2(c.p.D))
-    return w._replace(BD=BD, G=min(w.G, 4) if c.p.W > 4 else w.G)
+    return choose_cut(kernel, c.shape.chip, c.p.W, c.p.D, c.x.x.dtype)
 
 
-def count_pieces(p: ConvolutionProblem, BT: int) -> int:
+def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> Cut:
+    """Of W taps and D channels."""
+    w = CUTS[kernel, "amd" if family(chip.target) == "gfx942" else "nvidia"]
+    much = W > 4 or dtype.itemsize > 2  # for a thread's registers
+    BD = min(w.BD // 2 if much else w.BD, next_power_of_2(D))
+    return w._replace(BD=BD, G=min(w.G, 4) if W > 4 else w.G)
+
+
+def count_pieces(p: ConvolutionProblem | Problem, BT: int) -> int:
     """Programs along the tokens: an upper bound, as that of chunks (chunk.count_slots)."""
     return p.T // BT + p.N + 1 if p.packed else p.N * -(-p.T // BT)
 

@@ -110,7 +110,7 @@ SUMMED = 128  # rows of a step of ``total``
 
 def run_normalize(c: Call, y: Tensor) -> None:
     """x and the gate are rows [M, D]."""
-    x, BD, rows, t = c.x, *_rows(c, ROWS)
+    x, BD, rows, t = c.x, *row_tile(c.p.D, ROWS)
     M = len(x.x)
     scalars = M, c.p.eps, x.x.stride(0), batch(x.gate)
     constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
@@ -119,13 +119,13 @@ def run_normalize(c: Call, y: Tensor) -> None:
 
 def count_row_parts(c: Call) -> int:
     """Programs of `run_normalize_backward`."""
-    _, rows, _ = _rows(c, BACKWARD_ROWS)
+    _, rows, _ = row_tile(c.p.D, BACKWARD_ROWS)
     return min(PROGRAMS, -(-len(c.x.x) // rows))
 
 
 def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor) -> None:
     """``c.more``: dy [M, D]."""
-    x, (dy,), BD, rows, t = c.x, c.more, *_rows(c, BACKWARD_ROWS)
+    x, (dy,), BD, rows, t = c.x, c.more, *row_tile(c.p.D, BACKWARD_ROWS)
     programs = len(parts)
     scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), batch(x.gate), dy.stride(0)
     constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
@@ -139,7 +139,7 @@ def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> 
     launch(c, total, (parts, dweight, dbias), Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants))
 
 
-def _rows(c: Call, numbers: int) -> tuple[int, int, Tile]:
+def row_tile(D: int, numbers: int) -> tuple[int, int, Tile]:
     """Columns and rows of a norm's tile, and its warps."""
-    BD = next_power_of_2(c.p.D)
+    BD = next_power_of_2(D)
     return BD, max(1, numbers // BD), Tile(4 if numbers >= BD else 8, 1)

@@ -285,7 +285,7 @@ def decode(
 def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
     """``c.more`` are the call's `Slots` and what is `Around`; a prefill's rows are its sequences. No products are
     contracted: how depends on what else is compiled with them."""
-    p, x, s, around = c.p, c.x, Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
+    p, x, s, around = c.p, c.x, *opened(c)
     write, heads = s.write_indices, p.HV // p.H if p.taps else 1
     conv, conv_target, apart = around.conv_pool, around.conv_write_pool, s.write_pool is not None
     pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
@@ -323,6 +323,11 @@ def token_stride(pool: Tensor | None, axes: int) -> int | None:
 def windows_of(p: Problem, pool: Tensor | None) -> tuple[int, ...] | None:
     """What window.py takes as CONV."""
     return None if pool is None else (p.taps, p.window, *pool.stride()[-2:], p.rolling)
+
+
+def opened(c: Call) -> tuple[Slots, Around]:
+    """What ``c.more`` is of a call that serves."""
+    return Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
 
 
 def counted(t: Tensor | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:

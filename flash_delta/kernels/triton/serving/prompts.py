@@ -1,0 +1,260 @@
+"""What a layer does around the rule with prompts on a pool: one launch before those of the rule, and one after them.
+
+`convolve_prompts` puts q, k and v of all tokens through a short convolution and its SiLU (around/convolution.py), and
+leaves them, in their dtype, in memory of the call. A program walks down BT tokens of BD channels of q, of k or of v.
+Inputs before a sequence's first token are those of its window, in the slot that the sequence reads.
+
+`finish_prompts` takes the gated norm of o in place: a program has ROWS rows of V values. Its other programs write the
+windows, each BD channels of one: of a sequence's last inputs, or of those before one of its checkpoints. It comes last
+because a sequence may write the slot that it reads. One that is shorter than its window keeps inputs of the old one;
+that is why a program loads all that it writes before it stores anything.
+
+A window is the first INPUTS inputs of a slot, the oldest first. Tokens that no sequence has, and those of padding, are
+not convolved: nothing reads them. Their o is 0, and is 0 after the norm, whatever the gate is there.
+"""
+
+from functools import partial
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_delta.kernels.device.activation import sigmoid
+from flash_delta.kernels.device.chunk import bounds, find_slot
+from flash_delta.kernels.runtime.arguments import launch_rule, table, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.triton.around.convolution import (
+    Cut,
+    choose_cut,
+    count_pieces,
+    dot,
+    load_group,
+    load_state,
+    load_taps,
+    strides,
+)
+from flash_delta.kernels.triton.around.norm import ROWS, activate, reciprocal_rms, row_tile
+from flash_delta.kernels.triton.forward.scan import load_slots
+from flash_delta.kernels.triton.serving.decode import load_slot, opened
+from flash_delta.problem import Problem
+
+
+@triton.jit
+def channels_of(x, strides, d, WIDTH: tl.constexpr):
+    """Pointers to channels d of the first token, where all heads are one axis; strides: (token, head, channel)."""
+    return x + (d // WIDTH).to(tl.int64) * strides[1] + (d % WIDTH).to(tl.int64) * strides[2]
+
+
+@triton.jit
+def find_channels(
+    block, q, k, v, q_strides, k_strides, v_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Of a block of q's, k's or v's channels: pointers to the first token's, the numbers from token to token, the
+    places of the channels among all, and which of them there are."""
+    KEYS: tl.constexpr = H * K
+    BLOCKS: tl.constexpr = (KEYS + BD - 1) // BD
+    zero = block.to(tl.int64) * 0
+    if block < BLOCKS:
+        d = block * BD + tl.arange(0, BD)
+        at, token, channel, inside = channels_of(q, q_strides, d, K), zero + q_strides[0], d, d < KEYS
+    elif block < 2 * BLOCKS:
+        d = (block - BLOCKS) * BD + tl.arange(0, BD)
+        at, token, channel, inside = channels_of(k, k_strides, d, K), zero + k_strides[0], KEYS + d, d < KEYS
+    else:
+        d = (block - 2 * BLOCKS) * BD + tl.arange(0, BD)
+        at, token, channel, inside = channels_of(v, v_strides, d, V), zero + v_strides[0], 2 * KEYS + d, d < HV * V
+    return at, token, channel, inside
+
+
+@triton.jit
+def load_before(at, stride, windows, strides, slot, stored, t, start, channel, mask, INPUTS: tl.constexpr):
+    """The input of token t, in float32; before the sequence's first token that of the window, or 0."""
+    value = tl.load(at + t.to(tl.int64) * stride, mask=mask & (t >= start), other=0.0).to(tl.float32)
+    i = INPUTS + t - start
+    return value + load_state(windows, strides, slot, channel, i, mask & stored & (t < start) & (i >= 0))
+
+
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]  # see decode.py
+MORE_NUMBERS = [*NUMBERS, "columns", "interval", "checkpoint_row", "checkpoint_column", "eps"]
+INDICES = ["read_indices", "write_indices", "has_initial_state"]
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def convolve_prompts(
+    q, k, v, cu_seqlens, windows, weight, bias, read_indices, write_indices, has_initial_state, q_out, k_out, v_out,
+    N, T, slots, null_slot, read_row, write_row, has_row, q_strides, k_strides, v_strides, window_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS: of the channels of q, k and v together."""
+    block = tl.program_id(0) % BLOCKS
+    n, _, start, stop, number = find_slot(tl.program_id(0) // BLOCKS, cu_seqlens, N, T, BT, True)
+    token = start + number * BT
+    if (n >= N) | (token >= stop):
+        return
+    slot, stored, _, well = load_slots(
+        read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, (slots, null_slot)
+    )
+    if well == 0:
+        return
+    at, stride, channel, inside = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
+    to, width, _, _ = find_channels(
+        block, q_out, k_out, v_out, (H * K, K, 1), (H * K, K, 1), (HV * V, V, 1), H, HV, K, V, BD
+    )
+    taps, base = load_taps(weight, channel, inside, W), None
+    if bias is not None:
+        base = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    window = []
+    for w in tl.static_range(W - 1):
+        t = token - (W - 1) + w
+        window += [load_before(at, stride, windows, window_strides, slot, stored, t, start, channel, inside, INPUTS)]
+    for i in range(0, tl.minimum(BT, stop - token), G):
+        t = token + i
+        window = window + load_group(at, stride, t, stop, 0, inside, G)
+        for j in tl.static_range(G):
+            z = dot(taps, window[j : j + W], base, W)
+            z *= sigmoid(z)
+            tl.store(to + (t + j).to(tl.int64) * width, z.to(q_out.dtype.element_ty), mask=inside & (t + j < stop))
+        window = window[G:]
+
+
+@triton.jit
+def normalize_rows(
+    o, gate, weight, first, M, eps, strides, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """ROWS of the M rows of o, in place; strides of the gate: (token, head, channel)."""
+    row, d = first + tl.arange(0, ROWS), tl.arange(0, BV)
+    inside = (row < M)[:, None] & (d < V)[None, :]
+    at = o + row.to(tl.int64)[:, None] * V + d[None, :]
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    rows = gate + (row // HV).to(tl.int64) * strides[0] + (row % HV).to(tl.int64) * strides[1]
+    z = tl.load(rows[:, None] + d[None, :] * strides[2], mask=inside, other=0.0).to(tl.float32)
+    act, _ = activate(z, ACTIVATION)
+    w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)
+    y = x * reciprocal_rms(x, row, M, eps, V)[:, None] * w[None, :] * act
+    tl.store(at, tl.where(x == 0.0, 0.0, y).to(o.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def find_window(
+    n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, N, T, slots, columns,
+    interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column,
+):  # fmt: skip
+    """Window m of sequence n: of checkpoint m, or after the last of these the sequence's last one. Returns the
+    sequence's first token, the one after the window, the slot that the sequence reads and whether it does, and the slot
+    that is written and whether it is."""
+    start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
+    read, stored, write, well = load_slots(
+        read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
+    )
+    end, live = stop, well & (m >= columns)
+    if checkpoint_indices is not None:
+        length = (m + 1).to(tl.int64) * interval
+        reached = (m < columns) & (length <= stop - start)
+        slot, kept = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, well & reached)
+        end = tl.where(reached, start + tl.where(reached, length, 0).to(tl.int32), stop)
+        write, live = tl.where(m < columns, slot, write), live | kept
+    return start, end, read, stored, write, live
+
+
+@triton.jit(do_not_specialize=MORE_NUMBERS, do_not_specialize_on_alignment=[*INDICES, "checkpoint_indices"])
+def finish_prompts(
+    o, gate, norm_weight, inputs_q, inputs_k, inputs_v, cu_seqlens, conv_pool, read_indices, write_indices,
+    has_initial_state, checkpoint_indices, N, T, slots, null_slot, columns, interval, read_row, write_row, has_row,
+    checkpoint_row, checkpoint_column, eps, gate_strides, q_strides, k_strides, v_strides, window_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """First the programs of the norm, if there is one. ``columns``: of the checkpoints' table."""
+    program = tl.program_id(0)
+    if gate is not None:
+        normed = tl.cdiv(T * HV, ROWS)
+        if program < normed:
+            normalize_rows(o, gate, norm_weight, program * ROWS, T * HV, eps, gate_strides, HV, V, BV, ROWS, ACTIVATION)
+            return
+        program -= normed
+    if conv_pool is not None:
+        count = columns
+        if write_indices is not None:
+            count += 1
+        item, block = program // BLOCKS, program % BLOCKS
+        start, end, read, stored, write, live = find_window(
+            item // count, item % count, cu_seqlens, read_indices, write_indices, has_initial_state,
+            checkpoint_indices, N, T, (slots, null_slot), columns, interval, read_row, write_row, has_row,
+            checkpoint_row, checkpoint_column,
+        )  # fmt: skip
+        if live == 0:
+            return
+        at, stride, channel, inside = find_channels(
+            block, inputs_q, inputs_k, inputs_v, q_strides, k_strides, v_strides, H, HV, K, V, BD
+        )
+        ty: tl.constexpr = conv_pool.dtype.element_ty
+        channels = conv_pool + channel.to(tl.int64) * window_strides[1]
+        before, to = channels + read.to(tl.int64) * window_strides[0], channels + write.to(tl.int64) * window_strides[0]
+        window = []
+        for i in tl.static_range(INPUTS):
+            t = end - INPUTS + i
+            new = tl.load(at + t.to(tl.int64) * stride, mask=inside & (t >= start), other=0.0).to(ty)
+            old = before + (INPUTS + t - start) * window_strides[2]
+            window += [tl.where(t >= start, new, tl.load(old, mask=inside & stored & (t < start), other=0.0))]
+        tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
+        for i in tl.static_range(INPUTS):
+            tl.store(to + i * window_strides[2], window[i], mask=inside)
+
+
+def new_convolved(p: Problem) -> tuple[Tensor, ...]:
+    """Memory for q, k and v after the convolution, if there is one. There is one row, whose stride says nothing: it is
+    0, so that no length changes what the rule's kernels are compiled for."""
+    sizes = (p.H, p.K), (p.H, p.K), (p.HV, p.V)
+    new = partial(torch.empty_strided, dtype=p.dtype, device=p.device)
+    return tuple(new((1, p.T, *size), (0, prod(size), size[1], 1)) for size in sizes if p.taps)
+
+
+def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
+    """Launches the convolution, if there is one. Returns the call of the rule alone, without what is around it."""
+    p, s, around = c.p, *opened(c)
+    x = c.x._replace(**dict(zip("qkv", convolved, strict=False)))
+    if convolved:
+        w, blocks = cut_of(c)
+        indices = (s.read_indices, s.write_indices, s.has_initial_state)
+        pointers = (*c.x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
+        launch_rule(
+            c, convolve_prompts, pointers, (count_pieces(p, w.BT) * blocks if p.T else 0, 1, 1), Tile(w.warps, 1),
+            p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in indices), *(t.stride()[1:] for t in c.x[:3]),
+            around.conv_pool.stride(), W=p.taps, INPUTS=p.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
+        )  # fmt: skip
+    return c._replace(p=p._replace(taps=0, window=0, eps=None, activation=None), x=x, more=tuple(s))
+
+
+def run_after(c: Call, o: Tensor) -> None:
+    """Launches the norm and what writes windows, if there is one of these."""
+    p, x, s, around = c.p, c.x, *opened(c)
+    if not p.taps and p.eps is None:
+        return
+    (BV, rows, t), (w, blocks) = row_tile(p.V, ROWS), cut_of(c)
+    normed = 0 if p.eps is None else -(-p.T * p.HV // rows)
+    columns = 0 if s.checkpoint_indices is None else s.checkpoint_indices.shape[1]
+    written = p.N * (columns + (s.write_indices is not None)) * blocks if p.taps else 0
+    inputs = x[:3] if p.taps else (None,) * 3
+    indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices)
+    pointers = (o, *around[3:], *inputs, x.cu_seqlens, around.conv_pool, *indices)
+    launch_rule(
+        c, finish_prompts, pointers, (normed + written, 1, 1), t,
+        p.N, p.T, len(s.state_pool), p.null_slot, columns, p.checkpoint_every, *(table(t)[0] for t in indices[:3]),
+        *table(indices[3]), p.eps or 0.0, *(tokens(t) for t in (around.norm_gate, *inputs)),
+        strides(around.conv_pool), BV=BV, ROWS=rows,
+        ACTIVATION=p.activation, INPUTS=p.window, BLOCKS=blocks, BD=w.BD,
+    )  # fmt: skip
+
+
+def cut_of(c: Call) -> tuple[Cut, int]:
+    """How the convolution is cut, and into how many blocks of q's, k's and v's channels."""
+    p = c.p
+    widths = p.H * p.K, p.H * p.K, p.HV * p.V
+    w = choose_cut("convolve", c.shape.chip, p.taps, max(widths), p.dtype)
+    return w, sum(-(-width // w.BD) for width in widths)

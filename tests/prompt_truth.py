@@ -1,0 +1,99 @@
+"""Prompts with what a layer does around the rule, a convolution and a gated norm on pools: the truth in float64."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from prefill_truth import OPS, make_prefill, truth
+from serving_truth import coarser
+
+from flash_delta.ops.serving import Convolution, OutputNorm
+from flash_delta.testing import assert_accurate
+
+BITS = {4: torch.int32, 2: torch.int16}
+
+
+def make_prompts(kind="gdn-raw", lengths=(70, 3), W=4, L=4, bias=True, activation="silu", seed=1, **shape):
+    """As `make_prefill`, with a convolution and an output norm."""
+    x = make_prefill(kind, lengths, **shape)
+    gen = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, dtype=x["q"].dtype):
+        return torch.randn(*shape, generator=gen).to(x["q"].device, dtype)
+
+    (_, T, H, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
+    D = 2 * H * K + HV * V
+    convolution = Convolution(
+        randn(len(x["state_pool"]), D, L), randn(D, W, dtype=torch.float32), randn(D) if bias else None
+    )
+    norm = OutputNorm(randn(1, T, HV, V), 1 + randn(V, dtype=torch.float32) / 4, 1e-3, activation)
+    return x | {"convolution": convolution, "output_norm": norm}
+
+
+def run_prompts(kind, x, backend):
+    """o, and the pools afterwards, of states and of windows; those of the call stay as they are."""
+    pools = [x["state_pool"].clone(), x["convolution"].pool.clone() if x.get("convolution") else None]
+    given = x | {"state_pool": pools[0]}
+    if pools[1] is not None:
+        given["convolution"] = x["convolution"]._replace(pool=pools[1])
+    return OPS[kind](**given, backend=backend), *pools
+
+
+def prompts_truth(kind, x):
+    """By the definitions, token by token: o and the states in float64; the windows as they have to be, bit by bit."""
+    x, windows = dict(x), None
+    convolution, norm = x.pop("convolution", None), x.pop("output_norm", None)
+    if convolution is not None:
+        x["q"], x["k"], x["v"], windows = convolved(x, convolution)
+    o, states = truth(kind, x)
+    if norm is not None:
+        gate = norm.gate.double().cpu()
+        gate = torch.sigmoid(gate) if norm.activation == "sigmoid" else F.silu(gate)
+        y = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double().cpu() * gate
+        o = torch.where(o == 0, 0, y)
+    return o, states, windows
+
+
+def convolved(x, convolution):
+    """q, k and v in float64 after the convolution and its SiLU, and the pool of windows."""
+    tokens = torch.cat([x[name][0].flatten(1) for name in "qkv"], 1).cpu()  # [T, D]
+    weight, before = convolution.weight.double().cpu(), convolution.pool.cpu()
+    bias = 0 if convolution.bias is None else convolution.bias.double().cpu()
+    (D, W), (slots, *_) = weight.shape, before.shape
+    y, after = torch.zeros(len(tokens), D, dtype=torch.float64), before.clone()
+    read, write, has, checkpoints = (
+        None if x.get(name) is None else x[name].tolist()
+        for name in ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices")
+    )
+    for n, (start, stop) in enumerate(pairwise(x["cu_seqlens"].tolist())):
+        stored = has is None or has[n]
+        if (stored and not 0 <= read[n] < slots) or (write is not None and not 0 <= write[n] < slots):
+            continue
+        window = before[read[n]].clone() if stored else torch.zeros_like(before[0])
+        for t in range(start, stop):
+            seen = torch.cat([window, tokens[t, :, None].to(window.dtype)], 1)  # [D, L + 1]
+            y[t], window = (seen[:, -W:].double() * weight).sum(1) + bias, seen[:, 1:]
+            m, behind = divmod(t + 1 - start, x.get("checkpoint_every") or stop)
+            if checkpoints and behind == 0 and m <= len(checkpoints[n]) and 0 <= checkpoints[n][m - 1] < slots:
+                after[checkpoints[n][m - 1]] = window
+        if write is not None:
+            after[write[n]] = window
+    heads = [x[name].shape[1:] for name in "qkv"]
+    q, k, v = F.silu(y).split([shape[1] * shape[2] for shape in heads], 1)
+    return *(part.reshape(1, *shape) for part, shape in zip((q, k, v), heads, strict=True)), after
+
+
+def check_prompts(kind, x, backend):
+    """Outputs and states are as accurate as their dtypes allow, windows are exact, and padding is zero."""
+    got, (want_o, want_states, want_windows) = run_prompts(kind, x, backend), prompts_truth(kind, x)
+    o, states, windows = got
+    dtype, before = coarser(o.dtype, states.dtype), x["state_pool"].cpu()
+    kept = (want_states == before.double()).flatten(1).all(1)
+    assert_accurate("o", o, want_o, dtype)
+    assert_accurate("state_pool", states.cpu()[~kept], want_states[~kept], dtype)
+    assert torch.equal(states.cpu()[kept], before[kept])
+    assert torch.equal(o.cpu() == 0, want_o == 0)
+    if windows is not None:
+        bits = BITS[windows.itemsize]
+        assert torch.equal(windows.cpu().view(bits), want_windows.view(bits))
+    return got

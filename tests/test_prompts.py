@@ -1,0 +1,241 @@
+"""Prompts on pools with their convolution and output norm, against float64 and against decoding; both backends."""
+
+import pytest
+import torch
+from prefill_truth import OPS, TOKENS, bounds
+from prompt_truth import BITS, check_prompts, convolved, make_prompts, prompts_truth, run_prompts
+from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
+
+from flash_delta.ops.serving import Convolution, OutputNorm
+from flash_delta.testing import assert_accurate
+
+BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+TINY = {"H": 1, "HV": 1, "K": 16, "V": 16}
+FORMS = [  # kind, dtype, that of the pool, layout
+    ("gdn-raw", torch.float32, torch.float32, True),
+    ("kda-raw", torch.float32, torch.float16, False),
+    ("gdn-raw", torch.bfloat16, torch.bfloat16, False),
+]
+
+
+def part_of(x, start, stop, **indices):
+    """A call with some of the tokens, as one sequence."""
+    tokens = {name: x[name][:, start:stop] for name in TOKENS} | {"cu_seqlens": bounds([stop - start], x)}
+    norm = x["output_norm"]
+    tokens["output_norm"] = norm and norm._replace(gate=norm.gate[:, start:stop])
+    return x | tokens | {name: slots(values, x) for name, values in indices.items()}
+
+
+@backends
+@pytest.mark.parametrize(("kind", "dtype", "pool", "v_first"), FORMS)
+def test_against_the_definitions(kind, dtype, pool, v_first, backend):
+    """Long, short and no sequences, and rows behind them; some go on in their own slots, and some start from zeros."""
+    lengths = (70, 1, 0, 20, 2, 0, 3)
+    x = make_prompts(
+        kind, lengths, behind=2, dtype=dtype, pool=pool, v_first=v_first, device=DEVICES[backend],
+        activation="sigmoid" if kind == "kda-raw" else "silu",
+    )  # fmt: skip
+    x["write_indices"][[0, 1, 4]] = x["read_indices"][[0, 1, 4]]
+    x |= {"has_initial_state": slots([1, 1, 1, 0, 1, 0, 0], x).bool(), "scale": 0.3}
+    for t in (*(x[name] for name in TOKENS), x["output_norm"].gate):
+        t[:, -2:] = float("nan")
+    check_prompts(kind, x, backend)
+
+
+@backends
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_lengths(batch_invariant, backend):
+    """Around the window, around what decoding runs, and around one and two chunks."""
+    lengths = (*range(6), 15, 16, 17, 18, 63, 64, 65, 128, 130)
+    x = make_prompts("gdn-raw", lengths, device=DEVICES[backend], **TINY) | {"batch_invariant": batch_invariant}
+    check_prompts("gdn-raw", x, backend)
+
+
+@backends
+@pytest.mark.parametrize(("W", "L"), [(4, 3), (3, 4), (2, 1), (1, 1)])
+def test_taps_and_windows(W, L, backend):
+    """With more value heads than key heads, and widths that no tile has."""
+    x = make_prompts("gdn-raw", (66, 2, 0), W=W, L=L, bias=W % 2 == 0, H=2, HV=4, K=24, V=17, device=DEVICES[backend])
+    check_prompts("gdn-raw", x, backend)
+
+
+@backends
+@pytest.mark.parametrize("without", ["convolution", "output_norm"])
+def test_one_without_the_other(without, backend):
+    x = make_prompts("gdn-raw", (66, 2), behind=1, device=DEVICES[backend], **TINY) | {without: None}
+    check_prompts("gdn-raw", x, backend)
+
+
+@backends
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_windows_at_checkpoints(batch_invariant, backend):
+    """As states: as far as a sequence reaches, where there is a slot; and a prompt goes on from one."""
+    x = make_prompts("gdn-raw", (192, 130, 16, 127), slots=24, device=DEVICES[backend], **TINY)
+    table = [[10, 11, 12, 13], [14, -1, 0, 1], [0, 1, 2, 3], [15, 24, 3, 4]]
+    x |= {"checkpoint_indices": slots(table, x), "checkpoint_every": 64, "batch_invariant": batch_invariant}
+    o, states, windows = check_prompts("gdn-raw", x, backend)
+    rest = part_of(x, 64, 192, read_indices=[10], write_indices=[19]) | {"state_pool": states}
+    rest |= {"convolution": x["convolution"]._replace(pool=windows), "checkpoint_indices": None}
+    tail, *after = run_prompts("gdn-raw", rest | {"checkpoint_every": None}, backend)
+    if batch_invariant:
+        assert torch.equal(tail, o[:, 64:192])
+        assert torch.equal(after[0][19], states[4])
+    assert_accurate("o", tail, o[:, 64:192], torch.float32)
+    assert torch.equal(after[1][19], windows[4])
+    check_prompts("gdn-raw", x | {"write_indices": None}, backend)
+
+
+@backends
+def test_a_prompt_in_pieces_is_a_prompt(backend):
+    """In one slot, wherever it is cut: also after fewer tokens than a window has."""
+    x = make_prompts("gdn-raw", (150,), device=DEVICES[backend], **TINY)
+    x |= {"read_indices": slots([1], x), "write_indices": slots([1], x)}
+    want_o, want_states, want_windows = prompts_truth("gdn-raw", x)
+    pieces, again = [], x
+    for start, stop in ((0, 1), (1, 3), (3, 8), (8, 104), (104, 105), (105, 150)):
+        o, states, windows = run_prompts("gdn-raw", part_of(again, start, stop) | {}, backend)
+        pieces.append(o)
+        again = again | {"state_pool": states, "convolution": x["convolution"]._replace(pool=windows)}
+    assert_accurate("o", torch.cat(pieces, 1), want_o, torch.float32)
+    assert_accurate("state_pool", states[1], want_states[1], torch.float32)
+    assert torch.equal(windows.cpu(), want_windows)
+
+
+@backends
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda-raw"])
+def test_batch_invariance(kind, backend):
+    """Bitwise: each sequence alone, and in pieces cut at multiples of 64, is what it is among others."""
+    lengths = (150, 1, 70, 12)
+    x = make_prompts(kind, lengths, device=DEVICES[backend], **TINY) | {"batch_invariant": True}
+    o, states, windows = run_prompts(kind, x, backend)
+    start = 0
+    for n, length in enumerate(lengths):
+        alone = part_of(x, start, start + length) | {
+            name: x[name][n : n + 1] for name in ("read_indices", "write_indices")
+        }
+        same = run_prompts(kind, alone, backend)
+        assert torch.equal(same[0], o[:, start : start + length])
+        assert torch.equal(same[1][4 + n], states[4 + n])
+        assert torch.equal(same[2][4 + n], windows[4 + n])
+        start += length
+    first = part_of(x, 0, 64, read_indices=[0], write_indices=[4])
+    one, half, seen = run_prompts(kind, first, backend)
+    rest = part_of(x, 64, 150, read_indices=[4], write_indices=[4]) | {"state_pool": half}
+    two, whole, last = run_prompts(kind, rest | {"convolution": x["convolution"]._replace(pool=seen)}, backend)
+    assert torch.equal(torch.cat([one, two], 1), o[:, :150])
+    assert torch.equal(whole[4], states[4])
+    assert torch.equal(last[4], windows[4])
+
+
+@backends
+@pytest.mark.parametrize(("kind", "dtype", "pool", "v_first"), FORMS[:2])
+def test_tokens_are_what_decoding_makes_of_them(kind, dtype, pool, v_first, backend):
+    """A draft, a token at a time: the same windows, and the rest within the accuracy rule."""
+    x = make_prompts(kind, (20,), dtype=dtype, pool=pool, v_first=v_first, device=DEVICES[backend], **TINY)
+    o, states, windows = run_prompts(kind, x, backend)
+    rows, norm = x | {"write_indices": x["read_indices"] + 1}, x["output_norm"]
+    del rows["cu_seqlens"]
+    pools, decoded = [x["state_pool"].clone(), x["convolution"].pool.clone()], []
+    for t in range(20):
+        token = {name: x[name][:, t : t + 1] for name in TOKENS} | {"state_pool": pools[0]}
+        token["convolution"] = x["convolution"]._replace(pool=pools[1])
+        token["output_norm"] = norm._replace(gate=norm.gate[:, t : t + 1])
+        decoded.append(KINDS[kind][0](**(rows | token), backend=backend))
+        rows["read_indices"] = rows["write_indices"]
+    assert_accurate("o", o, torch.cat(decoded, 1), coarser(dtype, pool))
+    assert_accurate("state_pool", states[1], pools[0][1], pool)
+    assert torch.equal(windows[1], pools[1][1])
+
+
+@backends
+def test_what_is_no_slot_is_padding(backend):
+    """Zeros, and no canary changed, whatever such rows and their gates hold."""
+    bad = [-1, 12, -(2**31), 2**31 - 1, 2**32 + 1, -(2**63)]
+    lengths = (70, *(0, 3, 66) * 4)
+    x = make_prompts("gdn-raw", lengths, slots=12, device=DEVICES[backend], **TINY)
+    count = len(lengths) - 1
+    x["read_indices"] = slots([0, *(bad + [7] * 6)[:count]], x)
+    x["write_indices"] = slots([1, *([8] * 6 + bad)[:count]], x)
+    x |= {"checkpoint_indices": slots([[2], *[[9]] * count], x), "checkpoint_every": 64}
+    for t in (x["v"], x["q"], x["output_norm"].gate):
+        t[:, 70:] = float("nan")
+    pool = x["convolution"].pool
+    memory = torch.full((16, pool.shape[1] + 1, 7), float("nan"), device=pool.device)
+    windows = memory[2:14, 1:, 1:5]
+    windows.copy_(pool)
+    before, states = memory.clone(), x["state_pool"].clone()
+    given = x | {"state_pool": states, "convolution": x["convolution"]._replace(pool=windows)}
+    o = OPS["gdn-raw"](**given, backend=backend)
+    want_o, want_states, want_windows = prompts_truth("gdn-raw", x | {"cu_seqlens": x["cu_seqlens"]})
+    assert_accurate("o", o[:, :70], want_o[:, :70], torch.float32)
+    assert not o[:, 70:].any()
+    assert_accurate("state_pool", states, want_states, torch.float32)
+    assert torch.equal(windows.cpu(), want_windows)
+    before[[3, 4], 1:, 1:5] = memory[[3, 4], 1:, 1:5]  # the slots that are written
+    assert torch.equal(before.view(BITS[4]), memory.view(BITS[4]))
+
+
+@backends
+def test_projections_as_they_lie(backend):
+    """Slices of one fused projection, heads in front of tokens, parameters of other dtypes: the same bits."""
+    x = make_prompts("gdn-raw", (70, 4), H=1, HV=2, K=16, V=24, device=DEVICES[backend])
+    o, states, windows = run_prompts("gdn-raw", x, backend)
+    T, device = x["q"].shape[1], x["q"].device
+    fused, views = torch.randn(1, T, 16 + 16 + 48 + 5, device=device), {}
+    views["q"], views["k"] = fused[..., :16].unflatten(2, (1, 16)), fused[..., 16:32].unflatten(2, (1, 16))
+    views["v"] = torch.randn(1, 2, T, 24, device=device).transpose(1, 2)
+    gate = torch.randn(1, T, 2, 24, 2, device=device)[..., 1]
+    for name, view in (views | {"gate": gate}).items():
+        view.copy_(x["output_norm"].gate if name == "gate" else x[name])
+        assert not view.is_contiguous()
+    again = run_prompts("gdn-raw", x | views | {"output_norm": x["output_norm"]._replace(gate=gate)}, backend)
+    for a, b in zip(again, (o, states, windows), strict=True):
+        assert torch.equal(a, b)
+
+
+@backends
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_without_tokens(lengths, backend):
+    """States and windows move on, or are zeros; the tokens behind are zeros."""
+    x = make_prompts("gdn-raw", lengths, behind=3, device=DEVICES[backend], **TINY)
+    check_prompts("gdn-raw", x, backend)
+    if backend == "triton" and not GPU:  # the interpreter divides by the number of chunks
+        return
+    empty = {name: x[name][:, :0] for name in TOKENS}
+    empty |= {"output_norm": x["output_norm"]._replace(gate=x["output_norm"].gate[:, :0])}
+    check_prompts("gdn-raw", x | empty, backend)
+
+
+@backends
+def test_how_many_prompts_there_are_changes_no_result(backend):
+    x = make_prompts("gdn-raw", (70, 1, 20, 65, 18), device=DEVICES[backend], **TINY)
+    expected = run_prompts("gdn-raw", x, backend)
+    for a, b in zip(run_prompts("gdn-raw", x | {"max_prompts": 1}, backend), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_truth_is_the_definition():
+    """Of a sequence without a window a first token meets the last tap alone."""
+    x = make_prompts("gdn", (2,), bias=False) | {"has_initial_state": torch.tensor([False])}
+    q, *_ = convolved(x, x["convolution"])
+    first = x["q"][0, 0].double() * x["convolution"].weight[:16, -1].double()
+    assert_accurate("q", q[0, 0], torch.nn.functional.silu(first), torch.float64)
+
+
+WRONG = {
+    "taps": ("convolution.weight: expected 1 to 4 taps", lambda c, n: (c._replace(weight=c.weight.repeat(1, 2)), n)),
+    "slots": ("convolution.pool: expected a tensor", lambda c, n: (c._replace(pool=c.pool[1:]), n)),
+    "gate": ("output_norm.gate: expected a tensor", lambda c, n: (c, n._replace(gate=n.gate[:, :1]))),
+    "eps": ("output_norm.eps: expected a number of at least 0", lambda c, n: (c, n._replace(eps=-1.0))),
+    "tuple": ("convolution: expected a Convolution", lambda c, n: (tuple(c), n)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_argument(name):
+    message, change = WRONG[name]
+    x = make_prompts("gdn-raw")
+    convolution, norm = change(Convolution(*x["convolution"]), OutputNorm(*x["output_norm"]))
+    with pytest.raises(ValueError, match=f"prefill_gated_delta_rule: {message}"):
+        OPS["gdn-raw"](**(x | {"convolution": convolution, "output_norm": norm}))
