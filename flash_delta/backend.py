@@ -101,8 +101,8 @@ class Backend(Protocol):
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
     ) -> Tensor:
         """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``, contiguous,
-        in ``problem.dtype``; ``slots.out`` if it is there. What comes ``around`` the rule is that of ``decode``. Windows
-        are read and written with states, those at checkpoints too. o is rounded before the norm."""
+        in ``problem.dtype``; ``slots.out`` if it is there. What comes ``around`` the rule is as in ``decode``, except
+        that o is rounded before the norm. Windows are read and written with states, at checkpoints too."""
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
         """What ``prefill`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on "meta". It

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from prefill_truth import OPS, make_prefill, truth
-from serving_truth import coarser
+from serving_truth import coarser, without_null
 
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
@@ -41,7 +41,7 @@ def run_prompts(kind, x, backend):
 
 def prompts_truth(kind, x):
     """By the definitions, token by token: o and the states in float64; the windows as they have to be, bit by bit."""
-    x, windows = dict(x), None
+    x, windows = dict(without_null(x)), None
     convolution, norm = x.pop("convolution", None), x.pop("output_norm", None)
     if convolution is not None:
         x["q"], x["k"], x["v"], windows = convolved(x, convolution)

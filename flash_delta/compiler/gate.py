@@ -11,6 +11,7 @@ MODULES = (
     "flash_delta.compiler.cases.rule",
     "flash_delta.compiler.cases.serving",
     "flash_delta.compiler.cases.around",
+    "flash_delta.compiler.cases.prompts",
     "flash_delta.compiler.cases.hopper",
 )
 TUNED = "flash_delta.compiler.cases.tuning"  # what `flash-delta tune` times

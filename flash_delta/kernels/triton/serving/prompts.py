@@ -49,25 +49,27 @@ def channels_of(x, strides, d, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def chosen(part, of_q, of_k, of_v):
+    """Without a branch, past which the compiler would carry addresses in another layout than it loads in."""
+    return tl.where(part == 0, of_q, tl.where(part == 1, of_k, of_v))
+
+
+@triton.jit
 def find_channels(
     block, q, k, v, q_strides, k_strides, v_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of q's, k's or v's channels: pointers to the first token's, the numbers from token to token, the
-    places of the channels among all, and which of them there are."""
+    """Of a block of channels: whether they are q's (0), k's (1) or v's (2), which of its channels, how many it has, and
+    how many come before its first one among those of all; pointers to the first token's, and the numbers from token to
+    token."""
     KEYS: tl.constexpr = H * K
     BLOCKS: tl.constexpr = (KEYS + BD - 1) // BD
-    zero = block.to(tl.int64) * 0
-    if block < BLOCKS:
-        d = block * BD + tl.arange(0, BD)
-        at, token, channel, inside = channels_of(q, q_strides, d, K), zero + q_strides[0], d, d < KEYS
-    elif block < 2 * BLOCKS:
-        d = (block - BLOCKS) * BD + tl.arange(0, BD)
-        at, token, channel, inside = channels_of(k, k_strides, d, K), zero + k_strides[0], KEYS + d, d < KEYS
-    else:
-        d = (block - 2 * BLOCKS) * BD + tl.arange(0, BD)
-        at, token, channel, inside = channels_of(v, v_strides, d, V), zero + v_strides[0], 2 * KEYS + d, d < HV * V
-    return at, token, channel, inside
+    part = tl.minimum(block // BLOCKS, 2)
+    d = (block - part * BLOCKS) * BD + tl.arange(0, BD)
+    width, zero = tl.where(part == 2, HV * V, KEYS), block.to(tl.int64) * 0
+    at = chosen(part, channels_of(q, q_strides, d, K), channels_of(k, k_strides, d, K), channels_of(v, v_strides, d, V))
+    token = chosen(part, zero + q_strides[0], zero + k_strides[0], zero + v_strides[0])
+    return part, d, width, part * KEYS, at, token
 
 
 @triton.jit
@@ -101,10 +103,8 @@ def convolve_prompts(
     )
     if well == 0:
         return
-    at, stride, channel, inside = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
-    to, width, _, _ = find_channels(
-        block, q_out, k_out, v_out, (H * K, K, 1), (H * K, K, 1), (HV * V, V, 1), H, HV, K, V, BD
-    )
+    part, d, width, before, at, stride = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
+    channel, inside, to = before + d, d < width, chosen(part, q_out + d, k_out + d, v_out + d)
     taps, base = load_taps(weight, channel, inside, W), None
     if bias is not None:
         base = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
@@ -114,11 +114,11 @@ def convolve_prompts(
         window += [load_before(at, stride, windows, window_strides, slot, stored, t, start, channel, inside, INPUTS)]
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
-        window = window + load_group(at, stride, t, stop, 0, inside, G)
+        window, line = window + load_group(at, stride, t, stop, 0, inside, G), to + t.to(tl.int64) * width
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
             z *= sigmoid(z)
-            tl.store(to + (t + j).to(tl.int64) * width, z.to(q_out.dtype.element_ty), mask=inside & (t + j < stop))
+            tl.store(line + j * width, z.to(q_out.dtype.element_ty), mask=inside & (t + j < stop))
         window = window[G:]
 
 
@@ -190,12 +190,13 @@ def finish_prompts(
         )  # fmt: skip
         if live == 0:
             return
-        at, stride, channel, inside = find_channels(
+        _, d, width, channels, at, stride = find_channels(
             block, inputs_q, inputs_k, inputs_v, q_strides, k_strides, v_strides, H, HV, K, V, BD
         )
+        inside = d < width
         ty: tl.constexpr = conv_pool.dtype.element_ty
-        channels = conv_pool + channel.to(tl.int64) * window_strides[1]
-        before, to = channels + read.to(tl.int64) * window_strides[0], channels + write.to(tl.int64) * window_strides[0]
+        pool = conv_pool + (channels + d).to(tl.int64) * window_strides[1]
+        before, to = pool + read.to(tl.int64) * window_strides[0], pool + write.to(tl.int64) * window_strides[0]
         window = []
         for i in tl.static_range(INPUTS):
             t = end - INPUTS + i
@@ -225,8 +226,9 @@ def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
         pointers = (*c.x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
         launch_rule(
             c, convolve_prompts, pointers, (count_pieces(p, w.BT) * blocks if p.T else 0, 1, 1), Tile(w.warps, 1),
-            p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in indices), *(t.stride()[1:] for t in c.x[:3]),
-            around.conv_pool.stride(), W=p.taps, INPUTS=p.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
+            p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in indices),
+            *(tokens(t) for t in c.x[:3]), around.conv_pool.stride(),
+            W=p.taps, INPUTS=p.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
         )  # fmt: skip
     return c._replace(p=p._replace(taps=0, window=0, eps=None, activation=None), x=x, more=tuple(s))
 
