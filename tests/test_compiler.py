@@ -181,6 +181,13 @@ def prefilling(tokens):
     serving.call_prefill(case, rule.Tile(4, 2, 32))
 
 
+def prompts(tokens):
+    """What comes around the rule, with heads whose rows are no multiples of 16 numbers."""
+    from flash_delta.compiler.cases import prompts, rule
+
+    prompts.call_prompts(rule.RuleCase(100, tokens=tokens))
+
+
 def variants_of_decode():
     """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree, a token alone, packed
     rows, a pool of its own to write; and around the rule also with rolling windows."""
@@ -239,8 +246,11 @@ def specialised_product(steps):
 @needs_triton
 @pytest.mark.parametrize(
     ("launch", "first", "total"),
-    [("family", 8, 8), ("channels", 6, 6), ("decoding", 1, 1), ("prefilling", 4, 4), ("specialised_product", 1, 2)],
-)
+    [
+        ("family", 8, 8), ("channels", 6, 6), ("decoding", 1, 1), ("prefilling", 4, 4), ("prompts", 2, 2),
+        ("specialised_product", 1, 2),
+    ],
+)  # fmt: skip
 def test_random_lengths_compile_nothing_new(process, launch, first, total):
     """A kernel that is specialised on its length compiles again for one that is no multiple of 16."""
     assert process.submit(compilations, __name__, launch).result() == (first, total)

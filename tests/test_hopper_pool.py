@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
+from prompt_truth import check_prompts, make_prompts
 from serving_truth import slots
 
 from flash_delta.kernels.hopper import backend
@@ -24,6 +25,7 @@ from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
+from flash_delta.ops.serving.around import around_of
 from flash_delta.ops.serving.warmup import prefill_call
 from flash_delta.problem import Inputs, Problem, Slots
 from tests.gluon_emulator import Kernel, emulated
@@ -111,6 +113,19 @@ def test_checkpoints_at_offsets(launched, pool, v_first, batch_invariant):
     assert torch.equal(found[kept[3]], strided[kept[3]])
     assert torch.equal(found[kept[[1, 4, 6]]], strided[[8, 11, 13]])
     assert torch.equal(ends[kept[[0, 3, 5]]], torch.stack([x["state_pool"][0], strided[10], strided[12]]))
+
+
+@runs
+@pytest.mark.parametrize("alone", [False, True], ids=["several", "alone"])
+def test_convolution_and_norm(launched, monkeypatch, alone):
+    """From slices of a projection that no descriptor describes; several prompts, or one alone in segments."""
+    if alone:
+        monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
+        monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
+    x = make_prompts("gdn-raw", (140,) if alone else (70, 1, 66, 0), behind=3, slots=20, **TINY)
+    x["q"], x["k"] = torch.cat([x["q"], x["k"], x["q"][..., :1]], 3)[..., :128].split(64, 3)
+    check_prompts("gdn-raw", x | {"null_slot": 1}, "hopper")
+    assert launched() in (None, [1] if not alone else [None, None, 1])
 
 
 @runs
@@ -287,6 +302,7 @@ FORMS = [
     PrefillCalls(True, True, True),
     PrefillCalls(batch_invariant=True),
     PrefillCalls(checkpoint_offsets=True),
+    PrefillCalls(convolution=True, output_norm=True),
 ]
 
 
@@ -310,7 +326,8 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
     x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     s = Slots(**{name: arguments.get(name) for name in Slots._fields})
-    backend.prefill(p, x, s)
-    split = T == 40000 and form == PrefillCalls()
-    assert (len(asked) > 3) == split, "rates, walks and a copy; of a prompt in segments much more"
+    around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
+    backend.prefill(p, x, s, around)
+    split = T == 40000 and form in (FORMS[0], FORMS[4])
+    assert (len(asked) > 5) == split, "rates, walks and copies; of a prompt in segments much more"
     assert sum(asked) == backend.workspace_bytes(p, x)

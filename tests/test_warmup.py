@@ -54,7 +54,12 @@ class Loop:
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
 def test_what_was_warmed_up_is_told(rule):
     spec = Serving(rule, 1, 2, 16, 24, False, decode=(DecodeCalls(), DecodeCalls(True, True, True)))
-    forms = PrefillCalls(), PrefillCalls(True, True, True, True), PrefillCalls(checkpoint_offsets=True)
+    forms = (
+        PrefillCalls(),
+        PrefillCalls(True, True, True, True),
+        PrefillCalls(checkpoint_offsets=True),
+        PrefillCalls(False, convolution=True, output_norm=True),
+    )
     spec = replace(spec, prefill=forms)
     seconds = warmup(spec, "cpu")
     assert all(0 < s < 60 for s in seconds.values())
@@ -64,6 +69,7 @@ def test_what_was_warmed_up_is_told(rule):
         f"{rule}(write_indices)",
         f"{rule}(write_indices, has_initial_state, checkpoint_indices, batch_invariant)",
         f"{rule}(write_indices, checkpoint_offsets)",
+        f"{rule}(convolution, output_norm)",
     ]
     assert warmup(replace(spec, decode=(), prefill=()), "cpu") == {}
 
@@ -217,6 +223,23 @@ def test_prefill_as_described_depends_on_nothing_new(rule):
         op, x = prefill_call(spec, form, T, N, device)
         op(**x, backend="triton")
     assert keys() == before
+
+
+@needs_triton
+def test_prompts_with_what_is_around_them_are_described():
+    """Numbers of tokens, sequences and prompts compile nothing; a call without the norm is another one."""
+    device, form = torch.device(DEVICES["triton"]), PrefillCalls(True, True, convolution=True, output_norm=True)
+    spec = Serving(
+        "gated_delta_rule", 2, 16, 8, 8, False, torch.float32, **RAW, conv_bias=True, decode=(), prefill=(form,)
+    )
+    warmup(spec, device, "triton")
+    before = keys()
+    for T, N in ((19, 2), (32, 3)):
+        op, x = prefill_call(spec, form, T, N, device)
+        op(**(x | {"max_prompts": 1}), backend="triton")
+        assert keys() == before
+    op(**(x | {"output_norm": None}), backend="triton")
+    assert len(keys()) == len(before) + 1
 
 
 def refused(compiled_for, changes):

@@ -40,7 +40,7 @@ from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
-from flash_delta.kernels.triton.serving.prompts import new_convolved, run_after, run_before
+from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
@@ -227,7 +227,8 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
     own = new_rates(nowhere), new_walks(nowhere), *_memory(new_prompt(nowhere, length))
-    return sum(t.nbytes for t in (*own, *(new_convolved(nowhere) or (t for t in x[:3] if not _describable(t)))))
+    copied = () if p.taps else (t for t in x[:3] if not _describable(t))
+    return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
 
 
 def _described(t: Tensor) -> Tensor:

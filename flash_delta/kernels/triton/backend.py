@@ -48,7 +48,13 @@ from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
-from flash_delta.kernels.triton.serving.prompts import new_convolved, run_after, run_before
+from flash_delta.kernels.triton.serving.prompts import (
+    convolved_bytes,
+    new_convolved,
+    run_after,
+    run_before,
+    with_convolved,
+)
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
@@ -264,10 +270,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
-    convolved = new_convolved(p._replace(device=torch.device("meta")))
-    x = x._replace(**dict(zip("qkv", convolved, strict=False)))
-    own = sum(t.nbytes for t in convolved)
-    return count_bytes(p, *HANDED) + own + scratch_bytes(p, x, chip_of(p.device))
+    rule = with_convolved(x, new_convolved(p._replace(device=torch.device("meta"))))
+    return count_bytes(p, *HANDED) + convolved_bytes(p) + scratch_bytes(p, rule, chip_of(p.device))
 
 
 def _chunks(c: Call, solved: Solved, factors: Factors, channels: Channels) -> None:

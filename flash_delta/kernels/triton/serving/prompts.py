@@ -39,7 +39,7 @@ from flash_delta.kernels.triton.around.convolution import (
 from flash_delta.kernels.triton.around.norm import ROWS, activate, reciprocal_rms, row_tile
 from flash_delta.kernels.triton.forward.scan import load_slots
 from flash_delta.kernels.triton.serving.decode import load_slot, opened
-from flash_delta.problem import Problem
+from flash_delta.problem import Inputs, Problem
 
 
 @triton.jit
@@ -216,21 +216,33 @@ def new_convolved(p: Problem) -> tuple[Tensor, ...]:
     return tuple(new((1, p.T, *size), (0, prod(size), size[1], 1)) for size in sizes if p.taps)
 
 
+def convolved_bytes(p: Problem) -> int:
+    """Of that memory, as `run` rounds it."""
+    tensors = new_convolved(p._replace(device=torch.device("meta")))
+    return sum(-(-t.nbytes // 256) * 256 for t in tensors)
+
+
+def with_convolved(x: Inputs, convolved: tuple[Tensor, ...]) -> Inputs:
+    """The inputs of the rule."""
+    return x._replace(**dict(zip("qkv", convolved, strict=True))) if convolved else x
+
+
 def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
     """Launches the convolution, if there is one. Returns the call of the rule alone, without what is around it."""
-    p, s, around = c.p, *opened(c)
-    x = c.x._replace(**dict(zip("qkv", convolved, strict=False)))
+    p, x, s, around = c.p, c.x, *opened(c)
     if convolved:
         w, blocks = cut_of(c)
         indices = (s.read_indices, s.write_indices, s.has_initial_state)
-        pointers = (*c.x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
+        pointers = (*x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
         launch_rule(
             c, convolve_prompts, pointers, (count_pieces(p, w.BT) * blocks if p.T else 0, 1, 1), Tile(w.warps, 1),
             p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in indices),
-            *(tokens(t) for t in c.x[:3]), around.conv_pool.stride(),
+            *(tokens(t) for t in x[:3]), around.conv_pool.stride(),
             W=p.taps, INPUTS=p.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
         )  # fmt: skip
-    return c._replace(p=p._replace(taps=0, window=0, eps=None, activation=None), x=x, more=tuple(s))
+    return c._replace(
+        p=p._replace(taps=0, window=0, eps=None, activation=None), x=with_convolved(c.x, convolved), more=tuple(s)
+    )
 
 
 def run_after(c: Call, o: Tensor) -> None:
