@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from prompt_truth import convolved as convolved_prompts
 from serving_drafts import DRAFT, Scratch, Windows, packed
 from serving_pool import IS_SLOT, NULL, Pool
-from serving_truth import KINDS, activated, make_call
+from serving_truth import KINDS, activated, make_call, without_null
+from test_serving_step import convolved_rows, normed
 from torch.nn.utils.rnn import pad_sequence
 
 import flash_delta
@@ -68,12 +70,28 @@ def make_tokens(pool, kind, B, T):
     del x["read_indices"]
     if pool.random.random() < 0.5:
         x["out"] = torch.full_like(x["v"], float("nan"))
-    return x | {"state_pool": pool.slots, "null_slot": NULL}
+    return x | {"state_pool": pool.slots, "null_slot": NULL} | pool.layer(B, T)
+
+
+def truth_of_inputs(pool, kind, x, convolve):
+    """What the recurrence takes, and the windows after the call, if there are some."""
+    if not pool.around:
+        return activated(kind, x), None
+    q, k, v, windows = convolve(without_null(x), pool.convolution[:3])
+    return activated(kind, x | {"q": q, "k": k, "v": v}), windows.float()
+
+
+def judge(pool, x, o, want_o, written, before, windows):
+    """``before`` and ``windows``: memory at the call's start, and what has to be in it afterwards."""
+    if pool.around:
+        want_o = torch.where(want_o == 0, 0, normed(want_o, x["output_norm"]))
+        pool.judge_windows(windows, before[1])
+    pool.judge(o, want_o, written, before[0])
 
 
 def decode(pool, kind, backend, requests, T, writes, tree=False):
     """T tokens of some requests. ``writes``: "none", "last" or "each" state. Judged by the recurrence."""
-    style = pool.random.choice(STYLES)
+    style = pool.random.choice(STYLES) if not pool.around else ()
     rolling = "rolling" in style and not tree
     rows = [decoding_row(pool, request, T, writes) for request in requests]
     rows = with_padding(pool, rows, lambda: decoding_padding(pool, T, writes))
@@ -96,13 +114,14 @@ def decode(pool, kind, backend, requests, T, writes, tree=False):
         x["convolution"], convolved = windows.convolution, windows.convolved(x)
     for row in rows:  # without tokens nothing would be written to a slot that is kept
         row.length = pool.random.randint(int(writes == "last"), T) if "packed" in style else T
-    before = pool.memory.clone()
+    before = pool.memory.clone(), pool.window_memory.clone()
+    inputs, left = truth_of_inputs(pool, kind, convolved, convolved_rows)
     op = KINDS[kind][0]
     o = packed(op, x, rows, backend, wide=writes == "each") if "packed" in style else op(**x, backend=backend)
-    want_o, after = expected_of_decoding(pool, activated(kind, convolved), rows, parents)
+    want_o, after = expected_of_decoding(pool, inputs, rows, parents)
     kept = [kept_states(row, states, writes) for row, states in zip(rows, after, strict=True)]
     written = {row.writes[t]: S for row, states in zip(rows, kept, strict=True) for t, S in states.items()}
-    pool.judge(o, want_o, {} if scratch is not None else written, before)
+    judge(pool, x, o, want_o, {} if scratch is not None else written, before, left)
     if rolling:
         windows.judge(rows, after, writes != "none")
     if scratch is not None:
@@ -196,13 +215,14 @@ def prefill(pool, kind, backend, requests, lengths, writes=True):
     x["has_initial_state"] = torch.tensor([piece.begun for piece in pieces], device=pool.device)
     x["batch_invariant"] = pool.random.random() < 0.3
     op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
-    before = pool.memory.clone()
+    before = pool.memory.clone(), pool.window_memory.clone()
+    inputs, windows = truth_of_inputs(pool, kind, x, convolved_prompts)
     o = op(**x, backend=backend)
-    want_o, written = expected_of_prefill(pool, activated(kind, x), pieces, bounds, writes, offsets)
+    want_o, written = expected_of_prefill(pool, inputs, pieces, bounds, writes, offsets)
     for piece in pieces:
         if piece.request is not None and writes:
             piece.request.at = piece.write
-    pool.judge(o, want_o, written, before)
+    judge(pool, x, o, want_o, written, before, windows)
 
 
 def prefill_piece(pool, request, length, writes, offsets):

@@ -5,6 +5,7 @@ import random
 import torch
 from serving_truth import coarser
 
+from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
 
 SLOTS = 48
@@ -19,20 +20,35 @@ class Pool:
     """Slots with gaps between them, and memory before and behind them; what nobody wrote is NaN.
 
     ``want`` says for each slot that somebody wrote what is in it, ``[HV, K, V]`` float64: what the recurrence makes of
-    the tokens so far, with the roundings that the ops promise and no other.
+    the tokens so far, with the roundings that the ops promise and no other. ``around``: calls also have a convolution,
+    whose windows lie in slots of their own, with gaps, and an output norm.
     """
 
     H, HV, K, V = 1, 2, 8, 16
 
-    def __init__(self, dtype, v_first, device, seed):
+    def __init__(self, dtype, v_first, device, seed, around=False):
         self.dtype, self.v_first, self.device, self.random = dtype, v_first, device, random.Random(seed)
         rows, columns = (self.V, self.K) if v_first else (self.K, self.V)
         shape = (SLOTS + 4, self.HV, rows + 1, columns + 2)
         self.memory = torch.full(shape, float("nan"), dtype=dtype, device=device)
         self.slots, self.states = self.views(self.memory)
+        self.around, D = around, 2 * self.H * self.K + self.HV * self.V
+        self.window_memory = torch.full((SLOTS + 4, D + 1, 6), float("nan"), device=device)
+        self.convolution = Convolution(self.window_memory[2:-2, 1:, 1:5], *self.randn((D, 4), (D,)))
         self.free = [slot for slot in range(SLOTS) if slot not in CANARIES]
         self.want: dict[int, torch.Tensor] = {}
         self.calls, self.outputs, self.index_dtypes = 0, [], {}
+
+    def randn(self, *shapes):
+        generator = torch.Generator().manual_seed(self.random.randrange(2**31))
+        return [torch.randn(shape, generator=generator).to(self.device) for shape in shapes]
+
+    def layer(self, B, T):
+        """What calls have around the rule."""
+        if not self.around:
+            return {}
+        gate, weight = self.randn((B, T, self.HV, self.V), (self.V,))
+        return {"convolution": self.convolution, "output_norm": OutputNorm(gate, weight)}
 
     def views(self, memory):
         """The slots as the ops are given them, and as ``[SLOTS, HV, K, V]``."""
@@ -49,6 +65,7 @@ class Pool:
             self.want.pop(slot, None)
         self.free += slots
         self.slots[slots] = float("nan")
+        self.convolution.pool[slots] = float("nan")
 
     def canary(self):
         return self.random.choice(CANARIES)
@@ -61,6 +78,12 @@ class Pool:
         on a GPU that took longer than ten thousand steps."""
         dtype = self.index_dtypes.setdefault(name, self.random.choice((torch.int32, torch.int64)))
         return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def judge_windows(self, want, before):
+        """Windows are inputs as they came. ``want``: of all slots; ``before``: the memory at the call's start."""
+        before[2:-2, 1:, 1:5] = want
+        same = torch.equal(before.view(torch.int32), self.window_memory.view(torch.int32))
+        assert same, f"call {self.calls} left other windows than expected"
 
     def judge(self, o, want_o, written, before):
         """A call's outcome is as accurate as the dtypes allow, zero where there is padding, and every number in memory

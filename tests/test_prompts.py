@@ -5,6 +5,7 @@ import torch
 from prefill_truth import OPS, TOKENS, bounds
 from prompt_truth import BITS, check_prompts, convolved, make_prompts, prompts_truth, run_prompts
 from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
@@ -218,6 +219,54 @@ def test_how_many_prompts_there_are_changes_no_result(backend):
     expected = run_prompts("gdn-raw", x, backend)
     for a, b in zip(run_prompts("gdn-raw", x | {"max_prompts": 1}, backend), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_compiled_and_without_values():
+    """One operator, which writes both pools; fake tensors have shapes and checks."""
+    x = make_prompts("gdn-raw", (20, 3), behind=1, **TINY)
+    expected = run_prompts("gdn-raw", x, "torch")
+    compiled = torch.compile(lambda x: run_prompts("gdn-raw", x, "torch"), backend="eager", fullgraph=True)
+    for a, b in zip(compiled(x), expected, strict=True):
+        assert torch.equal(a, b)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(t) if torch.is_tensor(t) else t for name, t in x.items()}
+        assert OPS["gdn-raw"](**fake).shape == expected[0].shape
+        with pytest.raises(ValueError, match=r"convolution\.pool: expected a tensor"):
+            OPS["gdn-raw"](**(fake | {"convolution": x["convolution"]._replace(pool=x["state_pool"])}))
+
+
+@backends
+def test_outputs_go_where_the_caller_says(backend):
+    x = make_prompts("gdn-raw", (20, 3), behind=1, device=DEVICES[backend], **TINY)
+    o, *_ = run_prompts("gdn-raw", x, backend)
+    out = torch.full_like(o, float("nan"))
+    assert run_prompts("gdn-raw", x | {"out": out}, backend)[0].data_ptr() == out.data_ptr()
+    assert torch.equal(out, o)
+
+
+@needs_triton
+def test_launches(monkeypatch):
+    """At most two more than those of the rule, and without what is around it none."""
+    from flash_delta.kernels.runtime import launch
+
+    names, run = [], launch.launch
+
+    def noted(c, kernel, *rest):
+        names.append(kernel.__name__)
+        return run(c, kernel, *rest)
+
+    for module in ("flash_delta.kernels.runtime.launch", "flash_delta.kernels.runtime.arguments"):
+        monkeypatch.setattr(f"{module}.launch", noted)
+    x = make_prompts("gdn-raw", (20, 3), device=DEVICES["triton"], **TINY)
+    found = []
+    for without in ((), ("output_norm",), ("convolution",), ("convolution", "output_norm")):
+        names.clear()
+        run_prompts("gdn-raw", x | dict.fromkeys(without), "triton")
+        found.append(names[:])
+    rule = found[-1]
+    assert "convolve_prompts" not in rule
+    assert found[0] == found[1] == ["convolve_prompts", *rule, "finish_prompts"]
+    assert found[2] == [*rule, "finish_prompts"]
 
 
 def test_the_truth_is_the_definition():

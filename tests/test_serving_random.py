@@ -8,10 +8,10 @@ from serving_truth import DEVICES, GPU, needs_triton
 
 REQUESTS = 6
 MACHINES = [
-    ("gdn-raw", torch.float32, True),
-    ("gdn-raw", torch.bfloat16, False),
-    ("kda-raw", torch.float32, False),
-    ("kda-raw", torch.bfloat16, True),
+    ("gdn-raw", torch.float32, True, True),
+    ("gdn-raw", torch.bfloat16, False, False),
+    ("kda-raw", torch.float32, False, False),
+    ("kda-raw", torch.bfloat16, True, True),
 ]
 # Of each of the four machines; in Triton's interpreter a call takes as long as hundreds.
 STEPS, INTERPRETED = 2_500, 8
@@ -79,9 +79,10 @@ class Engine:
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
-@pytest.mark.parametrize(("kind", "dtype", "v_first"), MACHINES)
-def test_steps_of_an_engine(kind, dtype, v_first, backend):
-    engine = Engine(Pool(dtype, v_first, DEVICES[backend], seed=MACHINES.index((kind, dtype, v_first))), kind, backend)
+@pytest.mark.parametrize(("kind", "dtype", "v_first", "around"), MACHINES)
+def test_steps_of_an_engine(kind, dtype, v_first, around, backend):
+    seed = MACHINES.index((kind, dtype, v_first, around))
+    engine = Engine(Pool(dtype, v_first, DEVICES[backend], seed, around), kind, backend)
     steps = STEPS if GPU or backend == "torch" else INTERPRETED
     for _ in range(steps):
         engine.step()

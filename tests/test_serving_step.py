@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from serving_truth import DEVICES, KINDS, coarser, copied, make_call, needs_triton, slots, table, truth
+from serving_truth import DEVICES, KINDS, coarser, copied, make_call, needs_triton, slots, table, truth, without_null
 
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
@@ -45,6 +45,14 @@ def run_step(kind, x, conv, backend, convolve=True):
 
 def step_truth(kind, x, conv):
     """By the definitions in float64: along every token's ancestors a convolution, then the rule, then the norm."""
+    q, k, v, windows = convolved_rows(x, conv)
+    o, states = truth(kind, x | {"q": q, "k": k, "v": v})
+    return normed(o, x["output_norm"]), states, windows
+
+
+def convolved_rows(x, conv):
+    """q, k and v of every token after the convolution and its SiLU, and the pool of windows, in float64."""
+    x = without_null(x)
     pool, weight, bias = (None if t is None else t.double().cpu() for t in conv)
     q, k, v = (x[name].double().cpu() for name in ("q", "k", "v"))
     (B, T, H, K), (HV, V), L = q.shape, v.shape[2:], pool.shape[2]
@@ -70,9 +78,7 @@ def step_truth(kind, x, conv):
             if to is not None and (per_token or t == T - 1):
                 after[to] = windows[t]
     q, k, v = F.silu(y).split([H * K, H * K, HV * V], 2)
-    rounded = x | {"q": q.view(B, T, H, K), "k": k.view(B, T, H, K), "v": v.view(B, T, HV, V)}
-    o, states = truth(kind, rounded)
-    return normed(o, x["output_norm"]), states, after
+    return q.view(B, T, H, K), k.view(B, T, H, K), v.view(B, T, HV, V), after
 
 
 def normed(o, norm):
