@@ -9,8 +9,8 @@ windows, each BD channels of one: of a sequence's last inputs, or of those befor
 because a sequence may write the slot that it reads. One that is shorter than its window keeps inputs of the old one;
 that is why a program loads all that it writes before it stores anything.
 
-A window is the first INPUTS inputs of a slot, the oldest first. Tokens that no sequence has, and those of padding, are
-not convolved: nothing reads them. Their o is 0, and is 0 after the norm, whatever the gate is there.
+A window is the first INPUTS inputs of a slot, the oldest first. Tokens of padding become zeros, and of tokens that no
+sequence has nothing reads q, k and v. The o of both is 0, and it stays 0 whatever their gate is.
 """
 
 from functools import partial
@@ -43,14 +43,25 @@ from flash_delta.problem import Inputs, Problem
 
 
 @triton.jit
-def channels_of(x, strides, d, WIDTH: tl.constexpr):
-    """Pointers to channels d of the first token, where all heads are one axis; strides: (token, head, channel)."""
-    return x + (d // WIDTH).to(tl.int64) * strides[1] + (d % WIDTH).to(tl.int64) * strides[2]
+def offsets_of(strides, d, WIDTH: tl.constexpr):
+    """Of channels d, where all heads are one axis; strides: (token, head, channel)."""
+    return (d // WIDTH).to(tl.int64) * strides[1] + (d % WIDTH).to(tl.int64) * strides[2]
 
 
 @triton.jit
-def chosen(part, of_q, of_k, of_v):
-    """Without a branch, past which the compiler would carry addresses in another layout than it loads in."""
+def tensor_of(part, q, k, v):
+    """By a branch: AMD's compiler chooses no pointers without one (Triton 3.6)."""
+    x = q
+    if part == 1:
+        x = k
+    if part == 2:
+        x = v
+    return x
+
+
+@triton.jit
+def number_of(part, of_q, of_k, of_v):
+    """Without a branch, past which the compiler would carry numbers in another layout than that of loads."""
     return tl.where(part == 0, of_q, tl.where(part == 1, of_k, of_v))
 
 
@@ -67,9 +78,9 @@ def find_channels(
     part = tl.minimum(block // BLOCKS, 2)
     d = (block - part * BLOCKS) * BD + tl.arange(0, BD)
     width, zero = tl.where(part == 2, HV * V, KEYS), block.to(tl.int64) * 0
-    at = chosen(part, channels_of(q, q_strides, d, K), channels_of(k, k_strides, d, K), channels_of(v, v_strides, d, V))
-    token = chosen(part, zero + q_strides[0], zero + k_strides[0], zero + v_strides[0])
-    return part, d, width, part * KEYS, at, token
+    offsets = number_of(part, offsets_of(q_strides, d, K), offsets_of(k_strides, d, K), offsets_of(v_strides, d, V))
+    token = number_of(part, zero + q_strides[0], zero + k_strides[0], zero + v_strides[0])
+    return part, d, width, part * KEYS, tensor_of(part, q, k, v) + offsets, token
 
 
 @triton.jit
@@ -101,20 +112,19 @@ def convolve_prompts(
     slot, stored, _, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, (slots, null_slot)
     )
-    if well == 0:
-        return
     part, d, width, before, at, stride = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
-    channel, inside, to = before + d, d < width, chosen(part, q_out + d, k_out + d, v_out + d)
-    taps, base = load_taps(weight, channel, inside, W), None
+    channel, inside, to = before + d, d < width, tensor_of(part, q_out, k_out, v_out) + d
+    known = inside & well  # of padding all numbers count as 0, and so do the results
+    taps, base = load_taps(weight, channel, known, W), None
     if bias is not None:
-        base = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        base = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
     window = []
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window += [load_before(at, stride, windows, window_strides, slot, stored, t, start, channel, inside, INPUTS)]
+        window += [load_before(at, stride, windows, window_strides, slot, stored, t, start, channel, known, INPUTS)]
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
-        window, line = window + load_group(at, stride, t, stop, 0, inside, G), to + t.to(tl.int64) * width
+        window, line = window + load_group(at, stride, t, stop, 0, known, G), to + t.to(tl.int64) * width
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
             z *= sigmoid(z)
