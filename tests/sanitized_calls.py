@@ -18,7 +18,7 @@ from test_serving import hostile as hostile_indices
 import flash_delta
 from flash_delta.modules import causal_conv1d
 from flash_delta.modules.norm import gated_rms_norm
-from flash_delta.ops.serving import Convolution
+from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import MEMBERS, Case, make_inputs
 from flash_delta.testing.accuracy import infer, run
 
@@ -98,6 +98,10 @@ def prefill(kind, sizes):
     x = make_call(kind, B=1, T=int(bounds[-1]) + 3, slots=20, **sizes)
     x["v"][:, bounds[-1] :] = float("nan")
     x |= {"cu_seqlens": bounds, "checkpoint_every": 64}
+    (T, H, K), (HV, V) = x["q"].shape[1:], x["v"].shape[2:]
+    gate, D = torch.randn(1, T, HV, V), 2 * H * K + HV * V
+    convolution = Convolution(torch.randn(20, D, 3).to(x["q"].dtype).to(DEVICE), torch.randn(D, 4, device=DEVICE))
+    layer = {"convolution": convolution, "output_norm": OutputNorm(gate.to(DEVICE), torch.ones(V, device=DEVICE))}
     x["has_initial_state"] = torch.tensor([True, False, False, True, True, True, False, False, True])
     for bad in (-1, 20, *BAD["read"][2:], *BAD_64):
         dtype = torch.int64 if bad in BAD_64 else torch.int32
@@ -106,13 +110,14 @@ def prefill(kind, sizes):
             "write_indices": slots([0, 1, 2, 3, 18, 18, bad, bad, bad], x, dtype),
             "checkpoint_indices": slots([[19, 19]] * 2 + [[4, 19], [bad, 5]] + [[19, 19]] * 5, x, dtype),
         }
-        o = call(op, x, [0, 1, 2, 3, 4, 5])
-        assert o[:, : bounds[4]].flatten(2).any(-1).all()
-        assert not o[:, bounds[4] :].any()
         at_offsets = {"checkpoint_indices": slots([6, 7, 8, 9, *[19] * 5], x, dtype), "checkpoint_every": None}
         at_offsets["checkpoint_offsets"] = slots([0, 1, 65, 131 if bad == 20 else bad] + [2] * 5, x, dtype)
-        same = call(op, x | at_offsets, [0, 1, 2, 3, 6, 7, 8])
-        assert torch.equal(same, o)
+        for around in ({}, layer) if bad == -1 else ({},):
+            o = call(op, x | around, [0, 1, 2, 3, 4, 5])
+            assert o[:, : bounds[4]].flatten(2).any(-1).all()
+            assert not o[:, bounds[4] :].any()
+            same = call(op, x | around | at_offsets, [0, 1, 2, 3, 6, 7, 8])
+            assert torch.equal(same, o)
 
 
 def layers(kind, sizes):

@@ -71,6 +71,7 @@ def rows(group):
         ("kda-decode", "32/32 batch 128", 0.126),
         ("serving", "16/32 batch 32, drafts of 4", 0.0788),
         ("serving", "16/32 1x32768, a checkpoint every 1024", 0.205),
+        ("prompts", "16/32 1x8192", 0.0639),
         ("layer", "2048 wide, 16/32 1x8192", 2.31),
         ("layer", "2048 wide, 16/32 batch 32", 0.0470),
     ],
@@ -470,6 +471,8 @@ def test_decoding_is_measured_by_the_copy_rate(group):
 def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("serving", group.versions).keys() == {"flash_delta", "plain"}
     assert taking_part("decode", group.versions) == group.versions
+    installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "transformers"), "1.0")
+    assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert eager(group).rows == []
     results = [
         Result(rows("serving")["16/32 64x1 + 1x2048"], name, eager_ms=Spread(ms, ms, ms))

@@ -11,7 +11,7 @@ import torch
 from flash_delta.bench.contestants import NAMES, load
 from flash_delta.bench.contestants.call import NO_CHOICE
 from flash_delta.bench.workloads import WORKLOADS
-from flash_delta.testing import Workload, assert_accurate, make_tensors, options
+from flash_delta.testing import Workload, assert_accurate, judge_prompts, make_prompts, make_tensors, options
 
 ROOT = Path(__file__).parent.parent
 TINY = {"dtype": "float32", "K": 16, "V": 24}
@@ -91,6 +91,20 @@ def test_plain_calls_of_serving_do_the_same_again_and_again(row):
         assert_accurate("final_state", states.mT, state.double(), torch.float32)
 
 
+def test_prompts_in_one_call_and_in_several():
+    """With convolution and norm, again and again."""
+    row = Workload("t", "prefill", "gdn", 2, 4, 4, 70, lengths=(1, 70, 1, 3), l2norm=True, around=True, **TINY)
+    x = make_prompts(row, "cpu")
+    assert x["q"].data_ptr() == x["mixed"].data_ptr()
+    for name in ("flash_delta", "plain"):
+        call = load(name).prepare(row, x)
+        first, (o, states) = call.run()[0].clone(), call.run()
+        assert torch.equal(o, first)
+        results = {"o": o, "final_state": states.mT if call.state_v_first else states}
+        assert all(error < 1e-5 for error, _ in judge_prompts(row, x, results).values()), name
+        assert judge_prompts(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
+
+
 def test_ours_takes_packed_sequences():
     packed = replace(ROWS["gdn forward"], packed=True)
     for name, t in results("flash_delta", packed).items():
@@ -132,6 +146,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "kda-decode",
         "serving",
         "layer",
+        "prompts",
         *WIDTHS,
     },
     "fla": {
@@ -144,10 +159,11 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "decode",
         "kda-decode",
         "layer",
+        "prompts",
         *WIDTHS,
     },
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
-    "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode"},
+    "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts"},
     "cudnn": {"kda-forward", "kda-training"},
 }
 
@@ -166,7 +182,7 @@ def test_what_runs_on_hopper(name, monkeypatch):
             assert reason is None
             small = unsupported(replace(workload, K=64), device)
             assert small is None if name in ("flash_delta", "fla") else "K = V = 128" in small
-        elif workload.group not in ("cpu", "serving"):  # in which others take no part
+        elif workload.group not in ("cpu", "serving", "prompts"):  # in which others take no part
             assert isinstance(reason, str)
 
 

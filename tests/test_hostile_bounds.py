@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import check, make_prefill, run
+from prompt_truth import make_prompts, run_prompts
 from serving_truth import slots
 
 import flash_delta
@@ -96,6 +97,19 @@ def test_prefill(kind, offset, name, monkeypatch):
     if GPU or name == "all":
         monkeypatch.undo()
         check(kind, x, "triton")
+
+
+@every
+def test_prompts(name):
+    """With a convolution and a norm around the rule: windows are written to no other slot either."""
+    N = len(HOSTILE[name][0]) - 1
+    x = make_prompts("gdn-raw", (T, *(0 for _ in range(N - 1))), slots=3 * N + 2, H=1, HV=1, V=16, device=DEVICE)
+    table = [[2 * N + n] for n in range(N)]
+    x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 64}
+    _, pool, windows = run_prompts("gdn-raw", x | {"cu_seqlens": hostile(name, DEVICE)}, "triton")
+    untouched = [*range(N), 3 * N, 3 * N + 1]
+    assert torch.equal(pool[untouched], x["state_pool"][untouched])
+    assert torch.equal(windows[untouched], x["convolution"].pool[untouched])
 
 
 @every

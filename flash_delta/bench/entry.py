@@ -18,7 +18,9 @@ from flash_delta.testing import (
     first_line,
     judge,
     judge_layer,
+    judge_prompts,
     make_layer,
+    make_prompts,
     make_tensors,
     output_gradient,
     output_like,
@@ -65,7 +67,7 @@ class Entry:
     def prepare(self, workload: Workload) -> tuple[float, dict[str, tuple[float, float]]]:
         """Seconds of the first call, and every result's error beside the torch backend's with products in its dtype."""
         self.workload = workload
-        self.x = (make_layer if workload.hidden else make_tensors)(workload, self.device)
+        self.x = make(workload, self.device)
         self.call = contestants.load(self.contestant).prepare(workload, self.x)
         self.run = timed(workload, self.call, self.x)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -90,7 +92,7 @@ class Entry:
             results[f"d{name}"] = d.reshape(self.x[name].shape)
         if self.workload.hidden:
             return seconds, judge_layer(self.workload, self.x, results, output_gradient(self.x))
-        return seconds, judge(self.workload, self.x, results)
+        return seconds, (judge_prompts if self.workload.around else judge)(self.workload, self.x, results)
 
     def _repeats(self) -> int:
         """Calls that fit a round."""
@@ -137,11 +139,15 @@ class Entry:
                 N = draw.randint(1, 256 if decode else 16)
                 T = 1 if decode else draw.randint(1, 8192 // N)
                 workload = replace(self.workload, N=N, T=T, lengths=())
-                x = make_tensors(workload, self.device)
+                x = make(workload, self.device)
                 run = timed(workload, prepare(workload, x), x)
                 host_ms.append(timing.host_us(run, self.device, calls=1) / 1e3)
         stalls = [ms for ms in host_ms if ms > median(host_ms) + STALL_MS]
         return Lengths(len(host_ms), len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
+
+
+def make(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+    return (make_layer if workload.hidden else make_prompts if workload.around else make_tensors)(workload, device)
 
 
 def leaves(call: Call) -> list[str]:

@@ -6,6 +6,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   tensor crosses once;
 * backward bytes: ``e (4 H K + 3 HV V) + 2 a HV (1 + channels)``: q, k, v, do, gate and beta are read, dq, dk, dv and
   the gates' gradients written;
+* of prompts with what is around them also ``e HV V`` for the norm's gate, and per sequence two windows of the
+  convolution;
 * states, per sequence and value head: ``K V`` numbers in their dtype for each that comes in or goes out, of a draft
   after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
@@ -26,6 +28,7 @@ import torch
 
 from flash_delta.bench.timing import milliseconds
 from flash_delta.testing import Workload
+from flash_delta.testing.layer import TAPS
 
 C = 64  # tokens per chunk
 BACKWARD_PRODUCTS = 30 / 9
@@ -62,6 +65,8 @@ def floor(workload: Workload) -> Floor:
     if w.kind == "training":
         moved += tokens * (e * (4 * w.H * w.K + 3 * w.HV * w.V) + 2 * a * gates)
         products += round(BACKWARD_PRODUCTS * products)
+    if w.around:
+        moved += e * (tokens * w.HV * w.V + 2 * w.N * TAPS * (2 * w.H * w.K + w.HV * w.V))
     if w.states:
         states = 2 * w.N
         if w.kind == "decode":

@@ -27,6 +27,8 @@ row take turns; a time of another run is marked.
 * **Compare within a row.** An absolute time holds for its machine only.
 * **Serving** rows name the length of every sequence. `plain` is this library without the option: rows of one token go
   to a decoding call and the others to a prefill call, and a draft takes one call per token.
+* **Prompts** rows time all that a layer does between its projections. Others than `flash_delta` run their rule alone;
+  convolution, norm, and copies from and to the pools are calls of this library and of PyTorch.
 * **Layer** rows time the layer of transformers: `flash_delta` after `enable()`, `transformers` on its own PyTorch code,
   `fla` as transformers runs where fla is installed. Their floor counts the projections.
 * **Contestants** are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend and
@@ -46,6 +48,7 @@ TITLES = {
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
+    "prompts": "Gated DeltaNet, prompts on a pool with their convolution and output norm",
     "layer": "A layer of Qwen3-Next in transformers: a prompt into a cache, a training step, a token behind one",
     "cpu": "Gated DeltaNet on a CPU, norm in the op",
 }

@@ -85,6 +85,13 @@ def _serving() -> Iterator[Workload]:
             yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, l2norm=True, raw=True)
 
 
+def _prompts() -> Iterator[Workload]:
+    """With their convolution and output norm; others take a call for each step, and gather and scatter windows."""
+    for lengths in ((8192,), (1024,) * 8, (*(1,) * 64, 2048)):
+        sizes = {"N": len(lengths), "T": max(lengths), "lengths": lengths}
+        yield Workload("prompts", "prefill", "gdn", 16, 32, **sizes, l2norm=True, around=True)
+
+
 def _layer() -> Iterator[Workload]:
     common = {"packed": False, "states": False, "hidden": 2048}
     yield Workload("layer", "prefill", "gdn", 16, 32, 1, 8192, **common)
@@ -106,7 +113,7 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_widths(), *_decode(), *_serving(),
-    *_layer(), *_cpu(),
+    *_prompts(), *_layer(), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

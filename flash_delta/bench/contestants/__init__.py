@@ -49,9 +49,12 @@ def versions(names: str | None = None) -> dict[str, str]:
 
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     """Of the contestants. What serving is compared with is this library, called otherwise; of layers, those of
-    transformers, on whosever ops."""
+    transformers, on whosever ops; of prompts with what is around them, those whose rule packs sequences."""
     if group == "layer":
         return {name: installed[name] for name in installed if name in (OURS, "fla", "transformers")}
+    if group == "prompts":
+        rules = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}
+        return rules | {PLAIN: __version__}
     return dict.fromkeys((OURS, PLAIN), __version__) if group == "serving" else installed
 
 

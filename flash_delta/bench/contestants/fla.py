@@ -6,11 +6,12 @@ function that updates a pool in place; it is what runs here.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants import layer
+from flash_delta.bench.contestants import layer, separate
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves, state_pool
 from flash_delta.testing import Workload, activations, options
@@ -41,6 +42,8 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         return _decode_kda(workload, x) if workload.member == "kda" else _decode(workload, x)
     from fla import ops
 
+    if workload.around:
+        return _prompts(workload, x, ops.chunk_gated_delta_rule)
     inputs, op, chosen = leaves(workload, x), getattr(ops, workload.op.name), options(workload)
     if workload.packed:
         inputs["cu_seqlens"] = x["cu_seqlens"].long()  # the dtype that it documents
@@ -48,6 +51,16 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.op.name == "chunk_kda":  # its faster path, for whoever knows that no log decay is below -5
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= workload.lower_bound).all())
     return Call(lambda: op(**inputs, **chosen), inputs)
+
+
+def _prompts(workload: Workload, x: dict[str, Tensor], op: Callable[..., tuple[Tensor, Tensor]]) -> Call:
+    bounds = x["cu_seqlens"].long()
+    chosen = options(workload) | {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds.cpu()}
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        return op(q=q, k=k, v=v, g=x["g"], beta=x["beta"], initial_state=first, **chosen)
+
+    return separate.prepare(workload, x, rule, state_v_first=False)
 
 
 def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:

@@ -7,7 +7,9 @@ from flash_delta import decode_gated_delta_rule, decode_kda, prefill_gated_delta
 from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import leaves, pool_of, state_pool
+from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import Workload, activations, options
+from flash_delta.testing.layer import EPS
 
 PACKAGE = "flash-delta"
 CACHES = ("TRITON_CACHE_DIR",)
@@ -50,6 +52,11 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
     """From slot to slot, so that all calls find the same states; the last ones are the final states."""
     op = prefill_kda if workload.member == "kda" else prefill_gated_delta_rule
     inputs, chosen = without_state(x), activations(workload) | {"batch_invariant": workload.batch_invariant}
+    if workload.around:
+        windows, *_ = pool_of({"initial_state": x["windows"].mT}, 1)
+        inputs, around = {name: inputs[name] for name in (*"qkvg", "beta", "cu_seqlens")}, inputs
+        chosen["convolution"] = Convolution(windows, around["conv_weight"])
+        chosen["output_norm"] = OutputNorm(around["norm_gate"], around["norm_weight"], EPS)
     count = workload.T // workload.checkpoint_every if workload.checkpoint_every else 0
     pool, read, write, states = pool_of(x, count + 1)
     if 1 in workload.lengths:  # as a server knows

@@ -8,6 +8,7 @@ kernels for KDA are for Blackwell.
 import torch
 from torch import Tensor
 
+from flash_delta.bench.contestants import separate
 from flash_delta.bench.contestants.call import NO_LAYER, Call
 from flash_delta.bench.contestants.tensors import bounds, state_pool
 from flash_delta.testing import Workload
@@ -51,6 +52,19 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
     inputs = {name: x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}  # [tokens, heads, width]
     inputs |= {"g": inputs["g"].float().exp(), "beta": inputs["beta"].float(), "cu_seqlens": bounds(workload, x)}
     longest = int(inputs["cu_seqlens"].diff().max())
+    if workload.around:
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+            o, last = chunk_gated_delta_rule(
+                **(inputs | {"q": q[0], "k": k[0], "v": v[0]}),
+                initial_state=first,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=workload.l2norm,
+                max_seqlen=longest,
+            )
+            return o.unsqueeze(0), last
+
+        return separate.prepare(workload, x, rule, state_v_first=True)
 
     def run() -> tuple[Tensor, Tensor | None]:
         out = chunk_gated_delta_rule(

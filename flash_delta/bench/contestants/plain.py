@@ -1,6 +1,7 @@
 """This library again, with the plain calls that a row of serving does without: what it is compared with there.
 
-Without the option; one token of a draft after the other; decoding rows apart from prompts, by hand.
+Without the option; one token of a draft after the other; decoding rows apart from prompts, by hand; a prompt's
+convolution, rule and norm in calls of their own.
 """
 
 from dataclasses import replace
@@ -8,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flash_delta import decode_gated_delta_rule, prefill_gated_delta_rule
-from flash_delta.bench.contestants import flash_delta
+from flash_delta import chunk_gated_delta_rule, decode_gated_delta_rule, prefill_gated_delta_rule
+from flash_delta.bench.contestants import flash_delta, separate
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import pool_of
 from flash_delta.testing import Workload, activations
@@ -26,9 +27,21 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.kind == "decode":
         return _single_tokens(workload, x)
+    if workload.around:
+        return _in_several_calls(workload, x)
     if workload.batch_invariant or workload.checkpoint_every:
         return flash_delta.prepare(replace(workload, batch_invariant=False, checkpoint_every=0), x)
     return _apart(workload, x)
+
+
+def _in_several_calls(workload: Workload, x: dict[str, Tensor]) -> Call:
+    bounds = {"cu_seqlens": x["cu_seqlens"], "cu_seqlens_cpu": x["cu_seqlens"].cpu()}
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        given = {"initial_state": first, "output_final_state": True, **bounds, **activations(workload)}
+        return chunk_gated_delta_rule(q, k, v, x["g"], x["beta"], **given)
+
+    return separate.prepare(workload, x, rule, state_v_first=False)
 
 
 def _single_tokens(workload: Workload, x: dict[str, Tensor]) -> Call:
