@@ -87,8 +87,8 @@ def find_channels(
 def load_before(at, stride, windows, strides, slot, stored, t, start, channel, mask, INPUTS: tl.constexpr):
     """The input of token t, in float32; before the sequence's first token that of the window, or 0."""
     value = tl.load(at + t.to(tl.int64) * stride, mask=mask & (t >= start), other=0.0).to(tl.float32)
-    i = INPUTS + t - start
-    return value + load_state(windows, strides, slot, channel, i, mask & stored & (t < start) & (i >= 0))
+    before = mask & stored & (t < start)
+    return value + load_state(windows, strides, slot, channel, INPUTS + t - start, before)
 
 
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]  # see decode.py
