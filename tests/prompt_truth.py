@@ -13,8 +13,11 @@ from flash_delta.testing import assert_accurate
 BITS = {4: torch.int32, 2: torch.int16}
 
 
-def make_prompts(kind="gdn-raw", lengths=(70, 3), W=4, L=4, bias=True, activation="silu", seed=1, **shape):
-    """As `make_prefill`, with a convolution and an output norm."""
+def make_prompts(
+    kind="gdn-raw", lengths=(70, 3), W=4, L=4, bias=True, activation="silu", windows=None, rolling=False, seed=1,
+    **shape,
+):  # fmt: skip
+    """As `make_prefill`, with a convolution and an output norm. ``windows``: the dtype of their pool."""
     x = make_prefill(kind, lengths, **shape)
     gen = torch.Generator().manual_seed(seed)
 
@@ -23,9 +26,8 @@ def make_prompts(kind="gdn-raw", lengths=(70, 3), W=4, L=4, bias=True, activatio
 
     (_, T, H, K), (HV, V) = x["q"].shape, x["v"].shape[2:]
     D = 2 * H * K + HV * V
-    convolution = Convolution(
-        randn(len(x["state_pool"]), D, L), randn(D, W, dtype=torch.float32), randn(D) if bias else None
-    )
+    pool = randn(len(x["state_pool"]), D, L, dtype=windows or x["q"].dtype)
+    convolution = Convolution(pool, randn(D, W, dtype=torch.float32), randn(D) if bias else None, rolling=rolling)
     norm = OutputNorm(randn(1, T, HV, V), 1 + randn(V, dtype=torch.float32) / 4, 1e-3, activation)
     return x | {"convolution": convolution, "output_norm": norm}
 
@@ -59,7 +61,8 @@ def convolved(x, convolution):
     tokens = torch.cat([x[name][0].flatten(1) for name in "qkv"], 1).cpu()  # [T, D]
     weight, before = convolution.weight.double().cpu(), convolution.pool.cpu()
     bias = 0 if convolution.bias is None else convolution.bias.double().cpu()
-    (D, W), (slots, *_) = weight.shape, before.shape
+    (D, W), slots = weight.shape, len(before)
+    L = W - 1 if convolution.rolling else before.shape[2]
     y, after = torch.zeros(len(tokens), D, dtype=torch.float64), before.clone()
     read, write, has, checkpoints = (
         None if x.get(name) is None else x[name].tolist()
@@ -69,15 +72,15 @@ def convolved(x, convolution):
         stored = has is None or has[n]
         if (stored and not 0 <= read[n] < slots) or (write is not None and not 0 <= write[n] < slots):
             continue
-        window = before[read[n]].clone() if stored else torch.zeros_like(before[0])
+        window = before[read[n], :, :L].clone() if stored else torch.zeros_like(before[0, :, :L])
         for t in range(start, stop):
             seen = torch.cat([window, tokens[t, :, None].to(window.dtype)], 1)  # [D, L + 1]
             y[t], window = (seen[:, -W:].double() * weight).sum(1) + bias, seen[:, 1:]
             m, behind = divmod(t + 1 - start, x.get("checkpoint_every") or stop)
             if checkpoints and behind == 0 and m <= len(checkpoints[n]) and 0 <= checkpoints[n][m - 1] < slots:
-                after[checkpoints[n][m - 1]] = window
+                after[checkpoints[n][m - 1], :, :L] = window
         if write is not None:
-            after[write[n]] = window
+            after[write[n], :, :L] = window
     heads = [x[name].shape[1:] for name in "qkv"]
     q, k, v = F.silu(y).split([shape[1] * shape[2] for shape in heads], 1)
     return *(part.reshape(1, *shape) for part, shape in zip((q, k, v), heads, strict=True)), after

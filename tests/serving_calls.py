@@ -77,7 +77,7 @@ def truth_of_inputs(pool, kind, x, convolve):
     """What the recurrence takes, and the windows after the call, if there are some."""
     if not pool.around:
         return activated(kind, x), None
-    q, k, v, windows = convolve(without_null(x), pool.convolution[:3])
+    q, k, v, windows = convolve(without_null(x), pool.convolution)
     return activated(kind, x | {"q": q, "k": k, "v": v}), windows.float()
 
 

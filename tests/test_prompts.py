@@ -62,6 +62,21 @@ def test_taps_and_windows(W, L, backend):
 
 
 @backends
+@pytest.mark.parametrize(
+    ("dtype", "windows", "rolling"),
+    [(torch.float32, torch.bfloat16, False), (torch.bfloat16, torch.float32, True), (torch.float32, None, True)],
+)
+def test_windows_that_roll_and_pools_of_another_dtype(dtype, windows, rolling, backend):
+    """Inputs are rounded as the pool is; where windows roll, what lies behind the first W - 1 inputs stays."""
+    L = 7 if rolling else 3
+    sizes = {"dtype": dtype, "windows": windows, "rolling": rolling, "L": L, "slots": 12}
+    x = make_prompts("gdn-raw", (66, 2, 0), device=DEVICES[backend], **sizes, **TINY)
+    x |= {"checkpoint_indices": slots([[10], [11], [9]], x), "checkpoint_every": 64}
+    x["write_indices"][1] = x["read_indices"][1]
+    check_prompts("gdn-raw", x, backend)
+
+
+@backends
 @pytest.mark.parametrize("without", ["convolution", "output_norm"])
 def test_one_without_the_other(without, backend):
     x = make_prompts("gdn-raw", (66, 2), behind=1, device=DEVICES[backend], **TINY) | {without: None}

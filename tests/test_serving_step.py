@@ -53,7 +53,7 @@ def step_truth(kind, x, conv):
 def convolved_rows(x, conv):
     """q, k and v of every token after the convolution and its SiLU, and the pool of windows, in float64."""
     x = without_null(x)
-    pool, weight, bias = (None if t is None else t.double().cpu() for t in conv)
+    pool, weight, bias = (None if t is None else t.double().cpu() for t in conv[:3])
     q, k, v = (x[name].double().cpu() for name in ("q", "k", "v"))
     (B, T, H, K), (HV, V), L = q.shape, v.shape[2:], pool.shape[2]
     inputs = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], 2)  # [B, T, D]

@@ -41,7 +41,8 @@ class Convolution(NamedTuple):
     of accepted tokens, or 1 in calls without counts. The call continues from the W - 1 inputs from input a - 1 on. If
     it writes states, it leaves the W - 2 inputs from input a on and after them those of its T tokens, up to the first
     token that is padding. What is behind them stays. So with T = 1 the first W - 1 inputs are shifted by one. A call
-    with ``parent_idx`` is refused.
+    with ``parent_idx`` is refused. A prefill reads the first W - 1 inputs of a slot, and leaves its last
+    ones as the first of the slot that it writes.
 
     Example:
         >>> import torch
@@ -165,7 +166,8 @@ def _check_rolling(p: Problem, s: Slots, W: int, L: int) -> None:
     if not 2 <= W <= MOST_TAPS:
         refuse(p.op, "convolution.weight", f"2 to {MOST_TAPS} taps (axis 1) with rolling=True", W)
     columns = 1 if s.num_accepted_tokens is None else s.read_indices.shape[1]
-    least = W - 2 + max(p.most_tokens or p.T, columns)
+    tokens = (p.most_tokens or p.T) if p.recurrent else 1  # of a prompt the last W - 1 inputs stay
+    least = W - 2 + max(tokens, columns)
     if least > L:
         refuse(p.op, "convolution.pool", f"at least {least} inputs (axis 2) with rolling=True", L)
     if s.parent_idx is not None:

@@ -64,9 +64,8 @@ def prefill_gated_delta_rule(
     that continues from it has other chunks than the one that wrote it, and rounds differently. Checkpoints of either
     kind change no output, except that a GPU does not walk a prompt in segments then.
 
-    With ``convolution`` and ``output_norm`` the call is all that a layer does with a prompt between its projections.
-    Where a state is read or written, the window of the convolution is, too: the last inputs of q, k and v up to the
-    same token. A sequence that starts from zeros has a window of zeros. A checkpoint has a window in the same slot.
+    With ``convolution`` and ``output_norm`` the call is all that a layer does between its projections. Where a state is
+    read or written, its window of the convolution is, too; without a state it is zeros. A checkpoint has one as well.
 
     No index is trusted. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA graph
     and replayed with others. An index below 0 or from ``slots`` on is padding. A sequence that lacks a slot to read
@@ -161,6 +160,7 @@ def prefill_gated_delta_rule(
         "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts,
         "batch_invariant": batch_invariant,
+        "rolling": convolution is not None and convolution.rolling,
         "eps": eps,
         "activation": activation,
         "null_slot": null_slot,
@@ -259,6 +259,7 @@ def prefill_kda(
         "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts,
         "batch_invariant": batch_invariant,
+        "rolling": convolution is not None and convolution.rolling,
         "eps": eps,
         "activation": activation,
         "null_slot": null_slot,

@@ -64,12 +64,12 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
 
 
 @triton.jit
-def load_group(x, stride, t, stop, d, inside, G: tl.constexpr):
-    """Tokens t to t + G - 1, in float32; 0 from ``stop`` on."""
+def load_group(x, stride, t, stop, d, inside, G: tl.constexpr, rounded: tl.constexpr = tl.float32):
+    """Tokens t to t + G - 1, ``rounded`` to a dtype, in float32; 0 from ``stop`` on."""
     group, at = [], x + t.to(tl.int64) * stride + d
     for j in tl.static_range(G):
         group += [tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0)]
-    return [numbers.to(tl.float32) for numbers in group]
+    return [numbers.to(rounded).to(tl.float32) for numbers in group]
 
 
 @triton.jit(do_not_specialize=["N", "T"])

@@ -9,8 +9,11 @@ windows, each BD channels of one: of a sequence's last inputs, or of those befor
 because a sequence may write the slot that it reads. One that is shorter than its window keeps inputs of the old one;
 that is why a program loads all that it writes before it stores anything.
 
-A window is the first INPUTS inputs of a slot, the oldest first. Tokens of padding become zeros, and of tokens that no
-sequence has nothing reads q, k and v. The o of both is 0, and it stays 0 whatever their gate is.
+A window is the first INPUTS inputs of a slot, the oldest first; where it rolls, a slot has room for a draft behind it.
+Inputs are rounded to the dtype of the windows' pool before anything is computed with them.
+
+Tokens of padding become zeros, and of tokens that no sequence has nothing reads q, k and v. The o of both is 0, and it
+stays 0 whatever their gate is.
 """
 
 from functools import partial
@@ -85,10 +88,10 @@ def find_channels(
 
 @triton.jit
 def load_before(at, stride, windows, strides, slot, stored, t, start, channel, mask, INPUTS: tl.constexpr):
-    """The input of token t, in float32; before the sequence's first token that of the window, or 0."""
-    value = tl.load(at + t.to(tl.int64) * stride, mask=mask & (t >= start), other=0.0).to(tl.float32)
-    before = mask & stored & (t < start)
-    return value + load_state(windows, strides, slot, channel, INPUTS + t - start, before)
+    """The input of token t as a window holds it; before the sequence's first token that of its own one, or 0."""
+    new = tl.load(at + t.to(tl.int64) * stride, mask=mask & (t >= start), other=0.0).to(windows.dtype.element_ty)
+    old = load_state(windows, strides, slot, channel, INPUTS + t - start, mask & stored & (t < start))
+    return new.to(tl.float32) + old
 
 
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]  # see decode.py
@@ -118,13 +121,13 @@ def convolve_prompts(
     taps, base = load_taps(weight, channel, known, W), None
     if bias is not None:
         base = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
-    window = []
+    window, ty = [], windows.dtype.element_ty
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
         window += [load_before(at, stride, windows, window_strides, slot, stored, t, start, channel, known, INPUTS)]
     for i in range(0, tl.minimum(BT, stop - token), G):
         t = token + i
-        window, line = window + load_group(at, stride, t, stop, 0, known, G), to + t.to(tl.int64) * width
+        window, line = window + load_group(at, stride, t, stop, 0, known, G, ty), to + t.to(tl.int64) * width
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
             z *= sigmoid(z)
@@ -250,9 +253,8 @@ def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
             *(tokens(t) for t in x[:3]), around.conv_pool.stride(),
             W=p.taps, INPUTS=p.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
         )  # fmt: skip
-    return c._replace(
-        p=p._replace(taps=0, window=0, eps=None, activation=None), x=with_convolved(c.x, convolved), more=tuple(s)
-    )
+    bare = p._replace(taps=0, window=0, rolling=False, eps=None, activation=None)
+    return c._replace(p=bare, x=with_convolved(x, convolved), more=tuple(s))
 
 
 def run_after(c: Call, o: Tensor) -> None:
@@ -266,7 +268,7 @@ def run_after(c: Call, o: Tensor) -> None:
     written = p.N * (columns + (s.write_indices is not None)) * blocks if p.taps else 0
     inputs = x[:3] if p.taps else (None,) * 3
     indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices)
-    pointers = (o, *around[3:], *inputs, x.cu_seqlens, around.conv_pool, *indices)
+    pointers = (o, around.norm_gate, around.norm_weight, *inputs, x.cu_seqlens, around.conv_pool, *indices)
     launch_rule(
         c, finish_prompts, pointers, (normed + written, 1, 1), t,
         p.N, p.T, len(s.state_pool), p.null_slot, columns, p.checkpoint_every, *(table(t)[0] for t in indices[:3]),
