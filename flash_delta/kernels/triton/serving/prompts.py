@@ -121,7 +121,8 @@ def convolve_prompts(
     taps, base = load_taps(weight, channel, known, W), None
     if bias is not None:
         base = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
-    window, ty = [], windows.dtype.element_ty
+    ty: tl.constexpr = windows.dtype.element_ty
+    window = []
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
         window += [load_before(at, stride, windows, window_strides, slot, stored, t, start, channel, known, INPUTS)]
