@@ -64,21 +64,27 @@ def convolved(x, convolution):
     (D, W), slots = weight.shape, len(before)
     L = W - 1 if convolution.rolling else before.shape[2]
     y, after = torch.zeros(len(tokens), D, dtype=torch.float64), before.clone()
-    read, write, has, checkpoints = (
+    read, write, has, checkpoints, offsets = (
         None if x.get(name) is None else x[name].tolist()
-        for name in ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices")
+        for name in ("read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets")
     )
     for n, (start, stop) in enumerate(pairwise(x["cu_seqlens"].tolist())):
         stored = has is None or has[n]
         if (stored and not 0 <= read[n] < slots) or (write is not None and not 0 <= write[n] < slots):
             continue
         window = before[read[n], :, :L].clone() if stored else torch.zeros_like(before[0, :, :L])
+        goals = {}  # tokens so far: slot
+        if offsets is not None:
+            goals = {offsets[n]: checkpoints[n]}
+        elif checkpoints is not None:
+            goals = {(m + 1) * x["checkpoint_every"]: slot for m, slot in enumerate(checkpoints[n])}
+        if 0 <= goals.get(0, -1) < slots:
+            after[goals[0], :, :L] = window
         for t in range(start, stop):
             seen = torch.cat([window, tokens[t, :, None].to(window.dtype)], 1)  # [D, L + 1]
             y[t], window = (seen[:, -W:].double() * weight).sum(1) + bias, seen[:, 1:]
-            m, behind = divmod(t + 1 - start, x.get("checkpoint_every") or stop)
-            if checkpoints and behind == 0 and m <= len(checkpoints[n]) and 0 <= checkpoints[n][m - 1] < slots:
-                after[checkpoints[n][m - 1], :, :L] = window
+            if 0 <= goals.get(t + 1 - start, -1) < slots:
+                after[goals[t + 1 - start], :, :L] = window
         if write is not None:
             after[write[n], :, :L] = window
     heads = [x[name].shape[1:] for name in "qkv"]

@@ -102,6 +102,18 @@ def test_windows_at_checkpoints(batch_invariant, backend):
 
 
 @backends
+@pytest.mark.parametrize("write", [True, False])
+def test_windows_at_offsets(write, backend):
+    """After any number of tokens, none and all of them too; also in the slot that the sequence reads."""
+    lengths = (70, 66, 2, 3, 0, 1, 20)
+    x = make_prompts("gdn-raw", lengths, slots=24, device=DEVICES[backend], **TINY) | {"checkpoint_every": None}
+    x["checkpoint_indices"] = slots([14, 1, 2, 17, 18, 19, -1], x)
+    x["checkpoint_offsets"] = slots([65, 64, 1, 3, 0, -1, 5], x)
+    x["write_indices"] = x["write_indices"] if write else None
+    check_prompts("gdn-raw", x, backend)
+
+
+@backends
 def test_checkpoints_alone_are_written(backend):
     x = make_prompts("gdn-raw", (66, 3), slots=6, device=DEVICES[backend], **TINY)
     x |= {"checkpoint_indices": slots([[5], [2]], x), "checkpoint_every": 64, "write_indices": None}

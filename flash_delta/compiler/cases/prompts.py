@@ -18,15 +18,17 @@ PROMPTS = {
 }
 
 
-def call_prompts(case: RuleCase) -> None:
-    """What comes before the rule and after it, with checkpoints."""
+def call_prompts(case: RuleCase, offsets: bool = False) -> None:
+    """What comes before the rule and after it, with checkpoints at strides or at ``offsets``."""
     (p, x), new = problem_of(case), partial(torch.empty, device="meta")
     index, has = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool)
-    s = Slots(new(9, *p.state_shape[1:]), index, index, None, None, has, new(p.N, 2, dtype=torch.int32))
+    checkpoints = (index, index) if offsets else (new(p.N, 2, dtype=torch.int32), None)
+    s = Slots(new(9, *p.state_shape[1:]), index, index, None, None, has, *checkpoints)
     D = 2 * p.H * p.K + p.HV * p.V
     weight, bias = new(D, 4, dtype=p.dtype), new(D, dtype=p.dtype)
     around = Around(new(9, D, 4, dtype=p.dtype), weight, bias, x.v, new(p.V))
-    p = p._replace(pool=torch.float32, checkpoint_every=64, taps=4, window=4, eps=1e-6, activation="silu")
+    p = p._replace(pool=torch.float32, checkpoint_every=64, checkpoint_offsets=offsets)
+    p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
     c = make_call(p, x._replace(initial_state=None), ("launches",), *s, *around)._replace(direct=False)
     run_before(c, new_convolved(p))
     run_after(c, new(1, p.T, p.HV, p.V, dtype=p.dtype))
@@ -35,3 +37,4 @@ def call_prompts(case: RuleCase) -> None:
 def launches(target: str) -> Iterator[Launch]:
     for name, case in PROMPTS.items():
         yield Launch(name, partial(call_prompts, case))
+    yield Launch("prompts-gdn-128-offsets", partial(call_prompts, RuleCase(), offsets=True))

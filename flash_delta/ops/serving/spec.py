@@ -38,8 +38,7 @@ class DecodeCalls(NamedTuple):
         write_indices: whether calls give them; [B] and [B, T] make no difference here. Default True.
         num_accepted_tokens: whether calls give it. Default False.
         parent_idx: whether calls give it. Default False.
-        convolution: whether calls give one. Default False.
-        output_norm: whether calls give one. Default False.
+        convolution, output_norm: whether calls give one. Default False.
         write_pool: whether calls give one. Default False.
         cu_seqlens: whether calls give them. Default False.
 
@@ -68,8 +67,7 @@ class PrefillCalls(NamedTuple):
         checkpoint_indices: whether calls give them, with ``checkpoint_every``. Default False.
         batch_invariant: whether calls set it to True. Default False.
         checkpoint_offsets: whether calls give them, with ``checkpoint_indices`` beside them. Default False.
-        convolution: whether calls give one. Default False.
-        output_norm: whether calls give one. Default False.
+        convolution, output_norm: whether calls give one. Default False.
 
     Example:
         >>> from flash_delta.ops.serving import PrefillCalls

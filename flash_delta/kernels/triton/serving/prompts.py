@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import bounds, find_slot
-from flash_delta.kernels.runtime.arguments import launch_rule, table, tokens
+from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.triton.around.convolution import (
@@ -40,7 +40,7 @@ from flash_delta.kernels.triton.around.convolution import (
     strides,
 )
 from flash_delta.kernels.triton.around.norm import ROWS, activate, reciprocal_rms, row_tile
-from flash_delta.kernels.triton.forward.scan import load_slots
+from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
 from flash_delta.kernels.triton.serving.decode import load_slot, opened
 from flash_delta.problem import Inputs, Problem
 
@@ -97,6 +97,7 @@ def load_before(at, stride, windows, strides, slot, stored, t, start, channel, m
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]  # see decode.py
 MORE_NUMBERS = [*NUMBERS, "columns", "interval", "checkpoint_row", "checkpoint_column", "eps"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]
+MORE_INDICES = [*INDICES, "checkpoint_indices", "checkpoint_offsets"]
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
@@ -156,8 +157,8 @@ def normalize_rows(
 
 @triton.jit
 def find_window(
-    n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, N, T, slots, columns,
-    interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column,
+    n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T,
+    slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column,
 ):  # fmt: skip
     """Window m of sequence n: of checkpoint m, or after the last of these the sequence's last one. Returns the
     sequence's first token, the one after the window, the slot that the sequence reads and whether it does, and the slot
@@ -167,24 +168,51 @@ def find_window(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
     )
     end, live = stop, well & (m >= columns)
+    if write_indices is None:
+        live = m < 0
     if checkpoint_indices is not None:
-        length = (m + 1).to(tl.int64) * interval
-        reached = (m < columns) & (length <= stop - start)
-        slot, kept = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, well & reached)
+        if checkpoint_offsets is None:
+            length = (m + 1).to(tl.int64) * interval
+            reached, column = (m < columns) & (length <= stop - start), checkpoint_column
+        else:
+            length, reached = find_offset(checkpoint_offsets, n, checkpoint_column, stop - start)
+            reached, column = reached & (m < columns), 0
+        slot, kept = load_slot(checkpoint_indices, n, m, (checkpoint_row, column), slots, well & reached)
         end = tl.where(reached, start + tl.where(reached, length, 0).to(tl.int32), stop)
         write, live = tl.where(m < columns, slot, write), live | kept
     return start, end, read, stored, write, live
 
 
-@triton.jit(do_not_specialize=MORE_NUMBERS, do_not_specialize_on_alignment=[*INDICES, "checkpoint_indices"])
+@triton.jit
+def load_window(at, stride, before, step, start, end, inside, stored, INPUTS: tl.constexpr):
+    """The last inputs before token ``end``; those before ``start`` are of the window ``before`` it, or 0."""
+    ty: tl.constexpr = before.dtype.element_ty
+    window = []
+    for i in tl.static_range(INPUTS):
+        t = end - INPUTS + i
+        new = tl.load(at + t.to(tl.int64) * stride, mask=inside & (t >= start), other=0.0).to(ty)
+        old = tl.load(before + (INPUTS + t - start) * step, mask=inside & stored & (t < start), other=0.0)
+        window += [tl.where(t >= start, new, old)]
+    return window
+
+
+@triton.jit
+def store_window(window, to, step, mask, INPUTS: tl.constexpr):
+    for i in tl.static_range(INPUTS):
+        tl.store(to + i * step, window[i], mask=mask)
+
+
+@triton.jit(do_not_specialize=MORE_NUMBERS, do_not_specialize_on_alignment=MORE_INDICES)
 def finish_prompts(
     o, gate, norm_weight, inputs_q, inputs_k, inputs_v, cu_seqlens, conv_pool, read_indices, write_indices,
-    has_initial_state, checkpoint_indices, N, T, slots, null_slot, columns, interval, read_row, write_row, has_row,
-    checkpoint_row, checkpoint_column, eps, gate_strides, q_strides, k_strides, v_strides, window_strides,
+    has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, slots, null_slot, columns, interval, read_row,
+    write_row, has_row, checkpoint_row, checkpoint_column, eps, gate_strides, q_strides, k_strides, v_strides,
+    window_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """First the programs of the norm, if there is one. ``columns``: of the checkpoints' table."""
+    """First the programs of the norm, if there is one. ``columns``: of the checkpoints' table; 1 with offsets, where a
+    program writes a sequence's checkpoint and its last window: the checkpoint may lie in the slot that it reads."""
     program = tl.program_id(0)
     if gate is not None:
         normed = tl.cdiv(T * HV, ROWS)
@@ -194,32 +222,34 @@ def finish_prompts(
         program -= normed
     if conv_pool is not None:
         count = columns
-        if write_indices is not None:
+        if checkpoint_offsets is None and write_indices is not None:
             count += 1
-        item, block = program // BLOCKS, program % BLOCKS
+        n, m, block = program // BLOCKS // count, program // BLOCKS % count, program % BLOCKS
         start, end, read, stored, write, live = find_window(
-            item // count, item % count, cu_seqlens, read_indices, write_indices, has_initial_state,
-            checkpoint_indices, N, T, (slots, null_slot), columns, interval, read_row, write_row, has_row,
-            checkpoint_row, checkpoint_column,
+            n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets,
+            N, T, (slots, null_slot), columns, interval, read_row, write_row, has_row, checkpoint_row,
+            checkpoint_column,
         )  # fmt: skip
-        if live == 0:
-            return
         _, d, width, channels, at, stride = find_channels(
             block, inputs_q, inputs_k, inputs_v, q_strides, k_strides, v_strides, H, HV, K, V, BD
         )
-        inside = d < width
-        ty: tl.constexpr = conv_pool.dtype.element_ty
+        inside, step = d < width, window_strides[2]
+        if checkpoint_offsets is None:
+            inside = inside & live
         pool = conv_pool + (channels + d).to(tl.int64) * window_strides[1]
-        before, to = pool + read.to(tl.int64) * window_strides[0], pool + write.to(tl.int64) * window_strides[0]
-        window = []
-        for i in tl.static_range(INPUTS):
-            t = end - INPUTS + i
-            new = tl.load(at + t.to(tl.int64) * stride, mask=inside & (t >= start), other=0.0).to(ty)
-            old = before + (INPUTS + t - start) * window_strides[2]
-            window += [tl.where(t >= start, new, tl.load(old, mask=inside & stored & (t < start), other=0.0))]
+        before = pool + read.to(tl.int64) * window_strides[0]
+        window = load_window(at, stride, before, step, start, end, inside, stored, INPUTS)
+        if checkpoint_offsets is not None:
+            _, stop, _, _, last, well = find_window(
+                n, m + 1, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices,
+                checkpoint_offsets, N, T, (slots, null_slot), columns, interval, read_row, write_row, has_row,
+                checkpoint_row, checkpoint_column,
+            )  # fmt: skip
+            latest = load_window(at, stride, before, step, start, stop, inside, stored, INPUTS)
+            tl.debug_barrier()
+            store_window(latest, pool + last.to(tl.int64) * window_strides[0], step, inside & well, INPUTS)
         tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
-        for i in tl.static_range(INPUTS):
-            tl.store(to + i * window_strides[2], window[i], mask=inside)
+        store_window(window, pool + write.to(tl.int64) * window_strides[0], step, inside & live, INPUTS)
 
 
 def new_convolved(p: Problem) -> tuple[Tensor, ...]:
@@ -265,15 +295,16 @@ def run_after(c: Call, o: Tensor) -> None:
         return
     (BV, rows, t), (w, blocks) = row_tile(p.V, ROWS), cut_of(c)
     normed = 0 if p.eps is None else -(-p.T * p.HV // rows)
-    columns = 0 if s.checkpoint_indices is None else s.checkpoint_indices.shape[1]
-    written = p.N * (columns + (s.write_indices is not None)) * blocks if p.taps else 0
+    columns = count_checkpoints(s)
+    windows = columns + (s.write_indices is not None and not p.checkpoint_offsets)
+    written = p.N * windows * blocks if p.taps else 0
     inputs = x[:3] if p.taps else (None,) * 3
-    indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices)
+    indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices, s.checkpoint_offsets)
     pointers = (o, around.norm_gate, around.norm_weight, *inputs, x.cu_seqlens, around.conv_pool, *indices)
     launch_rule(
         c, finish_prompts, pointers, (normed + written, 1, 1), t,
         p.N, p.T, len(s.state_pool), p.null_slot, columns, p.checkpoint_every, *(table(t)[0] for t in indices[:3]),
-        *table(indices[3]), p.eps or 0.0, *(tokens(t) for t in (around.norm_gate, *inputs)),
+        *checkpoint_table(*indices[3:]), p.eps or 0.0, *(tokens(t) for t in (around.norm_gate, *inputs)),
         strides(around.conv_pool), BV=BV, ROWS=rows,
         ACTIVATION=p.activation, INPUTS=p.window, BLOCKS=blocks, BD=w.BD,
     )  # fmt: skip
