@@ -9,7 +9,7 @@ windows, each BD channels of one: of a sequence's last inputs, or of those befor
 because a sequence may write the slot that it reads. One that is shorter than its window keeps inputs of the old one;
 that is why a program loads all that it writes before it stores anything.
 
-A window is the first INPUTS inputs of a slot, the oldest first; where it rolls, a slot has room for a draft behind it.
+A window is the first INPUTS inputs of a slot, the oldest first; where it rolls, a slot has room for a draft after it.
 Inputs are rounded to the dtype of the windows' pool before anything is computed with them.
 
 Tokens of padding become zeros, and of tokens that no sequence has nothing reads q, k and v. The o of both is 0, and it
