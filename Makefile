@@ -44,7 +44,7 @@ triton: .venv/installed $(OLDEST_AND_NEWEST)
 ENGINES := .venv/engines/bin
 
 engines: .venv/engines/installed
-	$(ENGINES)/pytest -n 1 -s tests/engines
+	$(ENGINES)/pytest -n 0 -s tests/engines
 
 .venv/engines/installed: pyproject.toml tests/engines/needs.py
 	$(PYTHON) -m venv .venv/engines
