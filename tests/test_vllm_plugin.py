@@ -220,6 +220,14 @@ def test_what_the_ops_do_not_take_runs_on_vllms_own_code(batch, caplog):
     assert warning.endswith("got torch.int64")
 
 
+def test_a_layer_with_more_caches_runs_on_vllms_own_code(batch):
+    layer, out = qwen(), torch.zeros(3, HV, V)
+    layer.kv_cache = *layer.kv_cache, torch.zeros(BLOCKS)
+    batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=index(4, 2, 0))
+    layer._forward_core(torch.randn(3, D), torch.randn(3, HV), torch.randn(3, HV), out)
+    assert (out == 7).all()
+
+
 @pytest.mark.parametrize("wish", [None, "0"])
 def test_off_unless_it_is_asked_for(batch, monkeypatch, wish):
     monkeypatch.delenv(plugin.VARIABLE) if wish is None else monkeypatch.setenv(plugin.VARIABLE, wish)

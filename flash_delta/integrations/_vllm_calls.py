@@ -79,6 +79,16 @@ def _call(kind: str, layer: Layer, x: Tokens, more: dict[str, Any]) -> tuple[Cal
     return getattr(flash_delta, f"{kind}_{layer.rule}"), arguments
 
 
+def is_declined(module: Any) -> bool:
+    return "_flash_delta_off" in module.__dict__
+
+
+def decline(module: Any, reason: str) -> None:
+    """From now on vLLM's own code runs a layer."""
+    logger.warning("%s: vLLM's own code runs this layer: %s", VARIABLE, reason)
+    module._flash_delta_off = True
+
+
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
     """Runs what lies between the projections of ``module``; False if the ops do not take it, and nothing has run."""
     calls = calls_of(layer, x.each(lambda t: t[: m.num_actual_tokens]), m)
@@ -88,8 +98,7 @@ def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
         if form not in seen:
             reason = _refusal(op, arguments)
             if reason is not None:
-                logger.warning("%s: vLLM's own code runs this layer: %s", VARIABLE, reason)
-                module._flash_delta_off = True
+                decline(module, reason)
                 return False
             seen.add(form)
     for op, arguments in calls:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 import flash_delta
-from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, logger, run
+from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run
 from flash_delta.ops.serving import Convolution
 
 TESTED = ("0.32",)
@@ -58,45 +58,50 @@ def _of_qwen(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor 
     return Tokens(q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), a, b, gate, out)
 
 
-def _qwen(theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *, gate: Tensor | None, out: Tensor):
-    if "_flash_delta_off" not in module.__dict__:
-        m = metadata_of(module)
-        if m is None:  # vLLM profiles, for which there are no states
-            return
-        packed = getattr(module.conv1d, "_cpu_unpacked_conv_weight", None)  # on some CPUs vLLM packs it in place
-        weight = module.conv1d.weight.flatten(1) if packed is None else packed
-        layer = Layer("gated_delta_rule", _common(module, weight), module.norm)
-        if run(module, layer, _of_qwen(module, mixed_qkv, b, a, gate, out), m):
-            return
-    theirs()
+def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[], tuple[Layer, Tokens]]) -> None:
+    """Runs what lies between the projections of ``module``, or lets vLLM's own code do it."""
+    if is_declined(module):
+        return theirs()
+    m = metadata_of(module)
+    if m is None:  # vLLM profiles, for which there are no states
+        return None
+    if len(module.kv_cache) != 2:
+        decline(module, f"it keeps {len(module.kv_cache)} caches, not windows and states alone")
+    elif run(module, *layer_of(), m):
+        return None
+    return theirs()
+
+
+def _qwen(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor) -> tuple:
+    packed = getattr(module.conv1d, "_cpu_unpacked_conv_weight", None)  # on some CPUs vLLM packs it in place
+    weight = module.conv1d.weight.flatten(1) if packed is None else packed
+    layer = Layer("gated_delta_rule", _common(module, weight), module.norm)
+    return layer, _of_qwen(module, mixed_qkv, b, a, gate, out)
 
 
 def qwen_core(theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
     again = partial(theirs, module, mixed_qkv, b, a, core_attn_out)
-    _qwen(again, module, mixed_qkv, b, a, gate=None, out=core_attn_out)
+    _serve(again, module, partial(_qwen, module, mixed_qkv, b, a, None, core_attn_out))
 
 
 def qwen_core_with_norm(
     theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, output_gate: Tensor, core_attn_out: Tensor
 ) -> None:
     again = partial(theirs, module, mixed_qkv, b, a, output_gate, core_attn_out)
-    _qwen(again, module, mixed_qkv, b, a, gate=output_gate, out=core_attn_out)
+    _serve(again, module, partial(_qwen, module, mixed_qkv, b, a, output_gate, core_attn_out))
 
 
 def kimi_core(
     theirs: Callable, module: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
 ) -> None:
-    if "_flash_delta_off" not in module.__dict__:
-        m = metadata_of(module)
-        if m is None:
-            return
+    def layer_of() -> tuple[Layer, Tokens]:
         heads = (module.local_num_heads, module.head_dim)
         q, k, v = (t.unflatten(-1, heads) for t in mixed_qkv.split(module.local_projection_size, -1))
         options = _common(module, module.conv1d.weight.flatten(1), lower_bound=module.gate_lower_bound)
-        layer = Layer("kda", options, module.o_norm)
-        if run(module, layer, Tokens(q, k, v, g1[0], beta[0], g2, core_attn_out[0]), m):
-            return
-    theirs(module, mixed_qkv, g1, g2, beta, core_attn_out)
+        tokens = Tokens(q, k, v, g1[0], beta[0], g2, core_attn_out[0])
+        return Layer("kda", options, module.o_norm), tokens
+
+    _serve(partial(theirs, module, mixed_qkv, g1, g2, beta, core_attn_out), module, layer_of)
 
 
 METHODS = {  # by class: our function for each of vLLM's methods
