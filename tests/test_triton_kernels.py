@@ -165,6 +165,18 @@ def test_what_it_cannot_do_it_says(op, changes, reason):
         getattr(flash_delta, op)(**x, backend="triton")
 
 
+def test_more_sequences_than_a_grid_has_room_for():
+    """Prefill on a pool looks for its prompts, and decoding has another grid."""
+    p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
+    many = p._replace(N=65_535)
+    said = "it walks up to 65,534 sequences side by side, there are 65,535"
+    assert backend.unsupported(many._replace(N=65_534)) is None
+    assert backend.unsupported(many) == said
+    assert backend.unsupported(many._replace(pool=torch.float32, batch_invariant=True)) == said
+    assert backend.unsupported(many._replace(pool=torch.float32)) is None
+    assert backend.unsupported(many._replace(recurrent=True, needs_grad=False)) is None
+
+
 def test_float32_heads_that_fit_no_tile_are_known():
     assert [widest_float32(Chip(target, 1)) for target in ("sm_90", "gfx942", "sm_80", "sm_100")] == [128, 128, 64, 64]
 

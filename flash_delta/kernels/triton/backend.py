@@ -59,6 +59,7 @@ from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_ke
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
+MOST_SEQUENCES = 65_534  # the last axis of a grid, which also has a program for what lies after them
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
@@ -83,6 +84,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it returns the states of chunks of {C} tokens, chunk_size is {problem.chunk_size}"
     if problem.keep_states and problem.lengths is None:
         return f"it counts chunks on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
+    if problem.N > MOST_SEQUENCES and (problem.pool is None or problem.batch_invariant):
+        return f"it walks up to {MOST_SEQUENCES:,} sequences side by side, there are {problem.N:,}"
     by_chip = problem.dtype == torch.float32 or problem.erase == "undecayed"
     widest = widest_key(problem, chip_of(problem.device)) if by_chip else WIDEST_KEY
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):
