@@ -12,9 +12,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there, and cannot be pretended"),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
 ]
@@ -30,7 +32,6 @@ def counts(place):
     """Of each function of ours, in a step of a kind that came before: how often it calls Python and torch."""
     sys.path.append(EXAMPLES)
     import decoding_step
-    import torch
     from pretended_gpu import pretended_gpu
 
     from flash_delta.integrations.transformers import enable

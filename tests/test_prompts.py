@@ -279,12 +279,13 @@ def test_launches(monkeypatch):
     names, run = [], launch.launch
 
     def noted(c, kernel, *rest):
-        names.append(kernel.__name__)
+        if c.compiling is None:  # on a GPU a first call compiles before it launches
+            names.append(kernel.__name__)
         return run(c, kernel, *rest)
 
     for module in ("flash_delta.kernels.runtime.launch", "flash_delta.kernels.runtime.arguments"):
         monkeypatch.setattr(f"{module}.launch", noted)
-    x = make_prompts("gdn-raw", (20, 3), device=DEVICES["triton"], **TINY)
+    x = make_prompts("gdn-raw", (21, 2), device=DEVICES["triton"], **TINY)  # of no other test: a known call is repeated
     found = []
     for without in ((), ("output_norm",), ("convolution",), ("convolution", "output_norm")):
         names.clear()
