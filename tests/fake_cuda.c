@@ -15,7 +15,8 @@ typedef struct {
 unsigned char written[1 << 16];
 size_t used;
 int failing;  // status of the next launch
-void *context;
+void *context;                  // the last that was made current
+static _Thread_local void *current;
 
 static void put(const void *from, size_t bytes) {
   if (bytes <= sizeof written - used) memcpy(written + used, from, bytes);
@@ -41,6 +42,7 @@ int cuLaunchKernelEx(const Config *config, void *function, void **parameters, vo
 int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address, const uint64_t *shape,
                            const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
                            int swizzle, int promotion, int fill) {
+  if (!current) return 201;  // CUDA_ERROR_INVALID_CONTEXT
   uint64_t rest = 5381;
   memset(map, 0, 128);
   for (unsigned i = 0; i < rank; i++) {
@@ -66,16 +68,16 @@ int cuPointerGetAttribute(void **value, int attribute, void *address) {
   *value = address;
   return 0;
 }
-int cuCtxGetCurrent(void **current) {
-  *current = (void *)8;
+int cuCtxGetCurrent(void **found) {
+  *found = current;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void **primary, int device) {
   *primary = (void *)(size_t)(16 + device);
   return 0;
 }
-int cuCtxSetCurrent(void *current) {
-  context = current;
+int cuCtxSetCurrent(void *chosen) {
+  current = context = chosen;
   return 0;
 }
 int cuDriverGetVersion(int *version) {

@@ -74,6 +74,7 @@ def fake(tmp_path_factory):
         m.setattr(cuda_driver, "load", lambda compiled: compiled.function)
         m.setattr(fastcall, "_loaded", None)  # and in the end as before
         m.setattr(fastcall, "key", fastcall.look)
+        loaded.cuCtxSetCurrent(ctypes.c_void_p(8))
         yield loaded
     for cached in (nvidia.libcuda_dirs, nvidia.library_dirs, cuda_driver.library):
         cached.cache_clear()

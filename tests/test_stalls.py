@@ -110,3 +110,21 @@ def test_a_backward_pass_by_hand_is_compiled_beside_its_forward_pass(process, pl
     forward, backward = process.submit(compiled_by, options, place).result()
     assert forward > 8
     assert backward == 0
+
+
+def first_of_a_thread(place):
+    """The context that a forward pass finds whose thread has not used CUDA, as autograd's may have not."""
+    from concurrent.futures import ThreadPoolExecutor
+    from ctypes import c_void_p
+
+    from new_lengths import Calls
+    from pretended_gpu import pretended_gpu
+
+    _known_calls.calls.clear()
+    with pretended_gpu(place) as driver, ThreadPoolExecutor(1) as thread:
+        thread.submit(Calls().forward(3001)).result()
+        return c_void_p.in_dll(driver, "context").value
+
+
+def test_a_thread_gets_a_context_before_tensors_are_described(process, place):
+    assert process.submit(first_of_a_thread, place).result() == 16

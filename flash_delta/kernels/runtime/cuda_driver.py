@@ -155,6 +155,14 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def ensure_context(device: torch.device) -> None:
+    """What describes a tensor or loads a kernel needs a context, and a thread that has not used CUDA yet has none."""
+    context = ctypes.c_void_p()
+    _check(library().cuCtxGetCurrent(ctypes.byref(context)), "find the thread's context")
+    if not context:
+        make_current(device)
+
+
 def make_current(device: torch.device) -> None:
     """The device's context, for this thread."""
     cuda, context = library(), ctypes.c_void_p()

@@ -23,7 +23,7 @@ from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, profiled
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import numbers
-from flash_delta.kernels.runtime.cuda_driver import Replay, make_step
+from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
@@ -66,6 +66,7 @@ def run(
         with _explained(c):
             return kernels(c)
     if c.shape.replay is None:
+        ensure_context(c.p.device)
         given, steps = _distinct((*c.x, *c.more)), []
         count = len(c.x)
         kernels(c._replace(x=c.x._make(given[:count]), more=tuple(given[count:]), steps=steps))
