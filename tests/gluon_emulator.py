@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from triton import experimental
 
-SECONDS = 60  # that a role may wait
+SECONDS = 8  # that a role may wait
 HERE = threading.local()  # program ids
 KERNELS = []  # all that were made: launchers know a kernel by its id, so none may be freed
 
@@ -199,7 +199,7 @@ class Pointer:
         at = bare(self.at)
         assert at.shape == value.t.shape
         assert ((at >= 0) & (at < self.t.numel())).all(), "a store outside of the tensor"
-        self.t.view(-1)[at] = value.t
+        self.t.view(-1)[at] = value.t.to(self.t.dtype)
 
 
 def bare(x):
@@ -219,7 +219,8 @@ def specialize(roles, warps, registers):
     def run(role, arguments):
         HERE.ids = ids
         try:
-            role(*arguments)
+            with torch.no_grad():  # which a new thread does not inherit
+                role(*arguments)
         except BaseException as error:
             errors.append(error)
 
@@ -271,12 +272,14 @@ def largest(x, axis):
 
 LANGUAGE = {
     "constexpr": lambda x: x, "allocate_shared_memory": allocate, "warp_specialize": specialize, "static_range": range,
-    "float32": torch.float32, "float16": torch.float16, "int32": torch.int32, "int64": torch.int64,
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16,
+    "int32": torch.int32, "int64": torch.int64,
     "program_id": lambda axis: Number(HERE.ids[axis]), "num_programs": lambda axis: HERE.ids[3 + axis],
     "barrier": lambda: None, "shared_memory_descriptor": Memory,
     "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
     "where": choose, "exp2": lambda x: Value(x.t.exp2()),
+    "associative_scan": lambda x, axis, add: Value(x.t.cumsum(axis)),
     "sum": total, "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.forward import loop
+from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
 from flash_delta.kernels.runtime.calls import make_call
@@ -40,14 +41,16 @@ def on_cpu(monkeypatch):
 
     def chosen(tile, processors):
         def forward(p, x):
-            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
+            o, final = torch.empty_like(x.v), torch.empty(p.state_shape)
+            rates = None if makes_rates(p) else new_rates(p)
             c = make_call(p, x, ("test",))
             c = c._replace(shape=replace(c.shape, chip=Chip("interpreter", processors)))
             saved = for_backward(p)
             solved, factors, residual = (None,) * 3
             if p.needs_grad:
                 solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
-            run_rates(c, o, rates, solved)
+            if rates is not None:
+                run_rates(c, o, rates, solved)
             loop.run_loop(c, o, final, rates, solved and solved.A, tile, r=residual)
             if residual is not None:
                 run_factor(c, solved, factors, follows=False)
@@ -72,6 +75,23 @@ def test_against_the_recurrence(on_cpu, name, width, tile):
     on_cpu(tile, 3)
     for got, want, rounded in zip(member.op(**x), wanted, reference, strict=True):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@pytest.mark.parametrize("name", ["gdn", "delta-rule"])
+@torch.no_grad()
+def test_behind_the_last_sequence_are_zeros(on_cpu, name):
+    """The role that makes the rates writes them, in every other program's tokens, too."""
+    member = MEMBERS[name]
+    x = make_inputs(small("packed", 64), member, torch.bfloat16)
+    x["cu_seqlens"] = torch.tensor([0, 70, 70, 131])
+    x["initial_state"] = x["initial_state"][:3]
+    on_cpu(SLIM, 3)
+    o, state = member.op(**x)
+    with products_in(torch.bfloat16):
+        want, last = member.op(**x, backend="torch")
+    assert not o[:, 131:].any()
+    assert relative_error(o, want) < 0.01
+    assert relative_error(state, last) < 0.01
 
 
 @pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])

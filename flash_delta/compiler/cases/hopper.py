@@ -13,6 +13,7 @@ from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_part
 from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
@@ -92,8 +93,8 @@ def call_rates(case: str) -> None:
 
 
 def call_loop(case: str, t: LoopTile) -> None:
-    c, *outputs, solved, residual = described(case)
-    run_loop(c, *outputs, solved and solved.A, t, r=residual)
+    c, o, final, rates, solved, residual = described(case)
+    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual)
 
 
 def call_pool(case: str, t: LoopTile) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.segments.memory import Maps, Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
@@ -126,9 +127,10 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
         parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        run_rates(c, o, rates, solved)
+        if w is not None or not makes_rates(p):
+            run_rates(c, o, rates, solved)
         if w is None or (every(c) and p.K != WHOLE):
-            run_loop(c, o, final, rates, A, r=residual)
+            run_loop(c, o, final, None if makes_rates(p) else rates, A, r=residual)
         if w is not None:
             run_walk(c, o, final, rates, w, residual)
         if factors is not None:

@@ -20,6 +20,7 @@ PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 # Numbers by which roles tell each other something.
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a warp group
+TOKENS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))  # [1, 64] of one warp
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 BY_WARP = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # [4, 64]: a row per warp
 # Makes the copy engine clip at the end of any sequence, not only of the tensor (`boxes.ragged`).

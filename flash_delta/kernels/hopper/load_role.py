@@ -44,7 +44,8 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
     batches, heads, group = strides
     Q: gl.constexpr = 0 if q_desc is None else C * WIDTH * 2
     A: gl.constexpr = 0 if a_desc is None else C * C * 2
-    BYTES: gl.constexpr = 0 if k_desc is None else C * WIDTH * 2 + Q + 8 * C * 4 + A
+    R: gl.constexpr = 0 if r_desc is None else 8 * C * 4
+    BYTES: gl.constexpr = 0 if k_desc is None else C * WIDTH * 2 + Q + R + A
     if v_desc is None:
         mbarrier.expect(bar, BYTES)
     elif valued:
@@ -62,9 +63,10 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
         load_box(k_desc, row * batches[1] + start, size, token, h * heads[1], bar, sk.index(s), WIDTH)
         if q_desc is not None:
             load_box(q_desc, row * batches[0] + start, size, token, h * heads[0], bar, sq.index(s), WIDTH)
-        if first:
-            gdc_wait()  # the kernels before this one have ended: what they wrote is there
-        load_rates(r_desc, index, bar, sr, s)
+        if r_desc is not None:
+            if first:
+                gdc_wait()  # the kernels before this one have ended: what they wrote is there
+            load_rates(r_desc, index, bar, sr, s)
         if a_desc is not None:
             tma_load(a_desc, [index * C, 0], bar, sa.index(s))
 

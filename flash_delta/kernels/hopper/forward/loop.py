@@ -1,6 +1,7 @@
 """The forward pass for Hopper in one kernel: a program walks one state after the other, with a role per warp group.
 
     load     loads q, k and rates of a chunk into a ring of NS slots, and v into a ring of NV: one warp each
+    rate     makes the rates instead, where there are no norms and no raw gates, and nothing is saved: one warp
     factor   writes A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots. If two warp
              groups have a state, it writes A only, and each of them writes half of the columns of P
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
@@ -12,7 +13,7 @@ factor groups, which take chunks in turns. The docstring of rates.py says what t
 
 Barriers, and who completes them:
 
-    full     the copy engine: q, k and rates of a chunk are there
+    full     the copy engine, and the rate role where it makes rates: q, k and rates of a chunk are there
     vfull    the copy engine: v is there
     xfull    the factor group: A is there, and P if it writes P
     pfull    both state groups: their halves of P are there
@@ -43,6 +44,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
 from flash_delta.kernels.hopper.forward.inverse import invert
+from flash_delta.kernels.hopper.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, find_offset
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
@@ -51,7 +53,14 @@ from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
-from flash_delta.kernels.runtime.arguments import checkpoint_table, constants_of, count_checkpoints, every
+from flash_delta.kernels.runtime.arguments import (
+    batch,
+    checkpoint_table,
+    constants_of,
+    count_checkpoints,
+    every,
+    tokens,
+)
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
@@ -229,7 +238,7 @@ def state_role(
             store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
 
-NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group"]
+NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group", "g_batch", "beta_batch", "scale"]
 POOL_NUMBERS = ["least", "most", "slots", "null_slot", "columns", "interval", "checkpoint_row", "checkpoint_column"]
 
 
@@ -237,7 +246,7 @@ POOL_NUMBERS = ["least", "most", "slots", "null_slot", "columns", "interval", "c
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
     checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column,
-    q_batch, k_batch, v_batch, heads, group,
+    q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides, beta_strides, scale,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
     NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
@@ -257,7 +266,8 @@ def forward_loop(
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
-    sbar, full, done = barriers(NO, 1), barriers(NS, 1), barriers(NS, GROUPS)
+    MAKES_RATES: gl.constexpr = r_desc is None
+    sbar, full, done = barriers(NO, 1), barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
     vfull, xfull, pfull = barriers(NV, 1), barriers(NX, 1), barriers(NX, GROUPS)
     saved, pool = (s_desc, e_desc, u_desc), None
     if walks is not None:
@@ -272,6 +282,7 @@ def forward_loop(
     factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
     tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
     state = (o_desc, tiles, bars, initial, final, saved, work, w)
+    gates = ((g, beta, o), (g_batch, g_strides, beta_batch, beta_strides, scale), sr, (full, done), work)
     keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
     values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
     if GROUPS == 2:
@@ -290,7 +301,8 @@ def forward_loop(
             (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
             (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
             (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
+            (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, KEEP, SAVE, NS, NX, NV, PACKED)),
@@ -298,7 +310,8 @@ def forward_loop(
             (factor_role, (sM2, sD2, factor, 1, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
             (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
             (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
+            (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
 
 
 def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
@@ -312,10 +325,11 @@ def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slot
 
 
 def run_loop(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor, A: Tensor | None, *choice: LoopTile, r: Residual | None = None
-) -> None:
+    c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *choice: LoopTile,
+    r: Residual | None = None,
+) -> None:  # fmt: skip
     """Launches the loop with at most one program per multiprocessor and block of value columns; a program walks several
-    states. ``A`` and ``r`` are written for the backward pass."""
+    states. Without ``rates`` it makes them. ``A`` and ``r`` are written for the backward pass."""
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
     ends = states(p, final if initial is None else initial), states(p, final)
@@ -324,16 +338,19 @@ def run_loop(
 
 
 def _run(
-    c: Call, o: Tensor, rates: Tensor, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *, initial: bool
-) -> None:
+    c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *,
+    initial: bool,
+) -> None:  # fmt: skip
     """``stored``: descriptors of A, of what is saved of chunks, and of the states before and after them. ``on_pool``:
     what the kernel takes on a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from ``slots`` on."""
     p, x, plans = c.p, c.x, []
-    q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), lines(rates)
+    q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
+    gates = (x.g, x.beta, o) if rates is None else (None, None, None)
+    numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
     for t, sequences, least, most, _ in launches:
         arguments = (
             q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *on_pool[:3], p.N * p.HV, p.T,
-            least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H,
+            least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
         )  # fmt: skip
         constants = constants_of(
             c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,
@@ -341,4 +358,4 @@ def _run(
         )  # fmt: skip
         grid = min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)
         plans.append(DescribedPlan(grid, arguments, constants))
-    launch_described(c, forward_loop, *plans)
+    launch_described(c, forward_loop, *plans, launch_pdl=rates is not None)

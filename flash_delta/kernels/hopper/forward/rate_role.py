@@ -1,0 +1,105 @@
+"""The role that makes the rates of the loop's chunks, in one warp. Where it runs, `rates` is not launched.
+
+It takes log decays and strengths as given, and no norms. What the rates are is said in rates.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
+from flash_delta.kernels.hopper.layouts import TOKENS, C
+from flash_delta.kernels.hopper.rings import rate, wait_free
+from flash_delta.kernels.hopper.segments.bounds import load_bound
+from flash_delta.problem import Problem
+
+BITS = gl.constexpr(1.4426950408889634)  # log2(e)
+LEAST = gl.constexpr(-128.0)  # nats per token, as in device/channel_gate.py
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, length):
+    """Log decays and strengths of a sequence's tokens; 0 behind its end. Without the tensors no token decays, and all
+    are written with strength 1."""
+    live, at = token < length, (start + token).to(gl.int64)
+    x, b = gl.zeros([1, C], gl.float32, TOKENS), gl.where(live, 1.0, 0.0)
+    if g is not None:
+        x = gl.load(g + (g_row + at * g_token), mask=live, other=0.0).to(gl.float32)
+    if beta is not None:
+        b = gl.load(beta + (beta_row + at * beta_token), mask=live, other=0.0).to(gl.float32)
+    return x, b
+
+
+@gluon.jit
+def clear_padding(o, cu_seqlens, items, T, HV: gl.constexpr, WIDTH: gl.constexpr):
+    """Writes zeros to o behind the last sequence of a packed row; programs take its tokens in turns."""
+    i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
+    end = load_bound(cu_seqlens, items // HV, T)
+    none = gl.zeros([1, C], gl.float32, TOKENS)
+    for token in range(end + gl.program_id(0), T, gl.num_programs(0)):
+        row = (i * 0 + token).to(gl.int64) * (HV * WIDTH)
+        for column in range(0, HV * WIDTH, C):
+            gl.store(o + (row + column + i), none)
+
+
+@gluon.jit
+def rate_role(
+    given, MAKES_RATES: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Fills the ring of rates, unless `rates` makes them.
+
+    given: (gates, numbers, ring, bars, work). gates: g, beta and o. numbers: of g and of beta the numbers from one
+    batch row to the next, and those from token to token and from head to head; then the scale."""
+    if MAKES_RATES:
+        make_rates(given, HV, WIDTH, NS, PACKED)
+
+
+@gluon.jit
+def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr):
+    gates, numbers, sr, bars, work = given
+    g, beta, o = gates
+    g_batch, g_strides, beta_batch, beta_strides, scale = numbers
+    g_token, g_head = g_strides
+    beta_token, beta_head = beta_strides
+    full, done = bars
+    cu_seqlens, T, items, pool = work
+    i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
+    if PACKED:
+        clear_padding(o, cu_seqlens, items, T, HV, WIDTH)
+    l_q = gl.log2(gl.zeros([1, C], gl.float32, TOKENS) + scale)
+    t = 0
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        row = n
+        if PACKED:
+            row = n * 0
+        rows = (i * 0 + row).to(gl.int64)
+        g_row, beta_row = rows * g_batch + hv * g_head, rows * beta_batch + hv * beta_head
+        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, i, length)
+        for token in range(0, length, C):
+            s = t % NS
+            sums = gl.associative_scan(gl.maximum(x, LEAST).to(gl.float64), 1, add)
+            G = (sums * BITS).to(gl.float32)
+            last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
+            wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot
+            rate(sr, s, 0).store(G + l_q)
+            rate(sr, s, 1).store(G)
+            rate(sr, s, 2).store(-b * gl.exp2(-l_q))
+            rate(sr, s, 3).store(b)
+            rate(sr, s, 4).store(-gl.exp2(G))
+            rate(sr, s, 5).store(gl.exp2(G + l_q))
+            rate(sr, s, 6).store(gl.exp2(last - G))
+            rate(sr, s, 7).store(gl.exp2(G * 0.0 + last))
+            mbarrier.arrive(full.index(s), count=1)
+            t += 1
+            x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token + C + i, length)
+
+
+def makes_rates(p: Problem) -> bool:
+    """Whether the loop makes its rates: without norms and raw gates, where nothing is saved."""
+    return p.pool is None and not (p.needs_grad or p.l2norm or p.raw_gate or p.raw_beta)
