@@ -118,21 +118,24 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     planned = maps or ()
     if replayed(known, (*kind, length), x, (o, final, *kept, *planned)):
         return Outputs(o, final, kept, planned=planned)
-    rates = new_rates(p)
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk = _new_walk(p, length, A, maps)
+    walk, makes = _new_walk(p, length, A, maps), makes_rates(p)
+    rates = None if makes and walk is None else new_rates(p)
 
     def kernels(c: Call) -> None:
-        w = _new_walk(p._replace(N=1, T=1), split_endless(p, processors)) if every(c) else walk
+        w, r = walk, rates
+        if every(c):
+            one = p._replace(N=1, T=1)
+            w, r = _new_walk(one, split_endless(p, processors)), new_rates(one)
         parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        if w is not None or not makes_rates(p):
-            run_rates(c, o, rates, solved)
+        if not makes:
+            run_rates(c, o, r, solved)
         if w is None or (every(c) and p.K != WHOLE):
-            run_loop(c, o, final, None if makes_rates(p) else rates, A, r=residual)
+            run_loop(c, o, final, None if makes else r, A, r=residual)
         if w is not None:
-            run_walk(c, o, final, rates, w, residual)
+            run_walk(c, o, final, r, w, residual)
         if factors is not None:
             run_factor(c, solved, factors, follows=False)
 

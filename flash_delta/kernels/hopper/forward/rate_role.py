@@ -1,6 +1,7 @@
-"""The role that makes the rates of the loop's chunks, in one warp. Where it runs, `rates` is not launched.
+"""The role that makes the rates of the loop's chunks, in one warp; `factor_chunks` makes those of segments. Where they
+do, `rates` is not launched.
 
-It takes log decays and strengths as given, and no norms. What the rates are is said in rates.py.
+They take log decays and strengths as given, and no norms. What the rates are is said in rates.py.
 """
 
 from triton.experimental import gluon
@@ -27,7 +28,8 @@ def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, leng
     """Log decays and strengths of a sequence's tokens; 0 behind its end. Without the tensors no token decays, and all
     are written with strength 1."""
     live, at = token < length, (start + token).to(gl.int64)
-    x, b = gl.zeros([1, C], gl.float32, TOKENS), gl.where(live, 1.0, 0.0)
+    x = (token * 0).to(gl.float32)
+    b = gl.where(live, x + 1.0, 0.0)
     if g is not None:
         x = gl.load(g + (g_row + at * g_token), mask=live, other=0.0).to(gl.float32)
     if beta is not None:
@@ -36,14 +38,24 @@ def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, leng
 
 
 @gluon.jit
-def clear_padding(o, cu_seqlens, items, T, HV: gl.constexpr, WIDTH: gl.constexpr):
+def find_rates(x, b, i, scale):
+    """The eight vectors of a chunk's tokens ``i``, [1, 64], from log decays ``x`` and strengths ``b``."""
+    sums = gl.associative_scan(gl.maximum(x, LEAST).to(gl.float64), 1, add)
+    G = (sums * BITS).to(gl.float32)
+    last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
+    l_q = gl.log2((i * 0).to(gl.float32) + scale)
+    erased, decayed, read = -b * gl.exp2(-l_q), -gl.exp2(G), gl.exp2(G + l_q)
+    return G + l_q, G, erased, b, decayed, read, gl.exp2(last - G), gl.exp2(G * 0.0 + last)
+
+
+@gluon.jit
+def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS: gl.constexpr):
     """Writes zeros to o behind the last sequence of a packed row; programs take its tokens in turns."""
-    i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
-    end = load_bound(cu_seqlens, items // HV, T)
-    none = gl.zeros([1, C], gl.float32, TOKENS)
-    for token in range(end + gl.program_id(0), T, gl.num_programs(0)):
-        row = (i * 0 + token).to(gl.int64) * (HV * WIDTH)
-        for column in range(0, HV * WIDTH, C):
+    end = load_bound(cu_seqlens, N, T)
+    none = (i * 0).to(gl.float32)
+    for token in range(end + program, T, programs):
+        row = (i * 0 + token).to(gl.int64) * COLUMNS
+        for column in range(0, COLUMNS, C):
             gl.store(o + (row + column + i), none)
 
 
@@ -70,36 +82,26 @@ def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, P
     cu_seqlens, T, items, pool = work
     i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
     if PACKED:
-        clear_padding(o, cu_seqlens, items, T, HV, WIDTH)
-    l_q = gl.log2(gl.zeros([1, C], gl.float32, TOKENS) + scale)
+        clear_padding(o, cu_seqlens, items // HV, T, i, gl.program_id(0), gl.num_programs(0), HV * WIDTH)
     t = 0
     for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
         n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-        row = n
-        if PACKED:
-            row = n * 0
-        rows = (i * 0 + row).to(gl.int64)
+        rows = (i * 0).to(gl.int64)
+        if not PACKED:
+            rows += n
         g_row, beta_row = rows * g_batch + hv * g_head, rows * beta_batch + hv * beta_head
         x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, i, length)
         for token in range(0, length, C):
             s = t % NS
-            sums = gl.associative_scan(gl.maximum(x, LEAST).to(gl.float64), 1, add)
-            G = (sums * BITS).to(gl.float32)
-            last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
+            found = find_rates(x, b, i, scale)
             wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot
-            rate(sr, s, 0).store(G + l_q)
-            rate(sr, s, 1).store(G)
-            rate(sr, s, 2).store(-b * gl.exp2(-l_q))
-            rate(sr, s, 3).store(b)
-            rate(sr, s, 4).store(-gl.exp2(G))
-            rate(sr, s, 5).store(gl.exp2(G + l_q))
-            rate(sr, s, 6).store(gl.exp2(last - G))
-            rate(sr, s, 7).store(gl.exp2(G * 0.0 + last))
+            for row in gl.static_range(8):
+                rate(sr, s, row).store(found[row])
             mbarrier.arrive(full.index(s), count=1)
             t += 1
             x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token + C + i, length)
 
 
 def makes_rates(p: Problem) -> bool:
-    """Whether the loop makes its rates: without norms and raw gates, where nothing is saved."""
+    """Whether the loop and `factor_chunks` make the rates: without norms and raw gates, where nothing is saved."""
     return p.pool is None and not (p.needs_grad or p.l2norm or p.raw_gate or p.raw_beta)
