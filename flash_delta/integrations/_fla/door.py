@@ -1,0 +1,102 @@
+"""Which of fla's calls ours run: asked once for calls that differ in the values of their tensors only."""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_delta.integrations._fla.table import Taken
+from flash_delta.ops._known_calls import Remembered
+
+SWITCH = "FLA_FLASH_DELTA"
+MOST_REASONS = 16  # of a function; they are for people
+
+_logger = logging.getLogger("flash_delta")
+
+
+class Door:
+    """Of one function of fla: ``refusal`` says why a call stays with fla, ``run`` gives it to ours."""
+
+    def __init__(self, taken: Taken, theirs: Callable[..., Any]):
+        parameters = signature(theirs).parameters.values()
+        self.name, self.taken = taken.ours.__name__, taken
+        self.positions = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        self.names = {p.name for p in parameters if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+        if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+            self.names |= {*taken.keywords}
+        self.names &= {*signature(taken.ours).parameters}
+        self.known = Remembered()
+        self.left: dict[str, None] = {}
+
+    def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why the call is left to fla, or None."""
+        why = self._look(args, kwargs)
+        if why is not None and why not in self.left and len(self.left) < MOST_REASONS:
+            self.left[why] = None
+            _logger.info("%s is left to fla: %s", self.name, why)
+        return why
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.taken.ours(**self._arguments(args, kwargs))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        arguments = dict(zip(self.positions, args, strict=False), **kwargs)
+        if arguments.get("output_final_state", False) is None:  # what a layer gets as use_cache
+            arguments["output_final_state"] = False
+        return arguments
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if len(args) > len(self.positions) or not kwargs.keys().isdisjoint(self.positions[: len(args)]):
+            return "the arguments are not those of the function"
+        arguments = self._arguments(args, kwargs)
+        unknown = arguments.keys() - self.names
+        if unknown:
+            return f"{', '.join(sorted(unknown))}: no such argument here"
+        subclass = next((t for t in arguments.values() if isinstance(t, Tensor) and not _is_plain(t)), None)
+        if subclass is not None:
+            return f"expected plain tensors, got a {type(subclass).__name__}"
+        key = torch.is_grad_enabled(), *((name, *_mark(value)) for name, value in arguments.items())
+        try:
+            found = self.known[key]
+        except TypeError:  # an argument that no dict takes is refused
+            return self._ask(arguments)
+        if found is None:
+            found = self.known[key] = (self._ask(arguments),)
+        return found[0]
+
+    def _ask(self, arguments: dict[str, Any]) -> str | None:
+        try:
+            return self.taken.refusal(**arguments)
+        except (ValueError, TypeError, AttributeError) as error:  # wrong calls too: fla says what is wrong with them
+            return str(error)
+
+
+def stand_in(door: Door, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """For a function that fla's registry does not reach. Compilers call it as it is, as they call fla's registry."""
+
+    @wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get(SWITCH) == "0" or door.refusal(args, kwargs) is not None:
+            return theirs(*args, **kwargs)
+        return door.run(*args, **kwargs)
+
+    call.implementation = door.taken.ours  # for reports
+    return torch.compiler.disable(call)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) is Tensor or type(t) is nn.Parameter
+
+
+def _mark(value: Any) -> tuple[Any, ...]:
+    """All of an argument that may decide; of bounds on the host their values."""
+    if not isinstance(value, Tensor):
+        return (type(value), tuple(value) if isinstance(value, list) else value)
+    mark = value.shape, value.dtype, value.device, value.requires_grad
+    on_host = value.device.type == "cpu" and not value.is_floating_point()
+    return (*mark, tuple(value.flatten().tolist())) if on_host else mark
