@@ -5,18 +5,29 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flash_delta.integrations._fla.table import Taken
 from flash_delta.ops._known_calls import Remembered
 
 SWITCH = "FLA_FLASH_DELTA"
 MOST_REASONS = 16  # of a function; they are for people
 
 _logger = logging.getLogger("flash_delta")
+
+Refusal = Callable[..., str | None]
+
+
+class Taken(NamedTuple):
+    """A function of fla, and ours, which has fla's names of arguments."""
+
+    ours: Callable[..., Any]
+    refusal: Refusal  # of a call's arguments: why ours leaves the call to fla, or None. It may raise ValueError
+    paths: tuple[str, ...]  # where fla has it: the first that a version has
+    operation: str | None = None  # what fla's registry calls it under, if not under the function itself
+    keywords: tuple[str, ...] = ()  # what fla reads of its **kwargs
 
 
 class Door:

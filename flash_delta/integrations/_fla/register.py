@@ -11,8 +11,7 @@ from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
-from flash_delta.integrations._fla.door import SWITCH, Door, stand_in
-from flash_delta.integrations._fla.table import TABLE, Taken
+from flash_delta.integrations._fla.door import SWITCH, Door, Taken, stand_in
 from flash_delta.integrations._report import Refused, Replaced
 
 OLDEST = (0, 5, 2)
@@ -112,7 +111,9 @@ def unregister() -> None:
 def _version() -> str:
     """That of an installed fla, which is imported."""
     if "fla" not in sys.modules and find_spec("fla") is None:
-        raise ImportError("register needs fla: pip install flash-linear-attention; without it, install() takes its place")
+        raise ImportError(
+            "register needs fla: pip install flash-linear-attention; without it, install() takes its place"
+        )
     fla = import_module("fla")
     if getattr(fla, "__spec__", None) is None or not hasattr(fla, "__version__"):
         raise ImportError(f"register: expected fla with a version, got {fla}")
@@ -124,6 +125,8 @@ def _version() -> str:
 
 
 def _take_all() -> None:
+    from flash_delta.integrations._fla.table import TABLE  # which imports fla's names, and these import this module
+
     import_module("fla.ops")
     import_module("fla.modules")
     backends = import_module("fla.backends" if find_spec("fla.backends") else "fla.ops.backends")

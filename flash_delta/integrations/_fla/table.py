@@ -1,11 +1,12 @@
 """The functions of fla that ours stand in for, and which calls of them ours take."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_delta.integrations._fla.door import Refusal, Taken
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from flash_delta.integrations.fla.modules.causal_conv1d.ops import _flat, _silu
 from flash_delta.integrations.fla.modules.norm.fused_norm_gate import rms_norm_gated
@@ -25,18 +26,6 @@ from flash_delta.ops import (
     fused_recurrent_kda,
 )
 from flash_delta.ops._modules import Convolved, Gated, Normalized, chosen
-
-Refusal = Callable[..., str | None]
-
-
-class Taken(NamedTuple):
-    """A function of fla, and ours, which has fla's names of arguments."""
-
-    ours: Callable[..., Any]
-    refusal: Refusal  # of a call's arguments: why ours leaves the call to fla, or None. It may raise ValueError
-    paths: tuple[str, ...]  # where fla has it: the first that a version has
-    operation: str | None = None  # what fla's registry calls it under, if not under the function itself
-    keywords: tuple[str, ...] = ()  # what fla reads of its **kwargs
 
 
 def _rule(op: Callable[..., Any]) -> Refusal:

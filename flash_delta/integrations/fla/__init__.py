@@ -16,6 +16,7 @@ Example:
     (torch.Size([2, 50, 64]), torch.Size([2, 50, 64]), torch.Size([2, 50, 2, 32]))
 """
 
+from flash_delta.integrations._fla.install import install, uninstall
 from flash_delta.integrations._fla.register import register, unregister
 from flash_delta.integrations.fla.layers import (
     Comba,
@@ -31,6 +32,8 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "SimpleGatedLinearAttention",
+    "install",
     "register",
+    "uninstall",
     "unregister",
 ]
