@@ -84,7 +84,7 @@ class Door:
         try:
             return self.taken.refusal(**arguments)
         except (ValueError, TypeError, AttributeError) as error:  # wrong calls too: fla says what is wrong with them
-            return str(error)
+            return str(error).removeprefix(f"{self.name}: ")
 
 
 def stand_in(door: Door, theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,8 +45,8 @@ def install() -> None:
     """From now on ``import fla`` gives this library's modules, where fla is not installed.
 
     Call it before anything asks for fla: libraries look once, while they are imported. The modules have the names and
-    arguments of fla 0.6.0 that docs/fla.md lists, also under older paths (``fla.modules.conv``). ``fla.__version__`` and
-    the metadata of ``flash-linear-attention`` and ``fla-core`` say 0.6.0. What fla has and this library lacks is an
+    arguments of fla 0.6.0 that docs/fla.md lists, also under older paths (``fla.modules.conv``). ``fla.__version__``
+    and the metadata of ``flash-linear-attention`` and ``fla-core`` say 0.6.0. What fla has and this library lacks is an
     error that says so: ModuleNotFoundError on import, AttributeError on access. A second ``install()`` changes nothing.
 
     The autograd functions there (``ChunkGatedDeltaRuleFunction`` and its like) are the classes that compute here. A
@@ -152,11 +152,8 @@ def _put(path: str, ours: ModuleType) -> None:
     name = f"fla.{path}" if path else "fla"
     module = StandIn(name, ours.__doc__)
     module.__spec__ = ModuleSpec(name, None, origin=ORIGIN, is_package=True)
-    module.__path__, module.__package__, module.__version__ = (
-        [],
-        name,
-        VERSION,
-    )  # each asks the finder for what it lacks
+    module.__package__, module.__version__ = name, VERSION
+    module.__path__ = []  # so that the finder is asked for what it lacks
     names = {n for n, value in vars(ours).items() if n[0] != "_" and not isinstance(value, ModuleType)}
     found = {n: getattr(ours, n) for n in {*getattr(ours, "__all__", names)} - {*DOORS}}
     vars(module).update(found | FUNCTIONS.get(ALIASES.get(path, path), {}))

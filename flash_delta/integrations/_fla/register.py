@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -34,8 +35,8 @@ class register:
     argument that we lack, say, or would run in PyTorch on a GPU.
 
     ``register()`` lasts until :func:`unregister`, ``with register():`` until the end of the block. A second
-    ``register()`` changes nothing. The environment variable ``FLA_FLASH_DELTA=0`` leaves all calls to fla. So does fla's
-    own ``FLA_DISABLE_BACKEND_DISPATCH=1``, with which nothing is registered. Printed, it says what happened so far.
+    ``register()`` changes nothing. The environment variable ``FLA_FLASH_DELTA=0`` leaves all calls to fla. With fla's
+    own ``FLA_DISABLE_BACKEND_DISPATCH=1`` nothing is registered. Printed, it says what happened so far.
 
     Attributes:
         registered: names of functions that fla's registry gives to this library.
@@ -115,13 +116,12 @@ def _version() -> str:
             "register needs fla: pip install flash-linear-attention; without it, install() takes its place"
         )
     fla = import_module("fla")
-    if getattr(fla, "__spec__", None) is None or not hasattr(fla, "__version__"):
-        raise ImportError(f"register: expected fla with a version, got {fla}")
-    if fla.__spec__.origin == NAME:
+    if getattr(fla.__spec__, "origin", None) == NAME:
         raise ImportError("register: expected an installed fla, got what install() put in its place")
-    if tuple(int(part) for part in fla.__version__.split(".")[:3]) < OLDEST:
-        raise ImportError(f"fla: expected version >= {'.'.join(map(str, OLDEST))}, got {fla.__version__}")
-    return fla.__version__
+    version = getattr(fla, "__version__", "none")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise ImportError(f"fla: expected version >= {'.'.join(map(str, OLDEST))}, got {version}")
+    return version
 
 
 def _take_all() -> None:
@@ -192,7 +192,7 @@ def _verifier(door: Door) -> Callable[..., tuple[bool, str | None]]:
 
 
 def _bind(new: dict[int, Callable[..., Any]]) -> list[Replaced]:
-    """Give every name of every module, this library's own without, that is bound to a function of these ids a new one."""
+    """Bind all names of functions with these ids anew, in every module but this library's own."""
     found = []
     modules = {id(m): m for name, m in list(sys.modules.items()) if name.split(".")[0] != NAME}
     for module in modules.values() if new else ():
