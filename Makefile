@@ -4,7 +4,7 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
-# make engines this library in vLLM, on a CPU: some minutes to set up (3 GB), and some to run
+# make engines this library in vLLM, in fla and under fla's names, on a CPU: some minutes to set up (3 GB), and some to run
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network
 # make docs-links asks every external address of the site: needs a network
@@ -43,8 +43,12 @@ triton: .venv/installed $(OLDEST_AND_NEWEST)
 
 ENGINES := .venv/engines/bin
 
-engines: .venv/engines/installed
+FLA := 0.5.2 0.6.0
+IN_FLA := tests/engines/test_fla.py tests/test_integrations_fla.py
+
+engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) $(firstword $(OLDEST_AND_NEWEST))
 	$(ENGINES)/pytest -n 0 -s tests/engines
+	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest -n 0 $(IN_FLA) || exit; done
 
 .venv/engines/installed: pyproject.toml tests/engines/needs.py
 	$(PYTHON) -m venv .venv/engines
@@ -76,6 +80,9 @@ docs-links: .venv/docs
 
 .venv/triton-%: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ triton==$*
+
+.venv/fla-%: | .venv/installed
+	$(BIN)/pip install -q --no-deps --target $@ fla-core==$* flash-linear-attention==$* einops
 
 clean:
 	rm -rf .venv build $(RUN)
