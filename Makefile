@@ -44,11 +44,12 @@ triton: .venv/installed $(OLDEST_AND_NEWEST)
 ENGINES := .venv/engines/bin
 
 FLA := 0.5.2 0.6.0
-IN_FLA := tests/engines/test_fla.py tests/test_integrations_fla.py
+OLDEST := $(firstword $(OLDEST_AND_NEWEST))
 
-engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) $(firstword $(OLDEST_AND_NEWEST))
+engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) $(OLDEST)
 	$(ENGINES)/pytest -n 0 -s tests/engines
-	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest -n 0 $(IN_FLA) || exit; done
+	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
+	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
 
 .venv/engines/installed: pyproject.toml tests/engines/needs.py
 	$(PYTHON) -m venv .venv/engines
