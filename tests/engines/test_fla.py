@@ -263,7 +263,11 @@ LEFT = {
     "not read": ("chunk_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: no such"),
     "per channel": ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(B, T, HV, V)}, "gv: expected None"),
     "wrong": ("chunk_comba", {"beta": torch.zeros(B, T)}, "beta: expected a tensor"),
-    "subclass": ("chunk_simple_gla", {"g": torch.zeros(B, T, HV).as_subclass(type("Sub", (torch.Tensor,), {}))}, "Sub"),
+    "subclass": (
+        "chunk_simple_gla",
+        {"g": torch.zeros(B, T, HV).as_subclass(type("Sub", (torch.Tensor,), {}))},
+        "g: expected a plain tensor, got a Sub",
+    ),
 }
 
 

@@ -15,6 +15,8 @@ from flash_delta.ops._known_calls import Remembered
 SWITCH = "FLA_FLASH_DELTA"
 MOST_REASONS = 16  # of a function; they are for people
 
+CPU = torch.device("cpu")
+
 _logger = logging.getLogger("flash_delta")
 
 Refusal = Callable[..., str | None]
@@ -65,22 +67,22 @@ class Door:
         if len(args) > len(self.positions) or not kwargs.keys().isdisjoint(self.positions[: len(args)]):
             return "the arguments are not those of the function"
         arguments = self._arguments(args, kwargs)
-        unknown = arguments.keys() - self.names
-        if unknown:
-            return f"{', '.join(sorted(unknown))}: no such argument here"
-        subclass = next((t for t in arguments.values() if isinstance(t, Tensor) and not _is_plain(t)), None)
-        if subclass is not None:
-            return f"expected plain tensors, got a {type(subclass).__name__}"
-        key = torch.is_grad_enabled(), *((name, *_mark(value)) for name, value in arguments.items())
         try:
+            key = _key(arguments)
             found = self.known[key]
-        except TypeError:  # an argument that no dict takes is refused
+        except (TypeError, RuntimeError):  # no dict takes it, or a tensor has no values: nothing to remember
             return self._ask(arguments)
         if found is None:
             found = self.known[key] = (self._ask(arguments),)
         return found[0]
 
     def _ask(self, arguments: dict[str, Any]) -> str | None:
+        unknown = arguments.keys() - self.names
+        if unknown:
+            return f"{', '.join(sorted(unknown))}: no such argument here"
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+                return f"{name}: expected a plain tensor, got a {type(value).__name__}"
         try:
             return self.taken.refusal(**arguments)
         except (ValueError, TypeError, AttributeError) as error:  # wrong calls too: fla says what is wrong with them
@@ -100,14 +102,15 @@ def stand_in(door: Door, theirs: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(call)
 
 
-def _is_plain(t: Tensor) -> bool:
-    return type(t) is Tensor or type(t) is nn.Parameter
-
-
-def _mark(value: Any) -> tuple[Any, ...]:
-    """All of an argument that may decide; of bounds on the host their values."""
-    if not isinstance(value, Tensor):
-        return (type(value), tuple(value) if isinstance(value, list) else value)
-    mark = value.shape, value.dtype, value.device, value.requires_grad
-    on_host = value.device.type == "cpu" and not value.is_floating_point()
-    return (*mark, tuple(value.flatten().tolist())) if on_host else mark
+def _key(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """All of a call that may decide; of bounds on the host their values."""
+    key = [torch.is_grad_enabled(), *arguments]
+    for value in arguments.values():
+        key.append(type(value))
+        if isinstance(value, Tensor):
+            key += (value.shape, value.dtype, value.device, value.requires_grad)
+            if value.device == CPU and not value.is_floating_point():
+                key.append(tuple(value.flatten().tolist()))
+        else:
+            key.append(tuple(value) if isinstance(value, list) else value)
+    return tuple(key)
