@@ -1,6 +1,6 @@
 """fla's own functions and layers under `register`: values and gradients against float64 and against fla's own kernels.
 
-On a CPU Triton's interpreter runs fla's kernels, except those of the chunk ops, which it cannot.
+On a CPU Triton's interpreter runs fla's kernels. On a GPU where fla refuses to train, these comparisons are skipped.
 """
 
 import contextlib
@@ -8,34 +8,36 @@ import importlib
 import inspect
 import logging
 import re
-from functools import partial
+import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
+from fla_calls import HV, B, H, K, T, V, around, rules, with_gradients
 from torch.nn import functional as F
 
 from flash_delta.integrations._fla.door import Door
 from flash_delta.integrations._fla.table import TABLE
 from flash_delta.integrations.fla import install, register, unregister
-from flash_delta.integrations.fla import layers as ours
 from flash_delta.reference.recurrent import recurrent
 
-try:
-    from triton.runtime.autotuner import Autotuner
-except ModuleNotFoundError:
-    pytest.skip("fla needs Triton", allow_module_level=True)
+if find_spec("triton") is None or find_spec("fla") is None:
+    pytest.skip("it needs fla and Triton", allow_module_level=True)
 CPU = not torch.cuda.is_available()
-if CPU:  # nothing can be timed: the first choice is taken
-    made = Autotuner.__init__
-    Autotuner.__init__ = lambda self, fn, names, configs, *rest, **more: made(
-        self, fn, names, configs[:1], *rest, **more
-    )
-fla = pytest.importorskip("fla")
+if CPU:
+    from fla_interpreter import prepare, repair
+
+    prepare()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about the missing GPU
+    fla = importlib.import_module("fla")
+    importlib.import_module("fla.layers")
+if CPU:
+    repair()
 if getattr(fla.__spec__, "origin", None) == "flash_delta":
     pytest.skip("this is flash_delta under fla's names", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of fla's
-B, T, H, HV, K, V = 2, 70, 2, 4, 16, 16
 BY_REGISTRY = {"chunk_gated_delta_rule", "chunk_kda", "fused_kda_gate", "causal_conv1d_update"}
 
 
@@ -184,42 +186,66 @@ LAYERS = {
 }
 
 
-def pair(name):
+def make(name):
     torch.manual_seed(0)
-    options = {"hidden_size": 32, "num_heads": 2, "layer_idx": 0, **LAYERS[name]}
-    layer, own = getattr(importlib.import_module("fla.layers"), name)(**options), getattr(ours, name)(**options)
+    layer = getattr(importlib.import_module("fla.layers"), name)(
+        hidden_size=32, num_heads=2, layer_idx=0, **LAYERS[name]
+    )
     with torch.no_grad():
         for p in layer.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    own.load_state_dict(layer.state_dict())
-    return layer, own
+    return layer
+
+
+@contextlib.contextmanager
+def may_refuse():
+    """fla trains its scalar gates on Hopper with few versions of Triton; no interpreter knows all that kernels do."""
+    try:
+        yield None
+    except Exception as error:
+        if "Hopper" in str(error) or type(error).__name__ == "InterpreterError":
+            pytest.skip(str(error))
+        raise
+
+
+def assert_like(a, b, rounded):
+    """Results of two implementations, of bfloat16 inputs or in float32."""
+    assert a.dtype == b.dtype
+    if rounded or not CPU:
+        assert (a.float() - b.float()).norm() <= 2e-2 * b.float().norm() + 1e-3
+    else:
+        assert_close(a, b, 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["batch", "padded", "packed"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_train(report, name, kind):
-    layer, own = pair(name)
+def test_layers_train(name, kind):
+    """The same with fla's own kernels."""
+    layer, rounded = make(name), name == "DeltaNet"
     x = torch.randn(1 if kind == "packed" else 2, T, 32)
+    if rounded:  # fla's chunk op does not take float32
+        layer, x = layer.bfloat16(), x.bfloat16()
     mask = torch.ones(2, T, dtype=torch.long)
     mask[0, :9] = 0
     call = {"packed": {"cu_seqlens": torch.tensor([0, 30, T])}, "padded": {"attention_mask": mask}}.get(kind, {})
     results = []
-    for module in (layer, own):
-        given = x.clone().requires_grad_()
-        y = module(given, **call)[0]
-        y = y * mask[..., None] if kind == "padded" else y
-        y.square().sum().backward()
-        results.append((y, given.grad, *(p.grad for _, p in sorted(module.named_parameters()))))
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b, 1e-3)
+    for take in (may_refuse, register):
+        with take() as report:
+            layer.zero_grad()
+            given = x.clone().requires_grad_()
+            y = layer(given, **call)[0]
+            y.square().sum().backward()
+            results.append((y, given.grad, *(p.grad.clone() for p in layer.parameters())))
     assert report.left == ()
+    for a, b in zip(*results, strict=True):
+        assert_like(a, b, rounded)
 
 
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention", "DeltaNet"])
 def test_layers_decode(report, name):
     from fla.models.utils import Cache
 
-    layer, _ = pair(name)
+    layer = make(name)
     layer.eval()
     x = torch.randn(2, 80, 32)
     with torch.no_grad():
@@ -342,82 +368,23 @@ def test_arguments_are_those_of_this_fla(taken):
     assert {*taken.keywords} <= {*here}
 
 
-def with_gradients(function, **tensors):
-    """Results, and gradients of all tensors that may have one."""
-    given = {n: t.detach().clone().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
-    found = [t for t in function(**given) if t is not None]
-    torch.manual_seed(1)
-    sum((t * torch.randn_like(t)).sum() for t in found).backward()
-    return [*found, *(t.grad for t in given.values() if t.requires_grad)]
+CALLS = [(rules, name) for name in (
+    "gdn", "kda", "kda, bounded", "kda, activated", "gdn, activated", "comba", "gla", "delta",
+    "recurrent gdn", "recurrent kda", "recurrent delta",
+)]  # fmt: skip
+CALLS += [(around, n) for n in ("gdn gate", "kda gate", "bounded gate", "convolution", "norm", "gated norm")]
 
 
-def one(function, **options):
-    return lambda **tensors: (function(**tensors, **options),)
-
-
-def convolve(**tensors):
-    """Without the state's oldest input, which no convolution reads: fla drops its gradient."""
-    y, state = theirs("causal_conv1d")(**tensors, activation="silu", output_final_state=True)
-    return y, state[..., 1:]
-
-
-def kernels():
-    """Calls of fla's, and whether it has their gradients."""
-    from fla.modules import FusedRMSNormGated, RMSNorm
-    from fla.ops import fused_recurrent_delta_rule, fused_recurrent_gated_delta_rule, fused_recurrent_kda
-    from fla.ops.gated_delta_rule.gate import fused_gdn_gate
-    from fla.ops.kda.gate import fused_kda_gate
-
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "scale": 0.3}
-    gates = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "state_v_first": True}
-    q, k = torch.randn(2, B, T, H, K)
-    v, A_log, bias, biases = torch.randn(B, T, HV, V), torch.randn(HV), torch.randn(HV), torch.randn(HV * K)
-    g, gk, beta, state = (
-        torch.randn(B, T, HV),
-        torch.randn(B, T, HV, K),
-        torch.randn(B, T, HV),
-        torch.randn(B, HV, V, K),
-    )
-    rule = {"q": q, "k": k, "v": v, "beta": beta, "initial_state": state, "A_log": A_log}
-    alike = {"q": q, "k": k, "v": torch.randn(B, T, H, V), "beta": torch.rand(B, T, H), "initial_state": state[:, :H]}
-    x, taps, bounds = torch.randn(1, T, 12), torch.randn(12, 4), torch.tensor([0, 33, T])
-    row = {"x": x, "weight": taps, "bias": torch.randn(12), "residual": torch.randn(1, T, 12)}
-    norm, gated = RMSNorm(V), FusedRMSNormGated(V, activation="sigmoid")
-    return {
-        "gdn": (
-            partial(fused_recurrent_gated_delta_rule, **options, **gates),
-            {**rule, "g": g, "dt_bias": bias},
-            False,
-        ),
-        "kda": (partial(fused_recurrent_kda, **options, **gates), {**rule, "g": gk, "dt_bias": biases}, False),
-        "delta": (partial(fused_recurrent_delta_rule, **options), alike, True),
-        "gdn gate": (one(fused_gdn_gate), {"g": g, "A_log": A_log, "dt_bias": bias}, True),
-        "kda gate": (one(fused_kda_gate), {"g": gk, "A_log": A_log, "dt_bias": biases}, True),
-        "bounded gate": (one(fused_kda_gate, lower_bound=-5.0), {"g": gk, "A_log": A_log, "dt_bias": biases}, True),
-        "convolution": (
-            convolve,
-            {**row, "initial_state": torch.randn(2, 12, 4), "cu_seqlens": bounds},
-            True,
-        ),
-        "norm": (one(norm), {"x": v}, True),
-        "gated norm": (one(gated), {"x": v, "g": torch.randn_like(v)}, True),
-    }
-
-
-@pytest.mark.parametrize(
-    "name", ["gdn", "kda", "delta", "gdn gate", "kda gate", "bounded gate", "convolution", "norm", "gated norm"]
-)
-def test_kernels_of_fla(name):
+@pytest.mark.parametrize(("group", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else "")
+def test_kernels_of_fla(group, name):
     """The same call by fla and by ours."""
     results = []
-    for take in (contextlib.nullcontext, register):
+    for take in (may_refuse, register):
         torch.manual_seed(0)
         with take() as report:
-            call, tensors, differentiable = kernels()[name]
+            call, tensors, differentiable = group()[name]
             results.append(with_gradients(call, **tensors) if differentiable else [t.detach() for t in call(**tensors)])
-            if report is not None:
-                assert report.left == ()
-    assert len(results[0]) == len(results[1])
+    assert report.left == ()
+    rounded = any(t.dtype == torch.bfloat16 for t in tensors.values())
     for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype
-        assert_close(a, b, 1e-3)
+        assert_like(a, b, rounded)
