@@ -3,7 +3,10 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +150,43 @@ def test_rows_without_padding():
         unpad_input(x[:, :2], (x,), mask, 2)
     with pytest.raises(ValueError, match="get_unpad_data: attention_mask: expected a tensor"):
         get_unpad_data(mask[0])
+
+
+MODELS = """
+import inspect, sys
+import torch
+from flash_delta.integrations._functions import RULES
+from flash_delta.integrations.fla import install
+
+install()
+from tiny_transformers import build, modelling  # these modules ask for fla while they are imported
+
+
+def run(model):
+    model.zero_grad()
+    y = model(torch.arange(3, 33).view(2, 15) % 37, use_cache=False).logits
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    return [y, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+for family in ("qwen3_5", "kimi_linear"):
+    module, model = modelling(family), build(family)
+    found = run(model)
+    for name in RULES.keys() & vars(module).keys():
+        theirs = getattr(module, name)
+        ours = inspect.getclosurevars(theirs).nonlocals["implementation"]
+        assert ours.__module__.startswith("flash_delta.ops"), ours
+        setattr(module, name, theirs.__wrapped__)
+    for a, b in zip(found, run(model), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
+"""
+
+
+def test_models_of_transformers():
+    """Their modelling code takes the rule from fla wherever it can be imported."""
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec("fla") is not None:
+        pytest.skip("fla is installed")
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", MODELS], check=True, env=os.environ | {"PYTHONPATH": paths})
