@@ -78,6 +78,7 @@ def x():
 
 
 def assert_close(a, b, error=1e-4):
+    error = error if CPU else max(error, 5e-3)
     torch.testing.assert_close(a.to(b), b, rtol=error, atol=error)
 
 
@@ -173,8 +174,8 @@ def test_gates_in_the_op(report, x):
     from fla.ops.gated_delta_rule.gate import fused_gdn_gate
     from fla.ops.kda.gate import fused_kda_gate
 
-    torch.testing.assert_close(fused_gdn_gate(g, A_log, bias), naive_gdn_gate(g, A_log, bias))
-    torch.testing.assert_close(fused_kda_gate(gk, A_log, biases), naive_kda_gate(gk, A_log, biases))
+    assert_close(fused_gdn_gate(g, A_log, bias), naive_gdn_gate(g, A_log, bias))
+    assert_close(fused_kda_gate(gk, A_log, biases), naive_kda_gate(gk, A_log, biases))
     assert report.left == ()
 
 
@@ -263,18 +264,18 @@ def test_convolution_and_norms(report):
     x = torch.randn(2, 30, 12, requires_grad=True)
     y, state = conv(x, output_final_state=True)
     expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), conv.weight, conv.bias, groups=12).mT)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(state, x[:, -4:].mT)
+    assert_close(y, expected)
+    assert_close(state, x[:, -4:].mT)
     with torch.no_grad():
         cache = state.clone()
         step, _ = conv(x[:, :1], cache=cache, output_final_state=True)
         row = torch.cat([x[:, -3:], x[:, :1]], 1)
-        torch.testing.assert_close(step, F.silu(F.conv1d(row.mT, conv.weight, conv.bias, groups=12).mT))
-        torch.testing.assert_close(cache, row.mT)
+        assert_close(step, F.silu(F.conv1d(row.mT, conv.weight, conv.bias, groups=12).mT))
+        assert_close(cache, row.mT)
     gated, plain = fla.modules.FusedRMSNormGated(12, eps=1e-5), fla.modules.RMSNorm(12, eps=1e-5)
     normal = F.rms_norm(x, (12,), eps=1e-5)
-    torch.testing.assert_close(gated(x, y), normal * F.silu(y))
-    torch.testing.assert_close(plain(x), normal)
+    assert_close(gated(x, y), normal * F.silu(y))
+    assert_close(plain(x), normal)
     assert report.left == ()
     total, kept = plain(x, residual=y, prenorm=True)
     assert_close(kept, x + y)

@@ -59,7 +59,11 @@ class register:
         with _lock:
             self.before = bool(_doors or _refused)
             if not self.before:
-                _take_all()
+                try:
+                    _take_all()
+                except BaseException:
+                    unregister()
+                    raise
 
     @property
     def registered(self) -> tuple[str, ...]:
