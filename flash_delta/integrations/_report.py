@@ -37,8 +37,10 @@ class Refused(NamedTuple):
 
 
 def _describe(function: Any) -> str:
-    """Who computes it: behind transformers' wrapper there is fla's op wherever fla can be imported."""
+    """Who computes it: behind transformers' wrapper there is fla's op wherever fla can be imported, and behind ours in
+    fla our op."""
     if isfunction(function):
-        function = getclosurevars(function).nonlocals.get("implementation", function)
+        behind = vars(function).get("implementation") or getclosurevars(function).nonlocals.get("implementation")
+        function = behind or function
     label = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{label} of {function.__module__.split('.')[0]}"

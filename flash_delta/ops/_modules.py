@@ -112,6 +112,18 @@ def gate(
     return known.backend.gate(known.problem, x, known)
 
 
+def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
+    """The backend that would run a call: of a "convolution", a "token" of one, a "norm" or a "gate". ``options``: the
+    op's name and what follows it in `describe_convolution` and its like. ValueError if the call would be refused."""
+    describe = {
+        "convolution": _describe_convolution,
+        "token": _describe_token,
+        "norm": _describe_norm,
+        "gate": _describe_gate,
+    }[kind]
+    return choose_backend(describe(x, *options), None, load_modules)
+
+
 def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:
     """``given``: the backend that is asked for, who describes the call, and what else he wants to know."""
     return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)

@@ -16,6 +16,8 @@ Example:
     (torch.Size([2, 50, 64]), torch.Size([2, 50, 64]), torch.Size([2, 50, 2, 32]))
 """
 
+from flash_delta.integrations._fla.install import install, uninstall
+from flash_delta.integrations._fla.register import register, unregister
 from flash_delta.integrations.fla.layers import (
     Comba,
     DeltaNet,
@@ -24,4 +26,14 @@ from flash_delta.integrations.fla.layers import (
     SimpleGatedLinearAttention,
 )
 
-__all__ = ["Comba", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "SimpleGatedLinearAttention"]
+__all__ = [
+    "Comba",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "SimpleGatedLinearAttention",
+    "install",
+    "register",
+    "uninstall",
+    "unregister",
+]

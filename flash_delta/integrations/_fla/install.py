@@ -1,0 +1,166 @@
+"""`install`: where there is no fla, this library's modules stand under its names."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from email.message import Message
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pkgutil import walk_packages
+from types import ModuleType
+from typing import Any, NoReturn
+
+from flash_delta.ops._function import DeltaRule
+from flash_delta.ops._modules import Convolve, Normalize
+
+HERE = "flash_delta.integrations.fla"
+ORIGIN = "flash_delta"
+VERSION = "0.6.0"  # the fla whose names and arguments these are
+DISTRIBUTIONS = ("flash-linear-attention", "fla-core")
+ALIASES = {  # older paths of fla
+    "modules.conv": "modules.causal_conv1d",
+    "modules.conv.causal_conv1d": "modules.causal_conv1d.ops",
+    "modules.conv.short_conv": "modules.causal_conv1d.ops",
+    "modules.conv.triton": "modules.causal_conv1d.ops",
+    "modules.conv.triton.ops": "modules.causal_conv1d.ops",
+}
+FUNCTIONS = {  # what trainers tell to frameworks: the classes that compute here
+    "modules.causal_conv1d.ops": {"CausalConv1dFunction": Convolve},
+    "modules.norm.fused_norm_gate": {"LayerNormGatedFunction": Normalize},
+    "ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": DeltaRule},
+    "ops.gated_delta_rule.fused_recurrent": {"FusedRecurrentFunction": DeltaRule},
+    "ops.kda.chunk": {"ChunkKDAFunction": DeltaRule},
+}
+DOORS = ("install", "register", "uninstall", "unregister")
+
+_lock = threading.RLock()
+
+
+def install() -> None:
+    """From now on ``import fla`` gives this library's modules, where fla is not installed.
+
+    Call it before anything asks for fla: libraries look once, while they are imported. The modules have the names and
+    arguments of fla 0.6.0 that docs/fla.md lists, also under older paths (``fla.modules.conv``). ``fla.__version__``
+    and the metadata of ``flash-linear-attention`` and ``fla-core`` say 0.6.0. What fla has and this library lacks is an
+    error that says so: ModuleNotFoundError on import, AttributeError on access. A second ``install()`` changes nothing.
+
+    The autograd functions there (``ChunkGatedDeltaRuleFunction`` and its like) are the classes that compute here. A
+    trainer may register them with a framework. Their ``apply`` does not take fla's arguments.
+
+    Raises:
+        RuntimeError: where fla is installed; call :class:`register` there.
+
+    Example:
+        >>> from flash_delta.integrations.fla import install, uninstall
+        >>> install()  # doctest: +SKIP
+        >>> from fla.layers import GatedDeltaNet  # doctest: +SKIP
+        >>> uninstall()  # doctest: +SKIP
+    """
+    with _lock:
+        if _finder in sys.meta_path:
+            return
+        installed = sys.modules.get("fla") or find_spec("fla")
+        if installed is not None:
+            place = getattr(installed, "origin", None) or getattr(installed, "__file__", None) or installed
+            raise RuntimeError(f"install: expected no fla, got {place}: register() makes it run on this library")
+        for path, ours in _modules():
+            _put(path, ours)
+        sys.meta_path.insert(0, _finder)
+
+
+def uninstall() -> None:
+    """Take the modules of :func:`install` away again. Who has imported names from them keeps these.
+
+    Example:
+        >>> from flash_delta.integrations.fla import uninstall
+        >>> uninstall()  # there was nothing to take away
+    """
+    with _lock:
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, StandIn):
+                del sys.modules[name]
+
+
+class StandIn(ModuleType):
+    """A module under fla's name. What it does not have is an error that says what to do."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_absent(f"{self.__name__}.{name}"), name=name, obj=self)
+
+
+class _Finder(MetaPathFinder):
+    """Refuses fla's other modules, and knows the version."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> None:
+        if fullname.startswith("fla."):
+            raise ModuleNotFoundError(_absent(fullname), name="fla")
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        context = context or DistributionFinder.Context()
+        wanted = None if context.name is None else context.name.lower().replace("_", "-")
+        if "path" not in vars(context):
+            yield from (_Distribution(name) for name in DISTRIBUTIONS if wanted in (None, name))
+
+
+class _Distribution(Distribution):
+    """What importlib.metadata says."""
+
+    def __init__(self, name: str):
+        self.given = name
+
+    @property
+    def metadata(self) -> Message:
+        message = Message()
+        message["Metadata-Version"], message["Name"], message["Version"] = "2.1", self.given, VERSION
+        message["Summary"] = "names of fla over flash_delta"
+        return message
+
+    def read_text(self, filename: str) -> str | None:
+        return "fla\n" if filename == "top_level.txt" else None
+
+    def locate_file(self, path: Any) -> NoReturn:
+        raise FileNotFoundError(f"{self.given}: flash_delta stands in for it, which has no file {path}")
+
+
+def _absent(name: str) -> str:
+    return (
+        f"{name}: flash_delta stands in for fla {VERSION} here and does not have it; docs/fla.md lists what it has. "
+        "Install flash-linear-attention, and call flash_delta.integrations.fla.register() in place of install()"
+    )
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    """By the path after ``fla``, the parents first."""
+    package = import_module(HERE)
+    yield "", package
+    for found in walk_packages(package.__path__, f"{HERE}."):
+        path = found.name.removeprefix(f"{HERE}.")
+        if not path.split(".")[-1].startswith("_"):
+            yield path, import_module(found.name)
+    for path, target in ALIASES.items():
+        yield path, import_module(f"{HERE}.{target}")
+
+
+def _put(path: str, ours: ModuleType) -> None:
+    name = f"fla.{path}" if path else "fla"
+    module = StandIn(name, ours.__doc__)
+    module.__spec__ = ModuleSpec(name, None, origin=ORIGIN, is_package=True)
+    module.__package__, module.__version__ = name, VERSION
+    module.__path__ = []  # so that the finder is asked for what it lacks
+    names = {n for n, value in vars(ours).items() if n[0] != "_" and not isinstance(value, ModuleType)}
+    found = {n: getattr(ours, n) for n in {*getattr(ours, "__all__", names)} - {*DOORS}}
+    vars(module).update(found | FUNCTIONS.get(ALIASES.get(path, path), {}))
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent and last not in vars(sys.modules[parent]):
+        setattr(sys.modules[parent], last, module)
+
+
+_finder = _Finder()

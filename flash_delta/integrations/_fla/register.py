@@ -1,0 +1,207 @@
+"""`register`: code that is written for an installed fla runs on this library."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import unwrap
+from types import ModuleType
+from typing import Any
+
+from flash_delta.integrations._fla.door import SWITCH, Door, Taken, stand_in
+from flash_delta.integrations._report import Refused, Replaced
+
+OLDEST = (0, 5, 2)
+NAME = "flash_delta"  # in fla's registry
+PRIORITY = 2  # before FlashQLA and FlashKDA, which have 3
+
+_lock = threading.RLock()
+_doors: list[Door] = []
+_registries: list[Any] = []  # those of fla that ours is in
+_replaced: list[Replaced] = []
+_refused: list[Refused] = []
+
+
+class register:
+    """From now on, in all threads, code that is written for fla runs on this library wherever ours can.
+
+    It needs fla 0.5.2 or 0.6.0 and imports it. Where fla's own registry chooses who computes a function, this library
+    becomes a backend there, named "flash_delta", which is asked before FlashQLA and FlashKDA. Other functions are bound
+    to one of ours in every module that has them. A call that ours does not take runs in fla as before: it has an
+    argument that we lack, say, or would run in PyTorch on a GPU.
+
+    ``register()`` lasts until :func:`unregister`, ``with register():`` until the end of the block. A second
+    ``register()`` changes nothing. The environment variable ``FLA_FLASH_DELTA=0`` leaves all calls to fla. With fla's
+    own ``FLA_DISABLE_BACKEND_DISPATCH=1`` nothing is registered. Printed, it says what happened so far.
+
+    Attributes:
+        registered: names of functions that fla's registry gives to this library.
+        replaced: of every other name its module, the name, the old function and the new one.
+        refused: functions that fla does not have, and those that stay fla's, each with the reason.
+        left: of calls that fla ran, the function's name and the reason, once each.
+
+    Raises:
+        ImportError: if there is no fla >= 0.5.2, or it cannot be imported.
+
+    Example:
+        >>> from flash_delta.integrations.fla import register, unregister
+        >>> report = register()  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+        flash_delta in fla 0.6.0: ...
+    """
+
+    def __init__(self) -> None:
+        self.version = _version()
+        with _lock:
+            self.before = bool(_doors or _refused)
+            if not self.before:
+                try:
+                    _take_all()
+                except BaseException:
+                    unregister()
+                    raise
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        in_place = {entry.name for entry in _replaced}
+        return tuple(door.name for door in _doors if door.name not in in_place)
+
+    @property
+    def replaced(self) -> tuple[Replaced, ...]:
+        return tuple(_replaced)
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        return tuple(_refused)
+
+    @property
+    def left(self) -> tuple[tuple[str, str], ...]:
+        return tuple((door.name, why) for door in _doors for why in door.left)
+
+    def __enter__(self) -> register:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.before:
+            unregister()
+
+    def __str__(self) -> str:
+        names = dict.fromkeys(entry.name for entry in _replaced)
+        lines = [f"flash_delta in fla {self.version}: {len(_doors)} functions"]
+        lines += [f"  by fla's registry: {', '.join(self.registered)}"] if self.registered else []
+        lines += [f"  in place: {', '.join(names)}"] if names else []
+        lines += [f"  refused: {entry}" for entry in _refused]
+        return "\n".join([*lines, *(f"  left to fla: {name}: {why}" for name, why in self.left)])
+
+
+def unregister() -> None:
+    """Leave fla as it was before :class:`register`. If somebody else has bound a name since then, it stays as it is.
+
+    Example:
+        >>> from flash_delta.integrations.fla import unregister
+        >>> unregister()  # there was nothing to undo
+    """
+    with _lock:
+        for registry in _registries:
+            registry._backends.pop(NAME, None)
+        _bind({id(entry.new): entry.old for entry in _replaced})
+        for found in (_doors, _registries, _replaced, _refused):
+            found.clear()
+
+
+def _version() -> str:
+    """That of an installed fla, which is imported."""
+    if "fla" not in sys.modules and find_spec("fla") is None:
+        raise ImportError(
+            "register needs fla: pip install flash-linear-attention; without it, install() takes its place"
+        )
+    fla = import_module("fla")
+    if getattr(fla.__spec__, "origin", None) == NAME:
+        raise ImportError("register: expected an installed fla, got what install() put in its place")
+    version = getattr(fla, "__version__", "none")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise ImportError(f"fla: expected version >= {'.'.join(map(str, OLDEST))}, got {version}")
+    return version
+
+
+def _take_all() -> None:
+    from flash_delta.integrations._fla.table import TABLE  # which imports fla's names, and these import this module
+
+    import_module("fla.ops")
+    import_module("fla.modules")
+    backends = import_module("fla.backends" if find_spec("fla.backends") else "fla.ops.backends")
+    if backends._DISPATCH_DISABLED:
+        _refused.append(Refused("fla", "every function", "FLA_DISABLE_BACKEND_DISPATCH=1"))
+        return
+    in_place, by_registry = {}, {}
+    for taken in TABLE:
+        name = taken.ours.__name__
+        module = _first(taken.paths)
+        theirs = None if module is None else getattr(module, name, None)
+        if theirs is None:
+            _refused.append(Refused(f"fla.{taken.paths[0]}", name, "this fla does not have it"))
+            continue
+        door = Door(taken, theirs)
+        _doors.append(door)
+        registry = _registry(backends, theirs, taken)
+        if registry is None:
+            in_place[id(theirs)] = stand_in(door, theirs)
+        else:
+            by_registry.setdefault(id(registry), (registry, []))[1].append(door)
+    for registry, doors in by_registry.values():
+        registry.register(_backend(backends.BaseBackend, doors))
+        _registries.append(registry)
+    _replaced.extend(_bind(in_place))
+
+
+def _first(paths: tuple[str, ...]) -> ModuleType | None:
+    for path in paths:
+        try:
+            return import_module(f"fla.{path}")
+        except ModuleNotFoundError:
+            continue
+    return None
+
+
+def _registry(backends: ModuleType, theirs: Callable[..., Any], taken: Taken) -> Any:
+    """Where fla asks who computes a function; None if it does not ask."""
+    own = getattr(backends, "_function_registries", {}).get(unwrap(theirs))
+    if own is not None or taken.operation is None:
+        return own
+    if hasattr(backends, "_operation_registries"):
+        return backends._operation_registries.get(taken.operation)
+    backends.BackendRegistry.ensure_initialized(taken.operation)
+    return backends.BackendRegistry._registries.get(taken.operation)
+
+
+def _backend(base: type, doors: list[Door]) -> Any:
+    """An object of fla's class for it, with a method and a verifier for each function."""
+    members: dict[str, Any] = {"backend_type": NAME, "env_var": SWITCH, "priority": PRIORITY}
+    for door in doors:
+        members[door.name] = staticmethod(door.run)
+        members[f"{door.name}_verifier"] = staticmethod(_verifier(door))
+    return type("FlashDeltaBackend", (base,), members)()
+
+
+def _verifier(door: Door) -> Callable[..., tuple[bool, str | None]]:
+    def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        why = door.refusal(args, kwargs)
+        return why is None, why
+
+    return verify
+
+
+def _bind(new: dict[int, Callable[..., Any]]) -> list[Replaced]:
+    """Bind all names of functions with these ids anew, in every module but this library's own."""
+    found = []
+    modules = {id(m): m for name, m in list(sys.modules.items()) if name.split(".")[0] != NAME}
+    for module in modules.values() if new else ():
+        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if id(value) in new:
+                found.append(Replaced(module, name, value, new[id(value)]))
+                setattr(module, name, new[id(value)])
+    return found
