@@ -69,6 +69,9 @@ HAND_OVER = triton.Tile(4, 3, 4096)
 # By the width of heads.
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
+# With a decay per channel.
+PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
+
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group
