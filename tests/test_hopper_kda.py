@@ -1,0 +1,73 @@
+"""Kimi Delta Attention on the Hopper backend, on a CPU: kernels in Gluon are emulated, Triton's interpreter runs
+`scan`."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flash_delta.kernels.hopper.channel import prepare
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Prepared, Solved, Workspace
+from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.problem import Outputs
+from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.cases import Case
+from tests.gluon_emulator import Kernel, emulated, take_every_call
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+KDA = MEMBERS["kda"]
+RAW = {
+    "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True,
+    "lower_bound": -5.0,
+}  # fmt: skip
+# Empty sequences, whole and partial chunks, one of one token, and guard rows.
+PACKED = Case("", "", B=1, T=290, H=1, HV=2, K=128, V=128, lengths=(0, 1, 150, 0, 64, 65, 0), options=RAW)
+ROWS = replace(PACKED, B=2, T=100, lengths=None)
+ROW = replace(ROWS, B=1, HV=1)
+CELLS = {
+    "packed": PACKED,
+    "rows": ROWS,
+    "three-heads": replace(ROWS, H=2, HV=6, T=70),
+    "strong-decay": replace(ROW, T=130, decay="strong"),
+    "bare": replace(ROWS, options={"use_gate_in_kernel": True, "lower_bound": -5.0}),
+    "v-first": replace(ROW, options=RAW | {"state_v_first": True}),
+    "no-initial-state": replace(ROW, initial_state=False),
+    "correlated-keys": replace(ROW, keys="correlated", options=RAW | {"allow_neg_eigval": True}),
+    "zero-keys": replace(ROW, keys="some zero"),
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The backend with its kernels emulated, as the choice of every call."""
+    kernel = Kernel(emulated("flash_delta.kernels.hopper", "channel.prepare").prepare)
+    monkeypatch.setattr(prepare, "prepare", kernel)
+
+    def forward(p, x):
+        o, final = torch.empty_like(x.v), torch.empty(p.state_shape)
+        c, (w,) = make_call(p, x, ("test",)), Workspace(p, Prepared).views()
+        prepare.run_prepare(c, w, None)
+        channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
+        run_scan(c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final, None)
+        return Outputs(o, final)
+
+    take_every_call(monkeypatch, forward)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@torch.no_grad()
+def test_against_the_recurrence(on_cpu, cell):
+    case, dtype = CELLS[cell], torch.bfloat16
+    x = make_inputs(case, KDA, dtype)
+    wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
+    wanted = recurrence(KDA, wide, x)
+    with products_in(dtype):
+        reference = KDA.op(**x, backend="torch")
+    for got, want, rounded in zip(KDA.op(**x), wanted, reference, strict=True):
+        print(cell, relative_error(got, want), relative_error(rounded, want))
+        assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
