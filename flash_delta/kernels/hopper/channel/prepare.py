@@ -33,7 +33,6 @@ from flash_delta.kernels.hopper.channel.scores import (
     reciprocal_lengths,
     take,
     weighted,
-    words,
 )
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
@@ -49,6 +48,7 @@ from flash_delta.kernels.runtime.workspace import Prepared
 BITS = gl.constexpr(1.4426950408889634)
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of a half, and channel
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+ZEROS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128]
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
 
 
@@ -63,10 +63,10 @@ def store_zeros(o, slot, cu_seqlens, N, T, HV, hv):
     end = load_bound(cu_seqlens, N, T)
     token = end + (slot - end // C - N) * C
     if token >= end:
-        i = token + gl.arange(0, C, layout=gl.SliceLayout(1, CHANNELS))[:, None]
-        c = gl.arange(0, K, layout=gl.SliceLayout(0, CHANNELS))[None, :]
+        i = token + gl.arange(0, C, layout=gl.SliceLayout(1, ZEROS))[:, None]
+        c = gl.arange(0, K, layout=gl.SliceLayout(0, ZEROS))[None, :]
         at = (i.to(gl.int64) * HV + hv) * K + c
-        gl.store(o + at, gl.zeros([C, K], o.dtype.element_ty, CHANNELS), mask=(i < T) & (c < K))
+        gl.store(o + at, gl.zeros([C, K], o.dtype.element_ty, ZEROS), mask=(i < T) & (c < K))
 
 
 @gluon.jit
@@ -113,8 +113,8 @@ def vectors(sq, sk, weights, norms, rates, beta, at, left, scale, beta_top, toke
             b = gl.where(i < left, beta_top / (1.0 + gl.exp2(b * -BITS)), 0.0)
     of_q, of_k = gl.full([C], scale, gl.float32, THREADS), gl.full([C], 1.0, gl.float32, THREADS)
     if NORM:
-        of_q *= gl.convert_layout(reciprocal_lengths(sq), THREADS)
-        of_k = gl.convert_layout(reciprocal_lengths(sk), THREADS)
+        of_q *= reciprocal_lengths(sq)
+        of_k = reciprocal_lengths(sk)
         norms.store(of_k.reshape([1, C]))
     gl.store(rates + i, of_q)
     gl.store(rates + C + i, of_k)
@@ -151,6 +151,16 @@ def store_half(tiles, s, totals, h: gl.constexpr):
     qq = take(sq, h) * e
     put(rows, 0, qq)
     put(sq, h, qq * e_start)
+
+
+@gluon.jit
+def store_scores(tile, upper, zeros, across, lower):
+    """Stores the parts of P and L, [2, 64, 64]."""
+    tile.slice(0, 32, 1).slice(0, 32, 2).store(upper.to(tile.dtype).reshape([2, 32, 32]))
+    if zeros is not None:
+        tile.slice(0, 32, 1).slice(32, 32, 2).store(zeros.to(tile.dtype).reshape([2, 32, 32]))
+    tile.slice(32, 32, 1).slice(0, 32, 2).store(across.to(tile.dtype).reshape([2, 32, 32]))
+    tile.slice(32, 32, 1).slice(32, 32, 2).store(lower.to(tile.dtype).reshape([2, 32, 32]))
 
 
 @gluon.jit(do_not_specialize=["N", "T", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"])
@@ -202,7 +212,7 @@ def prepare(
     scores = products(rows, columns)
     scores = warpgroup_mma_wait(0, deps=[scores])
     own, near = both(scores)
-    upper = words(weighted(near_scores(own, near), 0, 0, weights, norms, NORM), ty)
+    upper = weighted(near_scores(own, near), 0, 0, weights, norms, NORM)
     barrier()  # all warps of the program: the products above have read rows and columns
     store_half(tiles, sums[1], totals, 1)
     fence_async_shared()
@@ -218,24 +228,22 @@ def prepare(
     gl.store(gamma + head * K + c, gl.exp2(total))
     scores, across = warpgroup_mma_wait(0, deps=[scores, across])
     own, near = both(scores)
-    lower = words(weighted(near_scores(own, near), 1, 32, weights, norms, NORM), ty)
+    lower = weighted(near_scores(own, near), 1, 32, weights, norms, NORM)
     second, third = both(across)
-    across = words(weighted(far_scores(second, third), 1, 0, weights, norms, NORM), ty)
+    across = weighted(far_scores(second, third), 1, 0, weights, norms, NORM)
     barrier()  # all warps of the program: the products above have read rows, columns and far
-    both_scores = reinterpret(rows, gl.int16, [2, C, C], ROW_TILE)  # P, and L
-    above, below = both_scores.slice(0, 32, 1), both_scores.slice(32, 32, 1)
-    above.slice(0, 32, 2).store(upper.reshape([2, 32, 32]))
-    above.slice(32, 32, 2).store((upper * 0).reshape([2, 32, 32]))
-    below.slice(0, 32, 2).store(across.reshape([2, 32, 32]))
-    below.slice(32, 32, 2).store(lower.reshape([2, 32, 32]))
+    # Rows of P and of L come together: what is beside P, and what is in front of L, is not used.
+    sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
+    store_scores(sp, upper, upper * 0.0, across, lower)
+    store_scores(sl, upper, None, across, lower)
     fence_async_shared()
     barrier()  # all warps of the program: P and L are there
     tma_store(p_desc, [at, 0], reinterpret(rows, ty, [C, C], TILE))
-    M = reinterpret(rows, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
-    scratch = reinterpret(columns, gl.float16, [4, C, C // 2], HALF)
+    M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
+    scratch = reinterpret(far, gl.float16, [4, C, C // 2], HALF)
     sD = reinterpret(scratch.index(2), gl.float16, [2, 2, 16, 16], PAIRS)
     left_part, right_part = invert(M, None, scratch.index(0), scratch.index(1), sD, True)
-    sa = reinterpret(far, ty, [C, C], TILE)
+    sa = reinterpret(columns, ty, [C, C], TILE)
     sa.slice(0, 32, 1).store(left_part.to(ty))
     sa.slice(32, 32, 1).store(right_part.to(ty))
     fence_async_shared()

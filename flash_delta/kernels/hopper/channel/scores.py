@@ -11,14 +11,16 @@ The columns of the first half are needed up to the starts of blocks 2 and 3, too
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from flash_delta.kernels.hopper.forward.state_copies import apart
-from flash_delta.kernels.hopper.layouts import NARROW_ROWS, ROWS, C
+from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROWS, THREADS, C
 
 K = gl.constexpr(128)
 # In registers: a thread owns all 16 tokens of two channels, so that sums over tokens stay where they are.
 OWN = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0]))  # [2, 16, 128]: a half
+WARPS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 rows a warp
 TOKENS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0]))  # [32, 128], the same numbers
 
 
@@ -36,13 +38,15 @@ def put(tile, h: gl.constexpr, x):
 
 @gluon.jit
 def reciprocal_lengths(tile):
-    """``(sum x^2 + eps)^{-1/2}`` of 64 rows: the diagonal of x x^T."""
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
-    zero = gl.zeros([C, C], gl.float32, ROWS)
-    squares = warpgroup_mma(tile, tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-    squares = warpgroup_mma_wait(0, deps=[squares])
-    return gl.rsqrt(gl.sum(gl.where(i == j, squares, 0.0), 1) + 1e-6)
+    """``(sum x^2 + eps)^{-1/2}`` of 64 rows: the diagonal of x x^T, of which a warp multiplies its own 16 rows."""
+    x = tile.load(gl.DotOperandLayout(0, WARPS, 2)).reshape([4, 16, K])
+    rows = gl.convert_layout(x, gl.DotOperandLayout(0, BLOCKS, 2))
+    columns = gl.convert_layout(gl.permute(x, [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
+    squares = mma_v2(rows, columns, gl.zeros([4, 16, 16], gl.float32, BLOCKS))
+    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+    sums = gl.sum(gl.where(r == c, squares, 0.0), 2).reshape([C])
+    return gl.rsqrt(gl.convert_layout(sums, THREADS) + 1e-6)
 
 
 @gluon.jit
@@ -66,14 +70,6 @@ def weighted(scores, h: gl.constexpr, columns: gl.constexpr, weights, norms, NOR
     if NORM:
         scores *= norms.slice(columns, 32, 1).load(NARROW_ROWS)
     return scores
-
-
-@gluon.jit
-def words(scores, ty: gl.constexpr):
-    """Rows of P in ``ty`` and rows of L in float16, which both have 16 bits."""
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
-    P, L = scores.to(ty).to(gl.int16, bitcast=True), scores.to(gl.float16).to(gl.int16, bitcast=True)
-    return gl.where(row < 32, P, L)
 
 
 @gluon.jit
