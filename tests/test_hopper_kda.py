@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.channel import prepare
+from flash_delta.kernels.hopper.channel import prepare, walk
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Prepared, Solved, Workspace
 from flash_delta.kernels.triton.forward.scan import run_scan
@@ -44,30 +44,40 @@ CELLS = {
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The backend with its kernels emulated, as the choice of every call."""
-    kernel = Kernel(emulated("flash_delta.kernels.hopper", "channel.prepare").prepare)
-    monkeypatch.setattr(prepare, "prepare", kernel)
+    """The backend with its kernels emulated, as the choice of every call; `walk_channels` walks, or `scan`."""
+    for module, name in ((prepare, "prepare"), (walk, "walk_channels")):
+        path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
+        kernel = Kernel(getattr(emulated("flash_delta.kernels.hopper", path), name))
+        monkeypatch.setattr(module, name, kernel)
 
-    def forward(p, x):
-        o, final = torch.empty_like(x.v), torch.empty(p.state_shape)
-        c, (w,) = make_call(p, x, ("test",)), Workspace(p, Prepared).views()
-        prepare.run_prepare(c, w, None)
-        channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
-        run_scan(c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final, None)
-        return Outputs(o, final)
+    def chosen(by_hand):
+        def forward(p, x):
+            o, final = torch.empty_like(x.v), torch.empty(p.state_shape)
+            c, (w,) = make_call(p, x, ("test",)), Workspace(p, Prepared).views()
+            prepare.run_prepare(c, w, o if by_hand else None)
+            if by_hand:
+                walk.run_walk_channels(c, w, o, final)
+            else:
+                channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
+                run_scan(c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final, None)
+            return Outputs(o, final)
 
-    take_every_call(monkeypatch, forward)
+        take_every_call(monkeypatch, forward)
+
+    return chosen
 
 
+@pytest.mark.parametrize("by_hand", [True, False], ids=["walk", "scan"])
 @pytest.mark.parametrize("cell", CELLS)
 @torch.no_grad()
-def test_against_the_recurrence(on_cpu, cell):
+def test_against_the_recurrence(on_cpu, cell, by_hand):
     case, dtype = CELLS[cell], torch.bfloat16
     x = make_inputs(case, KDA, dtype)
     wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
     wanted = recurrence(KDA, wide, x)
     with products_in(dtype):
         reference = KDA.op(**x, backend="torch")
+    on_cpu(by_hand)
     for got, want, rounded in zip(KDA.op(**x), wanted, reference, strict=True):
         print(cell, relative_error(got, want), relative_error(rounded, want))
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)

@@ -34,9 +34,9 @@ def ragged(t: Tensor, width: int) -> Descriptor:
     return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layouts.BOX.value)
 
 
-def lines(rates: Tensor) -> Descriptor:
-    """Describes rates, four vectors per line."""
-    return Descriptor(rates, rates.shape, rates.stride(), [1, 4 * C], layouts.LINES.value)
+def lines(t: Tensor) -> Descriptor:
+    """Describes a matrix line by line: of rates there are four vectors in one."""
+    return Descriptor(t, t.shape, t.stride(), [1, t.shape[1]], layouts.LINES.value)
 
 
 def squares(t: Tensor) -> Descriptor:
