@@ -201,12 +201,12 @@ def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
 def test_what_the_copy_engine_cannot_describe_is_copied():
     rows = torch.randn(2, 8, 3, 257).bfloat16()
     heads = rows[..., :256].contiguous()[..., :128]
-    assert backend._described(heads) is heads
+    assert boxes.described(heads) is heads
     for other in (rows[..., :256:2], rows[..., 1:129], heads.transpose(0, 1), heads[:, :1].expand(2, 8, 3, 128)):
-        copy = backend._described(other)
+        copy = boxes.described(other)
         assert copy.data_ptr() != other.data_ptr()
         assert torch.equal(copy, other)
-        assert backend._described(copy) is copy
+        assert boxes.described(copy) is copy
 
 
 def call(form="packed"):

@@ -73,6 +73,12 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 
+
+def walks_by_hand(p: Problem, chip: Chip) -> bool:
+    """Whether `walk_channels` walks the states, with half a state per program: as long as all can run at once."""
+    return chip.processors >= 2 * p.N * p.HV
+
+
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group

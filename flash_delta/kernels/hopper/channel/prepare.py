@@ -6,11 +6,11 @@
 L is P with k for q and without the scale, i > j. The same as `channel` and `solve` of the ``triton`` backend write:
 norms, r, are in P and A but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
 
-Decays are made of raw gates, g = lower_bound sigmoid(e^A_log (a + dt_bias)), which fall by 80 nats in 16 tokens at
-most (scores.py). Exponents are in bits (log2).
+Log decays are made of raw gates, lower_bound sigmoid(e^A_log (a + dt_bias)), so that 16 tokens fall by 80 nats at most
+(scores.py). Exponents are in bits (log2).
 
 The copy engine loads q, k and g. First the gates of all tokens are summed up; then, 32 tokens at a time, decayed q and
-k are written over q, k and g, and beside them what scores are made of. Tokens behind the end of a sequence do not decay.
+k are written over q, k and g, and beside them what scores are made of. Tokens behind a sequence's end do not decay.
 """
 
 from torch import Tensor
@@ -81,7 +81,8 @@ def rest_living(sg, left):
 
 @gluon.jit
 def sum_gates(sg, totals, A_log, dt_bias, hv, lower_bound):
-    """The sums of log decays from the start of each block of 16 tokens, for both halves; of whole blocks: ``totals``."""
+    """The sums of log decays from each block's start, for both halves, and ``middle``, which they all have been moved
+    up by. ``totals``: of whole blocks, as they are."""
     rate = -BITS
     if A_log is not None:
         rate = gl.maximum(gl.exp2(gl.load(A_log + hv).to(gl.float32) * BITS), 1e-30) * -BITS
@@ -90,15 +91,17 @@ def sum_gates(sg, totals, A_log, dt_bias, hv, lower_bound):
         c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
         shift = (gl.load(dt_bias + hv * K + c).to(gl.float32) * rate)[None, :].expand_dims(1)
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
-    inverse = -1.0 / (lower_bound * BITS)
+    inverse, middle = -1.0 / (lower_bound * BITS), lower_bound * BITS * -8.0
     sums = ()
     for h in gl.static_range(2):
         # the square of a reciprocal root needs no division; a square is added by one instruction
         root = gl.rsqrt(inverse + inverse * gl.exp2(take(sg, h) * rate + shift))
-        s = gl.associative_scan(root * root * -1.0, 1, add)
-        totals.slice(2 * h, 2, 0).store(gl.sum(gl.where(m == 15, s, -0.0), 1))  # + -0.0 is no instruction
+        decay = root * root * -1.0
+        s = gl.associative_scan(gl.where(m == 0, decay + middle, decay), 1, add)
+        last = gl.sum(gl.where(m == 15, s, -0.0), 1)  # to add -0.0 is no instruction
+        totals.slice(2 * h, 2, 0).store(last - middle)
         sums += (s,)
-    return sums
+    return sums, middle
 
 
 @gluon.jit
@@ -124,7 +127,7 @@ def vectors(sq, sk, weights, norms, rates, beta, at, left, scale, beta_top, toke
 
 
 @gluon.jit
-def store_half(tiles, s, totals, h: gl.constexpr):
+def store_half(tiles, s, middle, totals, h: gl.constexpr):
     """Half h of Qg, Kg, Kd, over q, k and g, and what its scores are made of."""
     sq, sk, sg, rows, columns, far = tiles
     t0, t1 = totals.slice(0, 1, 0).load(SUMS), totals.slice(1, 1, 0).load(SUMS)
@@ -136,7 +139,7 @@ def store_half(tiles, s, totals, h: gl.constexpr):
     else:
         start, block, rest = gl.where(first, t0 + t1, t0 + t1 + t2), gl.where(first, t2, t3), gl.where(first, t3, 0.0)
         later = 0.0
-    e_start = gl.exp2(start).expand_dims(1)
+    e_start = gl.exp2(start - middle).expand_dims(1)
     kk, e = take(sk, h), gl.exp2(s)
     own = kk * gl.exp2(s * -1.0)
     put(columns, 0, own)
@@ -144,7 +147,7 @@ def store_half(tiles, s, totals, h: gl.constexpr):
     if h == 0:
         put(far, 0, own * gl.exp2(block + rest).expand_dims(1))
         put(far, 1, own * gl.exp2(block + rest + t2).expand_dims(1))
-    put(sg, h, own * gl.exp2(block + rest + later).expand_dims(1))
+    put(sg, h, own * gl.exp2(block + rest + later + middle).expand_dims(1))
     kk = kk * e
     put(rows, 1, kk)
     put(sk, h, kk * e_start)
@@ -165,8 +168,8 @@ def store_scores(tile, upper, zeros, across, lower):
 
 @gluon.jit(do_not_specialize=["N", "T", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"])
 def prepare(
-    q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, a_desc, gamma, rates, beta, A_log, dt_bias, cu_seqlens, o,
-    N, T, q_batch, k_batch, g_batch, heads, group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, a_desc, gamma, rates, beta, A_log, dt_bias, cu_seqlens,
+    o, N, T, q_batch, k_batch, g_batch, heads, group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides,
     PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
@@ -198,7 +201,7 @@ def prepare(
     mbarrier.wait(full.index(0), 0)  # signalled by the copy engine: g is there
     if left < C:
         rest_living(sg, left)
-    sums = sum_gates(sg, totals, A_log, dt_bias, hv, lower_bound)
+    sums, middle = sum_gates(sg, totals, A_log, dt_bias, hv, lower_bound)
     at = row.to(gl.int64) * beta_batch + token.to(gl.int64) * beta_strides[0] + hv * beta_strides[1]
     head = slot.to(gl.int64) * HV + hv
     mbarrier.wait(full.index(1), 0)  # signalled by the copy engine: q and k are there
@@ -206,7 +209,7 @@ def prepare(
             RAW_BETA)  # fmt: skip
     barrier()  # all warps of the program: sums of blocks are there, and the norms have read q and k
     tiles = (sq, sk, sg, rows, columns, far)
-    store_half(tiles, sums[0], totals, 0)
+    store_half(tiles, sums[0], middle, totals, 0)
     fence_async_shared()
     barrier()  # all warps of the program: rows and columns are there
     scores = products(rows, columns)
@@ -214,7 +217,7 @@ def prepare(
     own, near = both(scores)
     upper = weighted(near_scores(own, near), 0, 0, weights, norms, NORM)
     barrier()  # all warps of the program: the products above have read rows and columns
-    store_half(tiles, sums[1], totals, 1)
+    store_half(tiles, sums[1], middle, totals, 1)
     fence_async_shared()
     barrier()  # all warps of the program: rows and columns are there, and Qg, Kg and Kd
     at = (slot * HV + hv) * C

@@ -1,8 +1,9 @@
 """Scores of a chunk with a decay per channel, by wgmma, and where its numbers lie in registers and in shared memory.
 
-``P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc`` and L, the same with k for q, take their decay apart: rows are decayed from r,
-columns up to r. Rows come in blocks of 16 tokens, and r is G before a block. For columns in front of it both factors
-are at most 1. Within the block the columns' factor reaches e^80 with gates of up to 5 nats, which bfloat16 holds.
+``P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc`` and L, the same with k for q, take their decay apart: rows are decayed from
+r, columns up to r. Rows come in blocks of 16 tokens, and r is G before a block. For columns in front of it no factor is
+above 1; within the block those of columns are, up to e^80. Rows are then multiplied by e^40 and columns by e^-40, so
+that both stay well within what bfloat16 holds.
 
 A chunk is done in two halves of 32 tokens. The rows of a half are 16 q, 16 q, 16 k, 16 k, a block for each warp. Its
 columns are ``own``, k up to the start of its own block, and ``near``, up to that block's end, for the block behind it.

@@ -161,9 +161,10 @@ def walk_channels(
 
 def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor) -> None:
     p, x, initial = c.p, c.x, c.x.initial_state
-    keys = (*(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)), lines(w.gamma.flatten(0, 1)))
+    first = states(p, final if initial is None else initial)
     arguments = (
-        *keys, ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), states(p, final if initial is None else initial),
+        *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
+        lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), first,
         states(p, final), x.cu_seqlens, p.T, token_stride(x.v), x.v.stride(2),
     )  # fmt: skip
     constants = constants_of(c, walk_channels, arguments, INITIAL=initial is not None, **CHANNEL_WALK)
