@@ -192,12 +192,16 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.t, offset + self.at)
 
+    def memory(self):
+        """From the tensor's first number on, in the order of addresses."""
+        first = self.t.storage_offset()
+        return self.t.as_strided((self.t.untyped_storage().nbytes() // self.t.itemsize - first,), (1,), first)
+
     def load(self, mask=None, other=None):
         if mask is not None:
-            at = torch.where(mask.t, bare(self.at), 0)
-            return Value(torch.where(mask.t, self.t.view(-1)[at], other))
+            return Value(torch.where(mask.t, self.memory()[torch.where(mask.t, bare(self.at), 0)], other))
         if isinstance(self.at, Value):
-            return Value(self.t.view(-1)[self.at.t])
+            return Value(self.memory()[self.at.t])
         number = self.t.as_strided((), (), self.t.storage_offset() + self.at)
         return Value(number.clone()) if number.dtype.is_floating_point else Number(number.item())
 

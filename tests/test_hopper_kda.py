@@ -9,15 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.channel import prepare, walk
-from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.runtime.workspace import Channels, Factors, Prepared, Solved, Workspace
-from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.problem import Outputs
+from flash_delta.kernels.hopper.channel import prepare, run, walk
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence
 from flash_delta.testing.cases import Case
 from tests.gluon_emulator import Kernel, emulated, take_every_call
+from tests.hostile_bounds import T, hostile, leave_unread
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 KDA = MEMBERS["kda"]
@@ -39,6 +36,7 @@ CELLS = {
     "no-initial-state": replace(ROW, initial_state=False),
     "correlated-keys": replace(ROW, keys="correlated", options=RAW | {"allow_neg_eigval": True}),
     "zero-keys": replace(ROW, keys="some zero"),
+    "all-empty": replace(PACKED, T=4, lengths=(0, 0)),
 }
 
 
@@ -51,18 +49,8 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, name, kernel)
 
     def chosen(by_hand):
-        def forward(p, x):
-            o, final = torch.empty_like(x.v), torch.empty(p.state_shape)
-            c, (w,) = make_call(p, x, ("test",)), Workspace(p, Prepared).views()
-            prepare.run_prepare(c, w, o if by_hand else None)
-            if by_hand:
-                walk.run_walk_channels(c, w, o, final)
-            else:
-                channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
-                run_scan(c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final, None)
-            return Outputs(o, final)
-
-        take_every_call(monkeypatch, forward)
+        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: by_hand)
+        take_every_call(monkeypatch, run.forward)
 
     return chosen
 
@@ -79,5 +67,37 @@ def test_against_the_recurrence(on_cpu, cell, by_hand):
         reference = KDA.op(**x, backend="torch")
     on_cpu(by_hand)
     for got, want, rounded in zip(KDA.op(**x), wanted, reference, strict=True):
-        print(cell, relative_error(got, want), relative_error(rounded, want))
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
+
+
+@pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
+@torch.no_grad()
+def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
+    """An address that is beyond a tensor is an error of the emulator or of the bounds' watch."""
+    leave_unread(monkeypatch)
+    bounds = hostile(name, "cpu")
+    x = make_inputs(replace(PACKED, T=T, HV=1, lengths=(T, *(0 for _ in bounds[2:]))), KDA, torch.bfloat16)
+    on_cpu(True)
+    KDA.op(**(x | {"cu_seqlens": bounds}))
+
+
+@torch.no_grad()
+def test_no_token_changes_one_before_it(on_cpu):
+    """Not by a bit, though its block's scores are made with the others'."""
+    x = make_inputs(replace(ROW, T=100), KDA, torch.bfloat16)
+    on_cpu(True)
+    o, _ = KDA.op(**x)
+    for t in (99, 70, 45, 17):
+        for name in ("q", "k", "v", "g", "beta"):
+            x[name].data[:, t:] = torch.randn_like(x[name][:, t:]) * 3
+        assert torch.equal(KDA.op(**x)[0][:, :t], o[:, :t])
+
+
+@torch.no_grad()
+def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu):
+    x = make_inputs(ROWS, KDA, torch.bfloat16)
+    on_cpu(True)
+    want = KDA.op(**x)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name] = x[name].data.mT.contiguous().mT
+    assert all(map(torch.equal, KDA.op(**x), want))
