@@ -293,7 +293,7 @@ LANGUAGE = {
     "barrier": lambda: None, "shared_memory_descriptor": Memory,
     "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
-    "where": choose, "exp2": lambda x: Value(x.t.exp2()), "rsqrt": lambda x: Value(x.t.rsqrt()),
+    "where": choose, "exp2": lambda x: Value(torch.as_tensor(bare(x)).exp2()), "rsqrt": lambda x: Value(x.t.rsqrt()),
     "associative_scan": sums_up_to, "int16": torch.int16,
     "sum": total, "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),

@@ -71,6 +71,7 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 
 # With a decay per channel.
 PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
+PREPARES = 2  # programs share a multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 
 
