@@ -116,6 +116,7 @@ def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
     assert backend.remark(problem(**KDA, N=1)) == "it walks half a state per program"
     assert backend.remark(problem(**KDA, N=8)) == "'triton' walks the states"
+    assert backend.remark(problem(**KDA, N=1, batch_invariant=True)) == "'triton' walks the states"
     said = backend.remark(problem(**KDA, T=32768, N=1, HV=4, H=4))
     assert said.startswith("'triton' walks sequences in segments of")
 

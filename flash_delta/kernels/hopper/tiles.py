@@ -76,8 +76,9 @@ CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:
-    """Whether `walk_channels` walks the states, with half a state per program: as long as all can run at once."""
-    return chip.processors >= 2 * p.N * p.HV
+    """Whether `walk_channels` walks the states, with half a state per program: as long as all can run at once. No other
+    sequence may decide where it would change bits."""
+    return not p.batch_invariant and chip.processors >= 2 * p.N * p.HV
 
 
 # The backward pass. RETRACE is `walk_segments` without outputs.

@@ -261,7 +261,6 @@ def prepare(
         gl.store(gamma + head * K + c, gl.exp2(total))
         step = gl.num_programs(0)
         item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, PACKED)
-        A, bias, b = parameters(item, row, start, size, first, own)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
         owns, near = both(scores)
         lower = weighted(near_scores(owns, near), 1, 32, weights, norms, NORM)
@@ -271,6 +270,7 @@ def prepare(
         barrier()  # all warps of the program: the products above have read rows, columns and far
         if item < items:
             ask(item, row, start, size, first, given)
+        A, bias, b = parameters(item, row, start, size, first, own)
         # Rows of P and of L come together: what is beside P, and what is in front of L, is not used.
         sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
         store_scores(sp, upper, upper * 0.0, across, lower)

@@ -6,7 +6,7 @@ above 1; within the block those of columns are, up to e^80. Rows are then multip
 that both stay well within what bfloat16 holds.
 
 A chunk is done in two halves of 32 tokens. The rows of a half are 16 q, 16 q, 16 k, 16 k, a block for each warp. Its
-columns are ``own``, k up to the start of its own block, and ``near``, up to that block's end, for the block behind it.
+columns are ``own``, k up to the start of its own block, and ``near``, up to the end of that block, for the next one.
 The columns of the first half are needed up to the starts of blocks 2 and 3, too: ``far``.
 """
 
