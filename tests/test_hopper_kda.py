@@ -94,6 +94,17 @@ def test_no_token_changes_one_before_it(on_cpu):
 
 
 @torch.no_grad()
+def test_parameters_may_be_missing(on_cpu):
+    x = make_inputs(replace(ROWS, T=70, options={"use_gate_in_kernel": True, "lower_bound": -4.0}), KDA, torch.bfloat16)
+    x["beta"] = torch.ones_like(x["beta"])
+    x["A_log"], x["dt_bias"] = torch.zeros_like(x["A_log"]), torch.zeros_like(x["dt_bias"])
+    on_cpu(True)
+    want = KDA.op(**x)
+    del x["A_log"], x["dt_bias"]
+    assert all(map(torch.equal, KDA.op(**x), want))
+
+
+@torch.no_grad()
 def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu):
     x = make_inputs(ROWS, KDA, torch.bfloat16)
     on_cpu(True)

@@ -1,12 +1,12 @@
-"""With a decay per channel: a program walks one sequence with 64 value columns of one head's state, through what
-`prepare` has written.
+"""With a decay per channel: a program walks one state after the other, 64 value columns of each, through what `prepare`
+has written.
 
     load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v, A and P into a ring of NV: one
              warp each
     state    R = b (v - r_k (Kg S0))     U = A R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
 The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py, whose rules for ptxas hold here,
-too. Grid (states, V / 64).
+too. Grid (programs, V / 64).
 
 Barriers, and who completes them: ``full`` and ``vfull`` the copy engine (the tiles of a chunk are there), ``done`` the
 state group (it has read all of a chunk's tiles, so that its slots are free).
@@ -46,28 +46,32 @@ def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
     """The role that fills a ring: with KEYS with Qg, Kg, Kd, gamma and rates, otherwise with v, A and P."""
     descs, tiles, bars, work, v_batch, v_heads = given
     full, done = bars
-    cu_seqlens, T = work
+    cu_seqlens, T, items = work
     SLOTS: gl.constexpr = tiles[0].shape[0]
-    n, hv, start, size = bounds(gl.program_id(0), cu_seqlens, None, T, HV, PACKED)
-    slot, row = first_slot(n, start, T, PACKED), start
-    if not PACKED:
-        row += n * v_batch
     gdc_wait()  # `prepare` has ended: what it wrote is there
-    for t in range((size + C - 1) // C):
-        s, at = t % SLOTS, (slot + t) * HV + hv
-        wait_free(done, t, SLOTS, NS)  # signalled by the state group, which has left the chunk in this slot
-        bar = full.index(s)
-        if KEYS:
-            mbarrier.expect(bar, 3 * C * K * 2 + 4 * C * 4 + K * 4)
-            for m in gl.static_range(3):
-                tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
-            for m in gl.static_range(3, 5):
-                tma_load(descs[m], [at, 0], bar, tiles[m].index(s))
-        else:
-            mbarrier.expect(bar, 3 * C * C * 2)
-            load_box(descs[0], row, size, t * C, hv * v_heads + gl.program_id(1) * 64, bar, tiles[0].index(s), 64)
-            tma_load(descs[1], [at * C, 0], bar, tiles[1].index(s))
-            tma_load(descs[2], [at * C, 0], bar, tiles[2].index(s))
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        head, row = first_slot(n, start, T, PACKED) * HV + hv, start
+        if not PACKED:
+            row += n * v_batch
+        for token in range(0, size, C):
+            s, at = t % SLOTS, head + token // C * HV
+            wait_free(done, t, SLOTS, NS)  # signalled by the state group, which has left the chunk in this slot
+            bar = full.index(s)
+            if KEYS:
+                mbarrier.expect(bar, 3 * C * K * 2 + 4 * C * 4 + K * 4)
+                for m in gl.static_range(3):
+                    tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
+                for m in gl.static_range(3, 5):
+                    tma_load(descs[m], [at, 0], bar, tiles[m].index(s))
+            else:
+                column = hv * v_heads + gl.program_id(1) * 64
+                mbarrier.expect(bar, 3 * C * C * 2)
+                load_box(descs[0], row, size, token, column, bar, tiles[0].index(s), 64)
+                for m in gl.static_range(1, 3):
+                    tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
+            t += 1
 
 
 @gluon.jit
@@ -79,58 +83,60 @@ def state_role(
     sq, sk, sd, sr, sg = keys
     sv, sa, sp = values
     full, vfull, done = bars
-    cu_seqlens, T = work
+    cu_seqlens, T, items = work
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     NV: gl.constexpr = sv.shape[0]
     NO: gl.constexpr = so.shape[0]  # buffers
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    item, v = gl.program_id(0), gl.program_id(1) * 64
-    n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
-    row = start + length
-    if not PACKED:
-        row += n * T
-    S = gl.zeros([64, K], gl.float32, WIDE_ROWS)
-    if INITIAL:
-        S = load_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
-    for t in range((length + C - 1) // C):
-        s, x = t % NS, t % NV
-        sb = gl.convert_layout(S.to(ty), operand)
-        mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: Qg, Kg, Kd, gamma, rates are there
-        of_q, of_k, b = sr.index(s).slice(0, C, 1), sr.index(s).slice(C, C, 1), sr.index(s).slice(2 * C, C, 1)
-        E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-        O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-        mbarrier.wait(vfull.index(x), (t // NV) & 1)  # signalled by the copy engine: v, A and P are there
-        E, O = warpgroup_mma_wait(1, deps=[E, O])
-        R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
-        R = ((R - E * of_k.load(ROWS)) * b.load(ROWS)).to(ty)
-        U = warpgroup_mma(
-            gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
-        )
-        U, O = warpgroup_mma_wait(1, deps=[U, O])
-        O *= of_q.load(ROWS)
-        S *= sg.index(s).load(WIDE_ROWS)
-        weight = of_k.load(ROWS)
-        U = warpgroup_mma_wait(0, deps=[U])
-        written = (U * weight).to(ty)
-        read = U.to(ty)
-        S = warpgroup_mma(gl.convert_layout(written, wide_operand), sd.index(s), S, is_async=True)
-        O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
-        O, S = warpgroup_mma_wait(0, deps=[O, S])
-        mbarrier.arrive(done.index(s), count=1)
-        tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
-        barrier()  # all warps of the state group: none writes before that
-        out = so.index(t % NO)
-        box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + t * C
-        store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
-    store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
+    v, t = gl.program_id(1) * 64, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        row = start + length
+        if not PACKED:
+            row += n * T
+        S = gl.zeros([64, K], gl.float32, WIDE_ROWS)
+        if INITIAL:
+            S = load_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+        for token in range(0, length, C):
+            s, x = t % NS, t % NV
+            sb = gl.convert_layout(S.to(ty), operand)
+            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: Qg, Kg, Kd, rates are there
+            of_q, of_k, b = sr.index(s).slice(0, C, 1), sr.index(s).slice(C, C, 1), sr.index(s).slice(2 * C, C, 1)
+            E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            mbarrier.wait(vfull.index(x), (t // NV) & 1)  # signalled by the copy engine: v, A and P are there
+            E, O = warpgroup_mma_wait(1, deps=[E, O])
+            R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
+            R = ((R - E * of_k.load(ROWS)) * b.load(ROWS)).to(ty)
+            U = warpgroup_mma(
+                gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
+            )
+            U, O = warpgroup_mma_wait(1, deps=[U, O])
+            O *= of_q.load(ROWS)
+            S *= sg.index(s).load(WIDE_ROWS)
+            weight = of_k.load(ROWS)
+            U = warpgroup_mma_wait(0, deps=[U])
+            written = (U * weight).to(ty)
+            read = U.to(ty)
+            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sd.index(s), S, is_async=True)
+            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            O, S = warpgroup_mma_wait(0, deps=[O, S])
+            mbarrier.arrive(done.index(s), count=1)
+            tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
+            barrier()  # all warps of the state group: none writes before that
+            out = so.index(t % NO)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
+            store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
+            t += 1
+        store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
 
 
-@gluon.jit(do_not_specialize=["T", "v_batch"])
+@gluon.jit(do_not_specialize=["T", "items", "v_batch"])
 def walk_channels(
     qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, T,
-    v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    items, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
     ty: gl.constexpr = v_desc.dtype
@@ -146,7 +152,7 @@ def walk_channels(
     sbar, full, vfull, done = barriers(NO, 1), barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T)
+    keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T, items)
     state = (o_desc, keys, values, (full, vfull, done), initial, final, work)
     descs = (qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
     load_keys = (descs, keys, (full, done), work, v_batch, v_heads)
@@ -165,7 +171,9 @@ def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor) -> None:
     arguments = (
         *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
         lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), first,
-        states(p, final), x.cu_seqlens, p.T, token_stride(x.v), x.v.stride(2),
+        states(p, final), x.cu_seqlens, p.T, p.N * p.HV, token_stride(x.v),
+        x.v.stride(2),
     )  # fmt: skip
     constants = constants_of(c, walk_channels, arguments, INITIAL=initial is not None, **CHANNEL_WALK)
-    launch_described(c, walk_channels, DescribedPlan((p.N * p.HV, p.V // 64), arguments, constants))
+    grid = min(p.N * p.HV, c.shape.chip.processors), p.V // 64
+    launch_described(c, walk_channels, DescribedPlan(grid, arguments, constants))
