@@ -18,6 +18,7 @@ from flash_delta.kernels.triton.forward.segments import SegmentedScan, new_segme
 from flash_delta.kernels.triton.tiles import plan_segments
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 
+FORWARD = ("hopper", "channel")  # the kind of these calls
 LOWEST = -5.0  # nats: sixteen tokens fall by 80 then, which bfloat16 holds
 
 
@@ -49,8 +50,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     split = plan_segments(p, chip_of(p.device))
-    kind = ("hopper", "channel")
-    if replayed(known, (*kind, split), x, (o, final)):
+    if replayed(known, (*FORWARD, split), x, (o, final)):
         return Outputs(o, final)
     memory, segments = Workspace(p, Prepared), new_segmented_scan(p, split)
 
@@ -63,7 +63,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         given = given._replace(**{name: described(getattr(x, name)) for name in ("q", "k", "v", "g")})
         if x.initial_state is not None:
             given = given._replace(initial_state=x.initial_state.float().contiguous())
-        call = make_call(p, given, kind, known=known, name=(*kind, split))
+        call = make_call(p, given, FORWARD, known=known, name=(*FORWARD, split))
         run(call, kernels, o, final, spare=(memory.buffer, *(segments or ())[1:]))
     remember(call, x)
     return Outputs(o, final)
