@@ -37,6 +37,7 @@ from flash_delta.kernels.hopper.channel.scores import (
     weighted,
 )
 from flash_delta.kernels.hopper.forward.inverse import invert
+from flash_delta.kernels.hopper.forward.state_copies import beside
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box
@@ -187,12 +188,9 @@ def store_half(tiles, s, middle, totals, h: gl.constexpr):
 
 @gluon.jit
 def store_scores(tile, upper, zeros, across, lower):
-    """Stores the parts of P and L, [2, 64, 64]."""
-    tile.slice(0, 32, 1).slice(0, 32, 2).store(upper.to(tile.dtype).reshape([2, 32, 32]))
-    if zeros is not None:
-        tile.slice(0, 32, 1).slice(32, 32, 2).store(zeros.to(tile.dtype).reshape([2, 32, 32]))
-    tile.slice(32, 32, 1).slice(0, 32, 2).store(across.to(tile.dtype).reshape([2, 32, 32]))
-    tile.slice(32, 32, 1).slice(32, 32, 2).store(lower.to(tile.dtype).reshape([2, 32, 32]))
+    """Stores P or L, of which parts are given, and what comes with its rows: [2, 64, 64]."""
+    tile.slice(0, 32, 1).store(beside(upper, zeros).to(tile.dtype).reshape([2, 32, C]))
+    tile.slice(32, 32, 1).store(beside(across, lower).to(tile.dtype).reshape([2, 32, C]))
 
 
 @gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"])
@@ -274,7 +272,7 @@ def prepare(
         # Rows of P and of L come together: what is beside P, and what is in front of L, is not used.
         sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
         store_scores(sp, upper, upper * 0.0, across, lower)
-        store_scores(sl, upper, None, across, lower)
+        store_scores(sl, upper, upper * 0.0, across, lower)
         fence_async_shared()
         barrier()  # all warps of the program: P and L are there
         tma_store(p_desc, [at, 0], reinterpret(rows, ty, [C, C], TILE))
@@ -283,8 +281,7 @@ def prepare(
         sD = reinterpret(scratch.index(2), gl.float16, [2, 2, 16, 16], PAIRS)
         left_part, right_part = invert(M, None, scratch.index(0), scratch.index(1), sD, True)
         sa = reinterpret(columns, ty, [C, C], TILE)
-        sa.slice(0, 32, 1).store(left_part.to(ty))
-        sa.slice(32, 32, 1).store(right_part.to(ty))
+        sa.store(beside(left_part, right_part).to(ty))
         fence_async_shared()
         barrier()  # all warps of the program: A is whole in shared memory
         tma_store(a_desc, [at, 0], sa)
