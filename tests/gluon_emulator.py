@@ -34,8 +34,8 @@ class Value:
     def __getitem__(self, at):
         return Value(self.t[at])
 
-    def to(self, dtype):
-        return Value(self.t.to(dtype))
+    def to(self, dtype, bitcast=False):
+        return Value(self.t.view(dtype) if bitcast else self.t.to(dtype))
 
     def reshape(self, shape):
         return Value(self.t.reshape(shape))
@@ -68,6 +68,8 @@ for _name in (
     "mul",
     "rmul",
     "floordiv",
+    "truediv",
+    "rtruediv",
     "mod",
     "xor",
     "rshift",
@@ -75,6 +77,7 @@ for _name in (
     "gt",
     "ge",
     "lt",
+    "le",
     "eq",
 ):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
@@ -184,20 +187,29 @@ class Descriptor:
 
 class Pointer:
     def __init__(self, t, at=0):
-        self.t, self.at = t, at
+        self.t, self.at, self.dtype = t, at, SimpleNamespace(element_ty=t.dtype)
 
     def __add__(self, offset):
         return Pointer(self.t, offset + self.at)
 
+    def memory(self):
+        """From the tensor's first number on, in the order of addresses."""
+        first = self.t.storage_offset()
+        return self.t.as_strided((self.t.untyped_storage().nbytes() // self.t.itemsize - first,), (1,), first)
+
     def load(self, mask=None, other=None):
         if mask is not None:
-            at = torch.where(mask.t, bare(self.at), 0)
-            return Value(torch.where(mask.t, self.t.view(-1)[at], other))
-        return Number(self.t.as_strided((1,), (1,), self.t.storage_offset() + self.at).item())
+            return Value(torch.where(mask.t, self.memory()[torch.where(mask.t, bare(self.at), 0)], other))
+        if isinstance(self.at, Value):
+            return Value(self.memory()[self.at.t])
+        number = self.t.as_strided((), (), self.t.storage_offset() + self.at)
+        return Value(number.clone()) if number.dtype.is_floating_point else Number(number.item())
 
-    def store(self, value):
+    def store(self, value, mask=None):
         at = bare(self.at)
         assert at.shape == value.t.shape
+        if mask is not None:
+            at, value = at[mask.t], Value(value.t[mask.t])
         assert ((at >= 0) & (at < self.t.numel())).all(), "a store outside of the tensor"
         self.t.view(-1)[at] = value.t.to(self.t.dtype)
 
@@ -258,6 +270,11 @@ def choose(c, a, b):
     return Value(torch.where(c.t, bare(a), bare(b))) if isinstance(c, Value) else (a if c else b)
 
 
+def sums_up_to(x, axis, combine):
+    assert combine.__name__ == "add"
+    return Value(x.t.cumsum(axis))
+
+
 def total(x, axis):
     """A number, of a tensor with one axis."""
     if x.t.ndim > 1:
@@ -278,12 +295,13 @@ LANGUAGE = {
     "barrier": lambda: None, "shared_memory_descriptor": Memory,
     "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
-    "where": choose, "exp2": lambda x: Value(x.t.exp2()),
-    "associative_scan": lambda x, axis, add: Value(x.t.cumsum(axis)),
+    "where": choose, "exp2": lambda x: Value(torch.as_tensor(bare(x)).exp2()), "rsqrt": lambda x: Value(x.t.rsqrt()),
+    "associative_scan": sums_up_to, "int16": torch.int16,
     "sum": total, "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
-    "store": lambda p, x: p.store(x), "load": lambda p, **mask: p.load(**mask), "log2": lambda x: Value(x.t.log2()),
+    "store": lambda p, x, **mask: p.store(x, **mask), "load": lambda p, **mask: p.load(**mask),
+    "log2": lambda x: Value(x.t.log2()),
     "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
     "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
     "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,

@@ -15,6 +15,7 @@ from triton.runtime.driver import driver
 import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend, boxes, layouts
+from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward import loop, rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
@@ -29,6 +30,7 @@ from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
 
 BY_NAME = {case.name: case for case in CASES}
+KDA = {"gate": "channel", "raw_gate": True, "lower_bound": -5.0}
 
 
 def problem(**changes) -> Problem:
@@ -42,7 +44,8 @@ def problem(**changes) -> Problem:
 @pytest.fixture
 def on_a_card(monkeypatch):
     """A Hopper GPU of 132 multiprocessors, for all that only asks what there is."""
-    monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
+    for module in (backend, by_channel):
+        monkeypatch.setattr(module, "chip_of", lambda device: Chip("sm_90", 132))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,15 @@ def on_a_card(monkeypatch):
         ({"pool": torch.bfloat16, "K": 256, "V": 256}, "on a pool K and V have to be 64 or 128, both; they are 256"),
         ({"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
         ({"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
-        ({"gate": "channel"}, "one decay per value head"),
+        ({"gate": "channel"}, "of raw gates with a lower_bound, of -5 or more"),
+        ({"gate": "channel", "lower_bound": -5.0}, "of raw gates with a lower_bound"),
+        (KDA | {"lower_bound": -6.0}, "of raw gates with a lower_bound, of -5 or more"),
+        (KDA, None),
+        (KDA | {"needs_grad": True}, "with a decay per channel it runs calls without gradients"),
+        (KDA | {"pool": torch.float32}, "with a decay per channel it runs no prompts on a pool"),
+        (KDA | {"dtype": torch.float16}, "heads of 128 in bfloat16; they are 128 and 128 in torch.float16"),
+        (KDA | {"K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
+        (KDA | {"keep_states": True}, "states of chunks"),
         ({"erase": "undecayed"}, "keys erase"),
         ({"erase": None}, "keys erase"),
         ({"keep_states": True}, "states of chunks"),
@@ -103,6 +114,11 @@ def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(prompt) == "it walks sequences in segments of 2048 tokens, up to 16 of them side by side"
     assert backend.remark(prompt._replace(batch_invariant=True)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
+    assert backend.remark(problem(**KDA, N=1)) == "it walks half a state per program"
+    assert backend.remark(problem(**KDA, N=8)) == "'triton' walks the states"
+    assert backend.remark(problem(**KDA, N=1, batch_invariant=True)) == "'triton' walks the states"
+    said = backend.remark(problem(**KDA, T=32768, N=1, HV=4, H=4))
+    assert said.startswith("'triton' walks sequences in segments of")
 
 
 @pytest.mark.parametrize("name", ["packed", "in-kernel", "state-v-first", "no-initial-state"])
@@ -201,12 +217,12 @@ def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
 def test_what_the_copy_engine_cannot_describe_is_copied():
     rows = torch.randn(2, 8, 3, 257).bfloat16()
     heads = rows[..., :256].contiguous()[..., :128]
-    assert backend._described(heads) is heads
+    assert boxes.described(heads) is heads
     for other in (rows[..., :256:2], rows[..., 1:129], heads.transpose(0, 1), heads[:, :1].expand(2, 8, 3, 128)):
-        copy = backend._described(other)
+        copy = boxes.described(other)
         assert copy.data_ptr() != other.data_ptr()
         assert torch.equal(copy, other)
-        assert backend._described(copy) is copy
+        assert boxes.described(copy) is copy
 
 
 def call(form="packed"):

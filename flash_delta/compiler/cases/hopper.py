@@ -12,6 +12,8 @@ from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.channel.prepare import run_prepare
+from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
@@ -22,7 +24,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -39,6 +41,15 @@ def alike() -> tuple[Problem, Inputs]:
     """As many key heads as value heads, with norms: a program of `rates` has one head."""
     p, x = problem_of(RuleCase())
     return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
+
+
+def channels(*, packed: bool) -> tuple[Problem, Inputs]:
+    """A bounded decay per channel. Batch rows have neither norms nor logits, and no states at first."""
+    p, x = problem_of(RuleCase(gate="channel", raw=True, lower_bound=-5.0))
+    if packed:
+        return p, x
+    p = p._replace(N=1, packed=False, l2norm=False, raw_beta=False, state_v_first=True)
+    return p, x._replace(cu_seqlens=None, initial_state=None)
 
 
 def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
@@ -82,6 +93,7 @@ CASES = {
     "saving-64": partial(training, 64, saving=True),
     "saving-256": partial(training, 256, saving=True),
 }
+CHANNELS = {"channel": partial(channels, packed=True), "channel-rows": partial(channels, packed=False)}
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
@@ -95,6 +107,14 @@ def call_rates(case: str) -> None:
 def call_loop(case: str, t: LoopTile) -> None:
     c, o, final, rates, solved, residual = described(case)
     run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual)
+
+
+def call_channels(case: str) -> None:
+    p, x = CHANNELS[case]()
+    c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
+    (w,) = Workspace(p, Prepared).views()
+    run_prepare(c, w, o)
+    run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
 
 
 def call_pool(case: str, t: LoopTile) -> None:
@@ -165,6 +185,8 @@ def launches(target: str) -> Iterator[Launch]:
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
+    for case in CHANNELS:
+        yield Launch(case, partial(call_channels, case))
     for name, back in (("pool-segments", False), ("pool-back", True)):
         yield Launch(name, partial(call_prompt, "pool", back=back))
     for case, described_pool in POOLS.items():

@@ -1,4 +1,4 @@
-"""The ``hopper`` backend: the forward pass of the delta rule with one decay per value head, for sm_90a.
+"""The ``hopper`` backend: the delta rule with one decay per value head, for sm_90a; and with one per channel, in part.
 
 `rates` sums up the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are
 walked in segments, at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
@@ -6,6 +6,9 @@ walked in segments, at the same time, by four kernels (segments/): `factor_chunk
 first, and `walk_segments` takes whole sequences. Values wider than keys are walked as several heads (columns.py).
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
+
+With a decay per channel, bounded and made of raw gates, `prepare` does all that a chunk's tokens are to each other, and
+`walk_channels` walks where there are few states; else `scan` of the ``triton`` backend does (channel/).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper.backward import run as by_hand
+from flash_delta.kernels.hopper.boxes import describable, described
+from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
@@ -57,10 +62,12 @@ def unsupported(problem: Problem) -> str | None:
         return f"it needs a Hopper GPU (sm_90), the tensors are on {problem.device}"
     if problem.recurrent:
         return "it runs sequences chunk by chunk"
-    if problem.gate == "channel" or problem.erase != "decayed" or problem.erase_keys:
-        return "it runs the delta rule with one decay per value head or none, whose keys erase what they write"
+    if problem.erase != "decayed" or problem.erase_keys:
+        return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:
         return "it does not return the states of chunks"
+    if problem.gate == "channel":
+        return by_channel.unsupported(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     if problem.K not in WIDTHS or problem.V % problem.K or problem.V > MOST_VALUES:
@@ -103,6 +110,8 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
+    if p.gate == "channel" and p.N * p.T:
+        return by_channel.forward(p, x, known)
     if p.V != p.K:
         return joined(p, forward(*as_heads(p, x), known))
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
@@ -140,7 +149,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             run_factor(c, solved, factors, follows=False)
 
     with on(p.device):
-        given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+        given = x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         if x.initial_state is not None:
             given = given._replace(initial_state=x.initial_state.float().contiguous())
         call = make_call(p, given, kind, known=known, name=(*kind, length))
@@ -158,11 +167,11 @@ def backward(
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
-    given = x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+    given = x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
     if x.initial_state is not None:
         given = given._replace(initial_state=x.initial_state.float().contiguous())
     dfinal = None if dfinal is None else dfinal.float().contiguous()
-    d = by_hand.run_backward(p, given, saved, _described(do), dfinal, known, _lengths(p).back)
+    d = by_hand.run_backward(p, given, saved, described(do), dfinal, known, _lengths(p).back)
     return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
 
@@ -198,7 +207,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         run_after(c, o)
 
     with on(p.device):
-        given = x if p.taps else x._replace(q=_described(x.q), k=_described(x.k), v=_described(x.v))
+        given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(rates, walks, *_memory(alone), *convolved))
     remember(call, x)
@@ -232,23 +241,14 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
     own = new_rates(nowhere), new_walks(nowhere), *_memory(new_prompt(nowhere, length))
-    copied = () if p.taps else (t for t in x[:3] if not _describable(t))
+    copied = () if p.taps else (t for t in x[:3] if not describable(t))
     return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
-
-
-def _described(t: Tensor) -> Tensor:
-    """``t`` if there is a descriptor for it (`boxes.ragged`), otherwise a contiguous copy."""
-    return t if _describable(t) and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
-
-
-def _describable(t: Tensor) -> bool:
-    """Whether the strides allow a descriptor (`boxes.ragged`)."""
-    row, token, head, channel = t.stride()
-    return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
 def remark(p: Problem) -> str | None:
     """What `explain` adds: whether sequences are split, and who runs the backward pass."""
+    if p.gate == "channel":
+        return by_channel.remark(p)
     said = [] if p.V == p.K else [f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}"]
     walked = p._replace(HV=p.HV * p.V // p.K, V=p.K, needs_grad=p.needs_grad and p.V == p.K)
     length, back = _lengths(walked)

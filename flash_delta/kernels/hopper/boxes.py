@@ -20,6 +20,17 @@ def strides(*tokens: Tensor) -> tuple[int | tuple[int, ...], ...]:
     return (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
 
 
+def described(t: Tensor) -> Tensor:
+    """``t`` if there is a descriptor for it (`ragged`), otherwise a contiguous copy."""
+    return t if describable(t) and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def describable(t: Tensor) -> bool:
+    """Whether the strides allow a descriptor (`ragged`)."""
+    row, token, head, channel = t.stride()
+    return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
+
+
 def ragged(t: Tensor, width: int) -> Descriptor:
     """Describes the tokens of all heads so that the copy engine clips at the end of any sequence: loads from behind
     the end give zeros, and stores there do nothing.
@@ -34,9 +45,9 @@ def ragged(t: Tensor, width: int) -> Descriptor:
     return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layouts.BOX.value)
 
 
-def lines(rates: Tensor) -> Descriptor:
-    """Describes rates, four vectors per line."""
-    return Descriptor(rates, rates.shape, rates.stride(), [1, 4 * C], layouts.LINES.value)
+def lines(t: Tensor) -> Descriptor:
+    """Describes a matrix line by line: of rates there are four vectors in one."""
+    return Descriptor(t, t.shape, t.stride(), [1, t.shape[1]], layouts.LINES.value)
 
 
 def squares(t: Tensor) -> Descriptor:

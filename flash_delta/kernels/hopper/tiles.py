@@ -69,6 +69,18 @@ HAND_OVER = triton.Tile(4, 3, 4096)
 # By the width of heads.
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
+# With a decay per channel.
+PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
+PREPARES = 2  # programs share a multiprocessor
+CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
+
+
+def walks_by_hand(p: Problem, chip: Chip) -> bool:
+    """Whether `walk_channels` walks the states, with half a state per program: as long as all can run at once. No other
+    sequence may decide where it would change bits."""
+    return not p.batch_invariant and chip.processors >= 2 * p.N * p.HV
+
+
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group

@@ -52,7 +52,7 @@ def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> 
     """``described``: descriptors that plans share, by who they are."""
     metas = iter(compiled.metadata.tensordesc_meta)
     values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]
-    return make_step(compiled, (*plan.grid, 1)[:3], (*values, *plan.constants.values()))
+    return make_step(compiled, (*plan.grid, 1, 1)[:3], (*values, *plan.constants.values()))
 
 
 def _described(d: Descriptor, meta: dict[str, Any], described: dict[int, tuple]) -> tuple[Any, ...]:

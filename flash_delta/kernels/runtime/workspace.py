@@ -47,6 +47,18 @@ class Channels(NamedTuple):
     rates: Any  # [slots, HV, 4, C] float32
 
 
+class Prepared(NamedTuple):
+    """What `prepare` of `hopper` writes with a decay per channel: A without diag(b)."""
+
+    Qg: Any  # [slots, HV, C, K]
+    Kg: Any  # [slots, HV, C, K]
+    Kd: Any  # [slots, HV, C, K]
+    P: Any  # [slots, HV, C, C]
+    A: Any  # [slots, HV, C, C]
+    gamma: Any  # [slots, HV, K] float32
+    rates: Any  # [slots, HV, 4, C] float32: norms of q, with the scale, and of k, and b
+
+
 class Factors(NamedTuple):
     """What `factor` writes; None with a decay per channel."""
 
@@ -152,6 +164,7 @@ def _layout(
         Solved: (None if erase is None else square, vectors, norms),
         Walked: (square, ((HV, 8, C), torch.float32), ((HV, C), torch.float32) if gate == "scalar" else None, norms),
         Channels: channels if gate == "channel" else (None,) * 7,
+        Prepared: (keys, keys, keys, square, square, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
         Residual: (state, rows, rows),
         Chain: (state, rows),

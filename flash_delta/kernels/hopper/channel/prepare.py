@@ -1,0 +1,303 @@
+"""With a decay per channel: all that a chunk's tokens are to each other. A program does one chunk and value head after
+the other.
+
+    Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
+    P_ij = scale r_q sum_c q_ic e^{G_ic - G_jc} k_jc r_k   i >= j       A = (I + diag(b) L)^{-1}
+
+L is P with k for q and without the scale, i > j. The same as `channel` and `solve` of the ``triton`` backend write:
+norms, r, are in P and A but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
+
+Log decays are made of raw gates, lower_bound sigmoid(e^A_log (a + dt_bias)), so that 16 tokens fall by 80 nats at most
+(scores.py). Exponents are in bits (log2).
+
+The copy engine loads q, k and g. First the gates of all tokens are summed up; then, 32 tokens at a time, decayed q and
+k are written over q, k and g, and beside them what scores are made of. Tokens behind a sequence's end do not decay.
+While A is found, the next chunk is on its way.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper.boxes import blocks, ragged, squares, strides
+from flash_delta.kernels.hopper.channel.scores import (
+    OWN,
+    K,
+    both,
+    far_scores,
+    near_scores,
+    products,
+    put,
+    reciprocal_lengths,
+    rest_living,
+    take,
+    weighted,
+)
+from flash_delta.kernels.hopper.forward.inverse import invert
+from flash_delta.kernels.hopper.forward.state_copies import beside
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.layouts import HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
+from flash_delta.kernels.hopper.rings import barriers, load_box
+from flash_delta.kernels.hopper.segments.bounds import find_segment, load_bound
+from flash_delta.kernels.hopper.tiles import PREPARE, PREPARES
+from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.workspace import Prepared
+
+BITS = gl.constexpr(1.4426950408889634)
+SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of a half, and channel
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+ZEROS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128]
+CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def store_zeros(o, slot, cu_seqlens, N, T, HV, hv):
+    """Writes zeros to o if the slot belongs to the tokens after the last sequence."""
+    end = load_bound(cu_seqlens, N, T)
+    token = end + (slot - end // C - N) * C
+    if token >= end:
+        i = token + gl.arange(0, C, layout=gl.SliceLayout(1, ZEROS))[:, None]
+        c = gl.arange(0, K, layout=gl.SliceLayout(0, ZEROS))[None, :]
+        at = (i.to(gl.int64) * HV + hv) * K + c
+        gl.store(o + at, gl.zeros([C, K], o.dtype.element_ty, ZEROS), mask=(i < T) & (c < K))
+
+
+@gluon.jit
+def next_chunk(item, items, o, cu_seqlens, N, T, HV, PACKED: gl.constexpr):
+    """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
+    length, and the chunk's first token in the sequence."""
+    step = gl.num_programs(0)
+    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
+    if PACKED:
+        while (item < items) & (token >= stop):
+            store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
+            item += step
+            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
+    return item, row, start, gl.where(item < items, stop - start, 0), token - start
+
+
+@gluon.jit
+def ask(item, row, start, size, first, given):
+    """Asks for the tiles of a chunk."""
+    HV, group, descs, tiles, full, tokens, heads = given
+    hv = item % HV
+    h = hv // group
+    mbarrier.expect(full.index(0), C * K * 2)
+    load_box(descs[2], row * tokens[2] + start, size, first, hv * heads[2], full.index(0), tiles[2].index(0), K)
+    mbarrier.expect(full.index(1), 2 * C * K * 2)
+    load_box(descs[0], row * tokens[0] + start, size, first, h * heads[0], full.index(1), tiles[0].index(0), K)
+    load_box(descs[1], row * tokens[1] + start, size, first, h * heads[1], full.index(1), tiles[1].index(0), K)
+
+
+@gluon.jit
+def parameters(item, row, start, size, first, own):
+    """Of the same chunk A_log, the channels' biases, and what b is made of: early, for loads take their time."""
+    HV, A_log, dt_bias, beta, beta_batch, beta_strides = own
+    hv, i = item % HV, gl.arange(0, C, layout=THREADS)
+    c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
+    A, bias = (hv * 0).to(gl.float32), gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
+    b = gl.full([C], 1.0, gl.float32, THREADS)
+    if A_log is not None:
+        A = gl.load(A_log + hv).to(gl.float32)
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + hv * K + c).to(gl.float32)
+    if beta is not None:
+        at = row.to(gl.int64) * beta_batch + (start + first + i).to(gl.int64) * beta_strides[0] + hv * beta_strides[1]
+        b = gl.load(beta + at, mask=first + i < size, other=0.0).to(gl.float32)
+    return A, bias, b
+
+
+@gluon.jit
+def sum_gates(sg, totals, A, bias, lower_bound):
+    """The sums of log decays from each block's start, for both halves, and ``middle``, which they all have been moved
+    up by. ``totals``: of whole blocks, as they are."""
+    rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: times the activation -inf it has to be inf
+    shift = (bias * rate)[None, :].expand_dims(1)
+    m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
+    inverse, middle = -1.0 / (lower_bound * BITS), lower_bound * BITS * -8.0
+    sums = ()
+    for h in gl.static_range(2):
+        # the square of a reciprocal root needs no division; a square is added by one instruction
+        root = gl.rsqrt(inverse + inverse * gl.exp2(take(sg, h) * rate + shift))
+        decay = root * root * -1.0
+        s = gl.associative_scan(gl.where(m == 0, decay + middle, decay), 1, add)
+        last = gl.sum(gl.where(m == 15, s, -0.0), 1)  # to add -0.0 is no instruction
+        totals.slice(2 * h, 2, 0).store(last - middle)
+        sums += (s,)
+    return sums, middle
+
+
+@gluon.jit
+def vectors(sq, sk, weights, norms, rates, b, left, scale, beta_top, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+    """Writes ``rates``: norms, with the scale, and b; and for `weighted` those of rows and columns."""
+    i = gl.arange(0, C, layout=THREADS)
+    if RAW_BETA:
+        b = beta_top / (1.0 + gl.exp2(b * -BITS))
+    b = gl.where(i < left, b, 0.0)
+    of_q, of_k = gl.full([C], scale, gl.float32, THREADS), gl.full([C], 1.0, gl.float32, THREADS)
+    if NORM:
+        of_q *= reciprocal_lengths(sq)
+        of_k = reciprocal_lengths(sk)
+        norms.store(of_k.reshape([1, C]))
+    gl.store(rates + i, of_q)
+    gl.store(rates + C + i, of_k)
+    gl.store(rates + 2 * C + i, b)
+    weights.slice(0, 32, 1).store(of_q.reshape([2, 32]))
+    weights.slice(32, 32, 1).store((of_k * b * -1.0).reshape([2, 32]))
+
+
+@gluon.jit
+def store_half(tiles, s, middle, totals, h: gl.constexpr):
+    """Half h of Qg, Kg, Kd, over q, k and g, and what its scores are made of."""
+    sq, sk, sg, rows, columns, far = tiles
+    t0, t1 = totals.slice(0, 1, 0).load(SUMS), totals.slice(1, 1, 0).load(SUMS)
+    t2, t3 = totals.slice(2, 1, 0).load(SUMS), totals.slice(3, 1, 0).load(SUMS)
+    first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
+    if h == 0:
+        start, block, rest = gl.where(first, 0.0, t0), gl.where(first, t0, t1), gl.where(first, t1, 0.0)
+        later = t2 + t3
+    else:
+        start, block, rest = gl.where(first, t0 + t1, t0 + t1 + t2), gl.where(first, t2, t3), gl.where(first, t3, 0.0)
+        later = 0.0
+    e_start = gl.exp2(start - middle).expand_dims(1)
+    kk, e = take(sk, h), gl.exp2(s)
+    own = kk * gl.exp2(s * -1.0)
+    put(columns, 0, own)
+    put(columns, 1, own * gl.exp2(block).expand_dims(1))
+    if h == 0:
+        put(far, 0, own * gl.exp2(block + rest).expand_dims(1))
+        put(far, 1, own * gl.exp2(block + rest + t2).expand_dims(1))
+    put(sg, h, own * gl.exp2(block + rest + later + middle).expand_dims(1))
+    kk = kk * e
+    put(rows, 1, kk)
+    put(sk, h, kk * e_start)
+    qq = take(sq, h) * e
+    put(rows, 0, qq)
+    put(sq, h, qq * e_start)
+
+
+@gluon.jit
+def store_scores(tile, upper, zeros, across, lower):
+    """Stores P or L, of which parts are given, and what comes with its rows: [2, 64, 64]."""
+    tile.slice(0, 32, 1).store(beside(upper, zeros).to(tile.dtype).reshape([2, 32, C]))
+    tile.slice(32, 32, 1).store(beside(across, lower).to(tile.dtype).reshape([2, 32, C]))
+
+
+@gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"])
+def prepare(
+    q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, a_desc, gamma, rates, beta, A_log, dt_bias, cu_seqlens,
+    o, N, T, items, q_batch, k_batch, g_batch, heads, group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
+):  # fmt: skip
+    """``items``: slots times value heads. After the last packed sequence zeros are written to o."""
+    gdc_launch_dependents()
+    ty: gl.constexpr = q_desc.dtype
+    sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    sk1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    sg1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    rows1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    columns1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    far1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    totals = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
+    weights = gl.allocate_shared_memory(gl.float32, [2, C], LINE)
+    norms = gl.allocate_shared_memory(gl.float32, [1, C], LINE)
+    full = barriers(2, 1)
+    fence_async_shared()
+    barrier()  # all warps of the program: the barriers above are initialised
+    given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, sg1), full, (q_batch, k_batch, g_batch), heads)
+    own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
+    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, PACKED)
+    if item < items:
+        ask(item, row, start, size, first, given)
+    A, bias, b = parameters(item, row, start, size, first, own)
+    t = item * 0
+    while item < items:
+        # 0, but the compiler does not know: it would keep the tiles' addresses in registers over the loop.
+        z = t >> 16
+        sq, sk, sg = sq1.index(z), sk1.index(z), sg1.index(z)
+        rows, columns, far = rows1.index(z), columns1.index(z), far1.index(z)
+        tiles = (sq, sk, sg, rows, columns, far)
+        left = gl.minimum(size - first, C)
+        mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
+        if left < C:
+            rest_living(sg, left)
+        sums, middle = sum_gates(sg, totals, A, bias, lower_bound)
+        mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q and k are there
+        head = item.to(gl.int64)
+        vectors(sq, sk, weights, norms, rates + head * 4 * C, b, left, scale, beta_top, NORM, RAW_BETA)
+        tma.store_wait(0)  # the copy engine has read P and A of the chunk before
+        barrier()  # all warps of the program: sums of blocks are there, and the norms have read q and k
+        store_half(tiles, sums[0], middle, totals, 0)
+        fence_async_shared()
+        barrier()  # all warps of the program: rows and columns are there
+        scores = products(rows, columns)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        owns, near = both(scores)
+        upper = weighted(near_scores(owns, near), 0, 0, weights, norms, NORM)
+        barrier()  # all warps of the program: the products above have read rows and columns
+        store_half(tiles, sums[1], middle, totals, 1)
+        fence_async_shared()
+        barrier()  # all warps of the program: rows and columns are there, and Qg, Kg and Kd
+        at = item * C
+        tma_store(qg_desc, [at, 0], sq)
+        tma_store(kg_desc, [at, 0], sk)
+        tma_store(kd_desc, [at, 0], sg)
+        scores, across = products(rows, columns), products(rows, far)
+        c = gl.arange(0, K, layout=gl.SliceLayout(0, CHANNELS))[None, :]
+        total = totals.slice(0, 1, 0).load(CHANNELS) + totals.slice(1, 1, 0).load(CHANNELS)
+        total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
+        gl.store(gamma + head * K + c, gl.exp2(total))
+        step = gl.num_programs(0)
+        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, PACKED)
+        scores, across = warpgroup_mma_wait(0, deps=[scores, across])
+        owns, near = both(scores)
+        lower = weighted(near_scores(owns, near), 1, 32, weights, norms, NORM)
+        second, third = both(across)
+        across = weighted(far_scores(second, third), 1, 0, weights, norms, NORM)
+        tma.store_wait(0)  # the copy engine has read Qg, Kg and Kd
+        barrier()  # all warps of the program: the products above have read rows, columns and far
+        if item < items:
+            ask(item, row, start, size, first, given)
+        A, bias, b = parameters(item, row, start, size, first, own)
+        # Rows of P and of L come together: what is beside P, and what is in front of L, is not used.
+        sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
+        store_scores(sp, upper, upper * 0.0, across, lower)
+        store_scores(sl, upper, upper * 0.0, across, lower)
+        fence_async_shared()
+        barrier()  # all warps of the program: P and L are there
+        tma_store(p_desc, [at, 0], reinterpret(rows, ty, [C, C], TILE))
+        M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
+        scratch = reinterpret(far, gl.float16, [4, C, C // 2], HALF)
+        sD = reinterpret(scratch.index(2), gl.float16, [2, 2, 16, 16], PAIRS)
+        left_part, right_part = invert(M, None, scratch.index(0), scratch.index(1), sD, True)
+        sa = reinterpret(columns, ty, [C, C], TILE)
+        sa.store(beside(left_part, right_part).to(ty))
+        fence_async_shared()
+        barrier()  # all warps of the program: A is whole in shared memory
+        tma_store(a_desc, [at, 0], sa)
+        t += 1
+    tma.store_wait(0)
+
+
+def run_prepare(c: Call, out: Prepared, o: Tensor) -> None:
+    """``o`` gets zeros after the last packed sequence."""
+    p, x = c.p, c.x
+    items = count_slots(p) * p.HV
+    *batches, heads = strides(x.q, x.k, x.g)
+    arguments = (
+        *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
+        squares(out.P), squares(out.A), out.gamma, out.rates, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, p.N, p.T,
+        items, *batches, heads, p.HV // p.H, p.HV, p.scale, p.lower_bound, p.beta_range, batch(x.beta), tokens(x.beta),
+    )  # fmt: skip
+    constants, programs = constants_of(c, prepare, arguments), min(items, PREPARES * c.shape.chip.processors)
+    launch_described(c, prepare, DescribedPlan((programs,), arguments, constants), **PREPARE)

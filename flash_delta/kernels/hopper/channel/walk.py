@@ -1,0 +1,179 @@
+"""With a decay per channel: a program walks one state after the other, 64 value columns of each, through what `prepare`
+has written.
+
+    load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v, A and P into a ring of NV: one
+             warp each
+    state    R = b (v - r_k (Kg S0))     U = A R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
+
+The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py, whose rules for ptxas hold here,
+too. Grid (programs, V / 64).
+
+Barriers, and who completes them: ``full`` and ``vfull`` the copy engine (the tiles of a chunk are there), ``done`` the
+state group (it has read all of a chunk's tiles, so that its slots are free).
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from flash_delta.kernels.hopper.boxes import blocks, lines, ragged, squares, states, token_stride
+from flash_delta.kernels.hopper.channel.scores import K
+from flash_delta.kernels.hopper.forward.state_copies import load_state, store_state, store_through
+from flash_delta.kernels.hopper.forward.work_items import bounds
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load
+from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.rings import barriers, load_box, wait_free
+from flash_delta.kernels.hopper.segments.bounds import first_slot
+from flash_delta.kernels.hopper.tiles import CHANNEL_WALK
+from flash_delta.kernels.runtime.arguments import constants_of
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.workspace import Prepared
+
+WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64, 128]
+
+
+@gluon.jit
+def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr):
+    """The role that fills a ring: with KEYS with Qg, Kg, Kd, gamma and rates, otherwise with v, A and P."""
+    descs, tiles, bars, work, v_batch, v_heads = given
+    full, done = bars
+    cu_seqlens, T, items = work
+    SLOTS: gl.constexpr = tiles[0].shape[0]
+    gdc_wait()  # `prepare` has ended: what it wrote is there
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        head, row = first_slot(n, start, T, PACKED) * HV + hv, start
+        if not PACKED:
+            row += n * v_batch
+        for token in range(0, size, C):
+            s, at = t % SLOTS, head + token // C * HV
+            wait_free(done, t, SLOTS, NS)  # signalled by the state group, which has left the chunk in this slot
+            bar = full.index(s)
+            if KEYS:
+                mbarrier.expect(bar, 3 * C * K * 2 + 4 * C * 4 + K * 4)
+                for m in gl.static_range(3):
+                    tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
+                for m in gl.static_range(3, 5):
+                    tma_load(descs[m], [at, 0], bar, tiles[m].index(s))
+            else:
+                column = hv * v_heads + gl.program_id(1) * 64
+                mbarrier.expect(bar, 3 * C * C * 2)
+                load_box(descs[0], row, size, token, column, bar, tiles[0].index(s), 64)
+                for m in gl.static_range(1, 3):
+                    tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
+            t += 1
+
+
+@gluon.jit
+def state_role(
+    so, sbar, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    o_desc, keys, values, bars, initial, final, work = shared
+    sq, sk, sd, sr, sg = keys
+    sv, sa, sp = values
+    full, vfull, done = bars
+    cu_seqlens, T, items = work
+    operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
+    wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
+    ty: gl.constexpr = sk.dtype
+    NV: gl.constexpr = sv.shape[0]
+    NO: gl.constexpr = so.shape[0]  # buffers
+    zero = gl.zeros([64, C], gl.float32, ROWS)
+    v, t = gl.program_id(1) * 64, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        row = start + length
+        if not PACKED:
+            row += n * T
+        S = gl.zeros([64, K], gl.float32, WIDE_ROWS)
+        if INITIAL:
+            S = load_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+        for token in range(0, length, C):
+            s, x = t % NS, t % NV
+            sb = gl.convert_layout(S.to(ty), operand)
+            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: Qg, Kg, Kd, rates are there
+            of_q, of_k, b = sr.index(s).slice(0, C, 1), sr.index(s).slice(C, C, 1), sr.index(s).slice(2 * C, C, 1)
+            E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            mbarrier.wait(vfull.index(x), (t // NV) & 1)  # signalled by the copy engine: v, A and P are there
+            E, O = warpgroup_mma_wait(1, deps=[E, O])
+            R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
+            R = ((R - E * of_k.load(ROWS)) * b.load(ROWS)).to(ty)
+            U = warpgroup_mma(
+                gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
+            )
+            U, O = warpgroup_mma_wait(1, deps=[U, O])
+            O *= of_q.load(ROWS)
+            S *= sg.index(s).load(WIDE_ROWS)
+            weight = of_k.load(ROWS)
+            U = warpgroup_mma_wait(0, deps=[U])
+            written = (U * weight).to(ty)
+            read = U.to(ty)
+            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sd.index(s), S, is_async=True)
+            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            O, S = warpgroup_mma_wait(0, deps=[O, S])
+            mbarrier.arrive(done.index(s), count=1)
+            tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
+            barrier()  # all warps of the state group: none writes before that
+            out = so.index(t % NO)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
+            store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
+            t += 1
+        store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
+
+
+@gluon.jit(do_not_specialize=["T", "items", "v_batch"])
+def walk_channels(
+    qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, T,
+    items, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
+):  # fmt: skip
+    ty: gl.constexpr = v_desc.dtype
+    sq = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
+    sk = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
+    sd = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
+    sr = gl.allocate_shared_memory(gl.float32, [NS, 1, 4 * C], LINES)
+    sg = gl.allocate_shared_memory(gl.float32, [NS, 1, K], LINES)
+    sv = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
+    sa = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
+    sp = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
+    so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+    sbar, full, vfull, done = barriers(NO, 1), barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
+    fence_async_shared()
+    barrier()  # all warps of the program: the barriers above are initialised
+    keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T, items)
+    state = (o_desc, keys, values, (full, vfull, done), initial, final, work)
+    descs = (qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
+    load_keys = (descs, keys, (full, done), work, v_batch, v_heads)
+    load_values = ((v_desc, a_desc, p_desc), values, (vfull, done), work, v_batch, v_heads)
+    # The first role gets the registers that the others do not ask for.
+    gl.warp_specialize([
+        (state_role, (so, sbar, state, HV, INITIAL, V_FIRST, NS, PACKED)),
+        (load_prepared, (load_keys, HV, True, NS, PACKED)),
+        (load_prepared, (load_values, HV, False, NS, PACKED)),
+    ], [1, 1], [24, 24])  # fmt: skip
+
+
+def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor) -> None:
+    p, x, initial = c.p, c.x, c.x.initial_state
+    first = states(p, final if initial is None else initial)
+    arguments = (
+        *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
+        lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), first,
+        states(p, final), x.cu_seqlens, p.T, p.N * p.HV, token_stride(x.v),
+        x.v.stride(2),
+    )  # fmt: skip
+    constants = constants_of(c, walk_channels, arguments, INITIAL=initial is not None, **CHANNEL_WALK)
+    grid = min(p.N * p.HV, c.shape.chip.processors), p.V // 64
+    launch_described(c, walk_channels, DescribedPlan(grid, arguments, constants))
