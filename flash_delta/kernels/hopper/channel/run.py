@@ -39,8 +39,10 @@ def remark(p: Problem) -> str:
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
     if split is not None:
-        return f"'triton' walks sequences in segments of {split.length} tokens"
-    return "it walks half a state per program" if walks_by_hand(p, chip) else "'triton' walks the states"
+        walk = f"'triton' walks sequences in segments of {split.length} tokens"
+    else:
+        walk = "it walks half a state per program" if walks_by_hand(p, chip) else "'triton' walks the states"
+    return f"{walk}; 'triton' runs all of it if g is of another dtype than q"
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
