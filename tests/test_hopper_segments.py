@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
-from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.memory import new_walk
@@ -73,8 +72,7 @@ def on_cpu(monkeypatch):
             solved, factors, residual = (None,) * 3
             if p.needs_grad:
                 solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
-            if not makes_rates(p):
-                run_rates(c, o, rates, solved)
+            run_rates(c, o, rates, solved)
             A = solved and solved.A
             w = new_walk(p, 64 * chunks if chunks else None, A)
             run_walk(c, o, final, rates, w, residual)

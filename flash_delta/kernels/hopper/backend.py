@@ -139,7 +139,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             w, r = _new_walk(one, split_endless(p, processors)), new_rates(one)
         parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        if not makes:
+        if w is not None or not makes:
             run_rates(c, o, r, solved)
         if w is None or (every(c) and p.K != WHOLE):
             run_loop(c, o, final, None if makes else r, A, r=residual)

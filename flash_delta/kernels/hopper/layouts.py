@@ -22,7 +22,6 @@ FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a warp group
 TOKENS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))  # [1, 64] of one warp
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
-# [4, 64] with a row per warp, or [1, 64] that every warp has.
-BY_WARP = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+BY_WARP = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # [4, 64]: a row per warp
 # Makes the copy engine clip at the end of any sequence, not only of the tensor (`boxes.ragged`).
 RAGGED = gl.constexpr(2**30)

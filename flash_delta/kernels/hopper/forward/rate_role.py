@@ -1,7 +1,6 @@
-"""The role that makes the rates of the loop's chunks, in one warp; `factor_chunks` makes those of segments. Where they
-do, `rates` is not launched.
+"""The role that makes the rates of the loop's chunks, in one warp. Where it does, `rates` is not launched.
 
-They take log decays and strengths as given, and no norms. What the rates are is said in rates.py.
+It takes log decays and strengths as given, and no norms. What the rates are is said in rates.py.
 """
 
 from triton.experimental import gluon
@@ -103,5 +102,5 @@ def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, P
 
 
 def makes_rates(p: Problem) -> bool:
-    """Whether the loop and `factor_chunks` make the rates: without norms and raw gates, where nothing is saved."""
+    """Whether the loop makes its rates: without norms and raw gates, where nothing is saved."""
     return p.pool is None and not (p.needs_grad or p.l2norm or p.raw_gate or p.raw_beta)

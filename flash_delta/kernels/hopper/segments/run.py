@@ -12,7 +12,7 @@ from flash_delta.kernels.runtime.workspace import Residual
 
 def run_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None = None) -> None:
     """Does what `run_loop` does, in segments."""
-    run_factor_chunks(c, o, rates, w)
+    run_factor_chunks(c, rates, w)
     if w.starts is not None:
         run_find_maps(c, rates, w)
         run_compose_maps(c, w)
