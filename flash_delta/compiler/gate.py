@@ -137,6 +137,7 @@ ALLOWED = (
         "88 registers for the role that factors: outside of products, and no wgmma waits for itself", 390,
     ),
     Allowed(f"{BY_HAND}/*-narrow/forward_loop", HOPPER, "spill", "the same, with 136", 160),
+    Allowed(f"{BY_HAND}/batched-narrow/forward_loop", HOPPER, "spill", "addresses of `rate_role`", 190, "3.9"),
     Allowed(f"{BY_HAND}/*-slim/forward_loop", HOPPER, "spill", "the same, with 144", 100, "3.9"),
     Allowed(f"{BY_HAND}/pool-*wide/forward_loop", HOPPER, "spill", "the same, with a pool", 490, "3.9"),
     Allowed(f"{BY_HAND}/pool-64*slim/forward_loop", HOPPER, "spill", "the same", 130),

@@ -24,7 +24,7 @@ def add(a, b):
 
 @gluon.jit
 def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, length):
-    """Log decays and strengths of a sequence's tokens; 0 behind its end. Without the tensors no token decays, and all
+    """Log decays and strengths of a sequence's tokens; 0 after its end. Without the tensors no token decays, and all
     are written with strength 1."""
     live, at = token < length, (start + token).to(gl.int64)
     x = (token * 0).to(gl.float32)
@@ -49,7 +49,7 @@ def find_rates(x, b, i, scale):
 
 @gluon.jit
 def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS: gl.constexpr):
-    """Writes zeros to o behind the last sequence of a packed row; programs take its tokens in turns."""
+    """Writes zeros to o after the last sequence of a packed row; programs take its tokens in turns."""
     end = load_bound(cu_seqlens, N, T)
     none = (i * 0).to(gl.float32)
     for token in range(end + program, T, programs):
