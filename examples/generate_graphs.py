@@ -10,7 +10,7 @@ from the position, so that no code of transformers reads a tensor on the host.
 
 The model is random. Printed are tokens/s of `model.generate` as it is, of the same after `enable()`, and of this loop.
 The tokens of all three are compared. In float32 they are the same, or the exit code is 1. In half precision other
-rounding changes some. The graph has not run on a GPU yet.
+rounding changes some.
 """
 
 import time

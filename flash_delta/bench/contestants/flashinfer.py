@@ -55,8 +55,9 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.around:
 
         def rule(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+            heads = {"q": q[0].contiguous(), "k": k[0].contiguous(), "v": v[0].contiguous()}  # it takes no others
             o, last = chunk_gated_delta_rule(
-                **(inputs | {"q": q[0], "k": k[0], "v": v[0]}),
+                **(inputs | heads),
                 initial_state=first,
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=workload.l2norm,
