@@ -59,9 +59,7 @@ class Dispatcher:
         chunks = int(((query_start_loc.diff() + 63) // 64).sum())
         return THEIRS, None, torch.arange(chunks).view(1, -1, 1, 1, 1).expand(1, -1, HV, V, K)
 
-    def target_verify(
-        self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs
-    ):  # fmt: skip
+    def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs):
         return THEIRS
 
 
