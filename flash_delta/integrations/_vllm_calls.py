@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import flash_delta
+from flash_delta.integrations._refusal import refusal
 from flash_delta.ops.serving import OutputNorm
 
 logger = logging.getLogger("vllm.flash_delta")  # vLLM shows what its own name begins
@@ -96,7 +97,7 @@ def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
     for op, arguments in calls:
         form = op.__name__, *(name for name, value in arguments.items() if value is not None)
         if form not in seen:
-            reason = _refusal(op, arguments)
+            reason = refusal(op, arguments)
             if reason is not None:
                 decline(module, reason)
                 return False
@@ -107,12 +108,3 @@ def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
         for at, (_, arguments) in zip((m.spec_token_indx, m.non_spec_token_indx), calls, strict=True):
             x.out.index_copy_(0, at, arguments["out"][0])
     return True
-
-
-def _refusal(op: Callable[..., Tensor], arguments: dict[str, Any]) -> str | None:
-    """Why the op would not run."""
-    try:
-        explanation = flash_delta.explain(op, **arguments)
-    except ValueError as error:
-        return str(error)
-    return None if explanation.backend is not None else str(explanation)

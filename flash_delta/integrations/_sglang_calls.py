@@ -1,0 +1,171 @@
+"""Calls that SGLang makes of its kernels, as calls of the serving ops.
+
+Each function has the arguments of a method of SGLang's dispatchers. q, k and v come out of the convolution. ``decode``
+and ``target_verify`` get raw gates.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_delta
+
+CHUNK = 64  # tokens from one state that the radix cache may keep to the next
+LONGEST_DRAFT = 16
+# Arguments that concern SGLang's own kernels alone: copies of lengths on the host, plans, another one's output.
+IGNORED = {
+    "chunk_indices", "chunk_offsets", "extend_prefix_lens", "extend_seq_lens_cpu", "is_spec_decode", "layer_id",
+    "num_state_checkpoints", "output", "stable_rows", "state_checkpoint_cu_starts", "state_checkpoint_every_n_tokens",
+    "state_checkpoint_indices", "track_ssm_h_batch_src", "track_ssm_h_src",
+}  # fmt: skip
+
+
+class Refused(Exception):
+    """A call that these ops do not take."""
+
+
+class Call(NamedTuple):
+    op: Callable[..., Tensor]
+    arguments: dict[str, Any]
+    result: Callable[[Tensor], Any]  # what SGLang gets of the output
+
+
+def packed_decode(
+    rule: str, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
+    ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, lower_bound: float | None = None,
+    **more: Any,
+) -> Call:  # fmt: skip
+    """One token for each row, q, k and v side by side."""
+    K, values = ssm_states.shape[-1], num_v_heads * head_v_dim
+    keys = (mixed_qkv.shape[-1] - values) // 2
+    q, k, v = mixed_qkv[None].split([keys, keys, values], -1)
+    q, k, v = (x.unflatten(-1, (-1, width)) for x, width in ((q, K), (k, K), (v, head_v_dim)))
+    return decode(
+        rule, q, k, v, a, b, A_log=A_log, dt_bias=dt_bias, ssm_states=ssm_states, cache_indices=cache_indices,
+        lower_bound=lower_bound, scale=scale, **more,
+    )  # fmt: skip
+
+
+def decode(
+    rule: str, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor,
+    ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor | None = None, lower_bound: float | None = None,
+    scale: float | None = None, **more: Any,
+) -> Call:  # fmt: skip
+    """One token for each row: q [1, rows, H, K]."""
+    _check_more(more)
+    rows = (q.shape[1], 1)
+    arguments = _raw_gates(rule, rows, v, k, a, b, A_log, dt_bias, lower_bound) | {
+        "q": q.transpose(0, 1), "k": k.transpose(0, 1), "v": v.transpose(0, 1), "scale": scale,
+        "state_pool": ssm_states, "read_indices": cache_indices, "write_indices": cache_indices,
+    }  # fmt: skip
+    return Call(getattr(flash_delta, f"decode_{rule}"), arguments, lambda o: o.transpose(0, 1))
+
+
+def target_verify(
+    rule: str, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
+    ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, intermediate_states_buffer: Tensor,
+    intermediate_state_indices: Tensor, cache_steps: int, retrieve_parent_token: Tensor | None,
+    lower_bound: float | None = None, **more: Any,
+) -> Call:  # fmt: skip
+    """Drafts, packed: the pool is read, and the states after each token go to SGLang's buffer [rows, drafts, ...]."""
+    _check_more(more)
+    if cache_steps > LONGEST_DRAFT:
+        raise Refused(f"cache_steps: expected at most {LONGEST_DRAFT}, got {cache_steps}")
+    count = len(query_start_loc) - 1
+    parents = retrieve_parent_token
+    if parents is not None:
+        parents = parents[:count].clone()
+        parents[:, 0] = -1  # of the root SGLang sets none
+    arguments = _raw_gates(rule, q.shape[:2], v, k, a, b, A_log, dt_bias, lower_bound) | {
+        "q": q, "k": k, "v": v, "state_pool": ssm_states, "read_indices": cache_indices[:count],
+        "write_pool": intermediate_states_buffer, "write_indices": intermediate_state_indices[:count],
+        "parent_idx": parents, "cu_seqlens": query_start_loc,
+    }  # fmt: skip
+    return Call(getattr(flash_delta, f"decode_{rule}"), arguments, lambda o: o)
+
+
+def extend(
+    rule: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor, cache_indices: Tensor,
+    query_start_loc: Tensor, inplace_update: bool = True, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    lower_bound: float | None = None, beta_is_raw: bool = False, return_intermediate_states: bool = False,
+    track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, **more: Any,
+) -> Call:  # fmt: skip
+    """Prompts or pieces of them, packed. ``track_state[n]`` gets the state of sequence n after ``track_chunk_idx[n]``
+    chunks, if that is not negative."""
+    _check_more(more)
+    arguments: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "state_pool": ssm_states, "read_indices": cache_indices,
+        "write_indices": cache_indices if inplace_update else None, "cu_seqlens": query_start_loc,
+        "state_v_first": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": beta_is_raw,
+    }  # fmt: skip
+    if A_log is not None:
+        arguments |= _gate(A_log, dt_bias, lower_bound)
+
+    def result(o: Tensor) -> Any:
+        if rule == "gated_delta_rule":
+            return o, None, None  # no final states, nor those of all chunks: they are where they belong
+        return (o, None) if return_intermediate_states else o
+
+    op = getattr(flash_delta, f"prefill_{rule}")
+    if track_state is None:
+        return Call(op, arguments, result)
+    return _tracked(Call(op, arguments, result), track_state, track_chunk_idx)
+
+
+def _tracked(call: Call, track_state: Tensor, track_chunk_idx: Tensor) -> Call:
+    """Prefill leaves checkpoints in the pool that it reads. SGLang wants them elsewhere, so the call gets a pool of its
+    own: the states of the batch, and after them the checkpoints."""
+    pool, slots = call.arguments["state_pool"], call.arguments["read_indices"]
+    count = len(slots)
+    real = slots.clamp(min=0).long()  # padding reads slot 0, which SGLang keeps free, and gives it back as it was
+    own = torch.empty(2 * count, *pool.shape[1:], dtype=torch.float32, device=pool.device)
+    own[:count] = pool[real]
+    order = torch.arange(count, device=pool.device)
+    where = torch.where(slots >= 0, order, -1)
+    arguments = call.arguments | {
+        "state_pool": own, "read_indices": where, "write_indices": where, "checkpoint_indices": order + count,
+        "checkpoint_offsets": track_chunk_idx.long() * CHUNK,
+    }  # fmt: skip
+
+    def result(o: Tensor) -> Any:
+        pool[real] = own[:count].to(pool.dtype)
+        track_state[:count] = own[count:]
+        return call.result(o)
+
+    return Call(call.op, arguments, result)
+
+
+def fill_tracked(states: Tensor, query_start_loc: Tensor, track_state: Tensor, track_chunk_idx: Tensor) -> None:
+    """``track_state`` out of the states before every chunk [1, chunks, ...], which SGLang's own kernel returns."""
+    chunks = (query_start_loc.diff() + CHUNK - 1) // CHUNK
+    rows = chunks.cumsum(0) - chunks + track_chunk_idx
+    track_state.copy_(states.squeeze(0)[rows.clamp(min=0).long()])
+
+
+def _raw_gates(
+    rule: str, lead: tuple[int, ...], v: Tensor, k: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    heads = v.shape[2:3] if rule == "gated_delta_rule" else (v.shape[2], k.shape[3])
+    return _gate(A_log, dt_bias, lower_bound) | {
+        "g": a.reshape(*lead, *heads), "beta": b.reshape(*lead, v.shape[2]), "state_v_first": True,
+        "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+    }  # fmt: skip
+
+
+def _gate(A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> dict[str, Any]:
+    gate = {
+        "use_gate_in_kernel": True,
+        "A_log": A_log.flatten(),
+        "dt_bias": None if dt_bias is None else dt_bias.flatten(),
+    }
+    return gate if lower_bound is None else gate | {"lower_bound": lower_bound}
+
+
+def _check_more(more: dict[str, Any]) -> None:
+    """Of what else SGLang hands over, nothing may change the result."""
+    for name, value in more.items():
+        if value is not None and value is not False and name not in IGNORED:
+            raise Refused(f"{name}: expected None, got a {type(value).__name__}")

@@ -1,0 +1,160 @@
+"""SGLang's Gated DeltaNet and Kimi Delta Attention on this library's serving ops: a plugin that SGLang finds itself.
+
+Every process of SGLang calls `register` (entry point ``sglang.srt.plugins``). It puts hooks around the methods of
+SGLang's dispatchers, through which its linear attention calls kernels: ``packed_decode``, ``decode``, ``extend`` and
+``target_verify``. The tensors are those that SGLang has: its pool of states, its slots, its buffer for drafts. The
+convolution and the output norm stay SGLang's.
+
+``FLASH_DELTA_SGLANG=1`` switches it on. It has run on CPUs only, so it is off by default. Where SGLang was told to run
+another kernel than its Triton one, that kernel runs. A call that these ops do not take, and all calls of a version of
+SGLang whose methods are others, go to SGLang's own code, and the log says why.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module, metadata
+from typing import Any
+
+import flash_delta
+from flash_delta.integrations._refusal import refusal
+from flash_delta.integrations._sglang_calls import (
+    Call,
+    Refused,
+    decode,
+    extend,
+    fill_tracked,
+    packed_decode,
+    target_verify,
+)
+
+VARIABLE = "FLASH_DELTA_SGLANG"
+TESTED = ("0.5.23",)
+BACKENDS = "sglang.srt.layers.attention.linear"
+DISPATCHERS = {  # our rule for each, and the kernel whose place our ops take
+    f"{BACKENDS}.gdn_backend.GDNKernelDispatcher": ("gated_delta_rule", "TritonGDNKernel"),
+    f"{BACKENDS}.kda_backend.KDAKernelDispatcher": ("kda", "TritonKDAKernel"),
+}
+METHODS = {  # what makes our call of theirs, and the attribute of a dispatcher with the kernel that runs theirs
+    "packed_decode": (packed_decode, "decode_kernel"),
+    "decode": (decode, "decode_kernel"),
+    "extend": (extend, "extend_kernel"),
+    "target_verify": (target_verify, "verify_kernel"),
+}
+
+logger = logging.getLogger("sglang.flash_delta")
+_active: list[str] = []  # dispatchers that have hooks
+
+
+def register() -> None:
+    """What SGLang calls in each of its processes. A second call changes nothing; without SGLang nothing happens.
+
+    Example:
+        >>> from flash_delta.integrations.sglang import register
+        >>> register()  # SGLang does this itself
+    """
+    if os.environ.get(VARIABLE) != "1" or _version() is None:
+        return
+    for path, (rule, kernel) in DISPATCHERS.items():
+        if path in _active:
+            continue
+        try:
+            reason = _unlike(path, kernel)
+        except (ImportError, AttributeError) as error:
+            reason = str(error)
+        if reason is None:
+            _hook(path, rule, kernel)
+            _active.append(path)
+        else:
+            logger.warning("%s: SGLang's own code runs %s: %s", VARIABLE, path, reason)
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _unlike(path: str, kernel: str) -> str | None:
+    """Why our hooks do not fit SGLang's dispatcher."""
+    module, _, name = path.rpartition(".")
+    module = import_module(module)
+    if not hasattr(getattr(module, kernel), "supports_track_state_snapshot"):
+        return f"{kernel} says nothing of states that the radix cache keeps"
+    for method, (ours, _) in METHODS.items():
+        got, known = (inspect.signature(of).parameters for of in (getattr(getattr(module, name), method), ours))
+        if _ordered(got)[1:] != _ordered(known)[1:] or not _named(got) <= _named(known):  # after self; after rule
+            return f"{method} takes {', '.join(got)}"
+    return None
+
+
+def _ordered(parameters: Any) -> list[str]:
+    return [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _named(parameters: Any) -> set[str]:
+    return {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _hook(path: str, rule: str, kernel: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{path}.__init__", partial(_make, kernel), HookType.AROUND)
+    for method in METHODS:
+        HookRegistry.register(f"{path}.{method}", partial(_serve, method, rule, kernel), HookType.AROUND)
+
+
+def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """A dispatcher. SGLang asks its kernels what they can do; a line in the log says which of them our ops replace."""
+    theirs(self, *args, **kwargs)
+    ours = []
+    for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
+        found = getattr(self, name)
+        if type(found).__name__ == kernel:
+            found.supports_track_state_snapshot = True
+            found.supports_fused_chain_verify = False  # a launch of SGLang's that does not go through the dispatcher
+            ours.append(name.removesuffix("_kernel"))
+        else:
+            logger.warning("%s: SGLang was told to run %s as %s", VARIABLE, type(found).__name__, name)
+    version = _version()
+    tested = "tested" if version in TESTED else f"not tested; {', '.join(TESTED)} is"
+    replaced = ", ".join(ours) or "nothing"
+    name = type(self).__name__
+    logger.info("flash_delta %s in SGLang %s (%s): %s: %s", flash_delta.__version__, version, tested, name, replaced)
+
+
+def _serve(method: str, rule: str, kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a call of a dispatcher's method, or lets SGLang's own code do it."""
+    make, attribute = METHODS[method]
+    if kwargs.get("retrieve_parent_token") is not None and hasattr(self, "tree_verify_kernel"):
+        attribute = "tree_verify_kernel"
+    if type(getattr(self, attribute)).__name__ != kernel:
+        return theirs(self, *args, **kwargs)
+    reason = None
+    try:
+        call = make(rule, *args, **kwargs)
+        reason = _reason(self, call)
+    except Refused as refused:
+        reason = str(refused)
+    if reason is None:
+        return call.result(call.op(**call.arguments))
+    seen = self.__dict__.setdefault("_flash_delta_reasons", set())
+    if reason not in seen:
+        seen.add(reason)
+        logger.warning("%s: SGLang's own code runs this call of %s: %s", VARIABLE, method, reason)
+    result = theirs(self, *args, **kwargs)
+    if rule == "gated_delta_rule" and kwargs.get("track_state") is not None:  # which its kernel does not know
+        fill_tracked(result[2], kwargs["query_start_loc"], kwargs["track_state"], kwargs["track_chunk_idx"])
+    return result
+
+
+def _reason(dispatcher: Any, call: Call) -> str | None:
+    """Why the op does not take a call of this form. It is asked once for each form."""
+    seen = dispatcher.__dict__.setdefault("_flash_delta_forms", {})
+    form = call.op.__name__, *(name for name, value in call.arguments.items() if value is not None)
+    if form not in seen:
+        seen[form] = refusal(call.op, call.arguments)
+    return seen[form]

@@ -1,0 +1,128 @@
+"""SGLang's own dispatchers under the plugin, beside its own Triton kernels, which Triton's interpreter runs."""
+
+import contextlib
+import importlib
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from flash_delta.integrations import sglang as plugin
+from flash_delta.integrations._sglang_calls import fill_tracked
+
+if find_spec("sglang") is None or find_spec("triton") is None:
+    pytest.skip("it needs SGLang and Triton", allow_module_level=True)
+
+from fla_interpreter import prepare
+from sglang_stubs import put_stubs, repair
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+H, HV, K, V, SLOTS = 2, 4, 32, 32, 9
+RULES = ("gated_delta_rule", "kda")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+ROUNDED = {"rtol": 4e-3, "atol": 4e-3}  # of prompts, whose q, k and v SGLang takes in 16 bits only
+
+
+@pytest.fixture(scope="module")
+def dispatchers():
+    """By rule: SGLang's, made after it has applied our hooks."""
+    put_stubs()
+    prepare()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(plugin.VARIABLE, "1")
+        patch.setattr(torch.cpu, "device", lambda *_: contextlib.nullcontext(), raising=False)
+        plugin.register()
+        importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
+        triton = importlib.import_module(f"{plugin.BACKENDS}.utils").LinearAttnKernelBackend.TRITON
+        made = {}
+        for rule, path in zip(RULES, plugin.DISPATCHERS, strict=True):
+            module, _, name = path.rpartition(".")
+            made[rule] = getattr(importlib.import_module(module), name)(triton, triton, triton)
+        repair()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def index(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def layer(rule):
+    return {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV * (K if rule == "kda" else 1)) - 2}
+
+
+def tokens(rule, n):
+    heads = HV if rule == "kda" else H
+    q, k = torch.randn(2, 1, n, heads, K)
+    return {
+        "q": q, "k": k, "v": torch.randn(1, n, HV, V), "a": torch.randn(n, HV * (K if rule == "kda" else 1)),
+        "b": torch.randn(n, HV),
+    }  # fmt: skip
+
+
+def ran_here(dispatcher):
+    forms = vars(dispatcher)["_flash_delta_forms"]
+    return bool(forms) and not any(forms.values()) and "_flash_delta_reasons" not in vars(dispatcher)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_decode(dispatchers, rule, packed):
+    """The last row is padding. SGLang's packed kernels do not run in the interpreter: its other one stands for them."""
+    d, x, pool = dispatchers[rule], tokens(rule, 3), torch.randn(SLOTS, HV, V, K)
+    pools = [pool, pool.clone()]
+    more = {**layer(rule), "cache_indices": index(4, 2, -1)}
+    bounds = {"query_start_loc": index(0, 1, 2, 3)}
+    theirs = d.decode_kernel.decode(**x, **more, **bounds, ssm_states=pools[1])
+    if packed:
+        mixed = torch.cat([x.pop(name)[0].flatten(1) for name in "qkv"], -1)
+        bounds = {"mixed_qkv": mixed, "scale": K**-0.5, "num_v_heads": HV, "head_v_dim": V}
+    ours = (d.packed_decode if packed else d.decode)(**x, **more, **bounds, ssm_states=pools[0])
+    assert ran_here(d)
+    torch.testing.assert_close(ours[:, :2], theirs[:, :2], **CLOSE)
+    torch.testing.assert_close(*pools, **CLOSE)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_target_verify(dispatchers, rule, tree):
+    d, T, buffer = dispatchers[rule], 4, torch.zeros(4, 4, HV, V, K)
+    parents = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]]) if tree else None
+    more = {"intermediate_states_buffer": buffer, "retrieve_parent_token": parents, "cache_steps": T}
+    more |= {"cache_indices": index(2, 5), "query_start_loc": index(0, 4, 8), **tokens(rule, 8), **layer(rule)}
+    more |= {"intermediate_state_indices": index(1, 0, 2), "ssm_states": torch.randn(SLOTS, HV, V, K)}
+    ours = d.target_verify(**more)
+    states = buffer.clone()
+    buffer.zero_()
+    theirs = d.verify_kernel.target_verify(**more)
+    assert ran_here(d)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    torch.testing.assert_close(states, buffer, **CLOSE)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_extend(dispatchers, rule):
+    """The radix cache keeps states after 64 and 128 tokens."""
+    d, bounds, chunks, n = dispatchers[rule], index(0, 70, 71, 201), index(1, -1, 2), 201
+    x, kept = tokens(rule, n), [torch.zeros(3, HV, V, K) for _ in range(2)]
+    more = {"q": x["q"], "k": x["k"], "v": x["v"], "query_start_loc": bounds, "cache_indices": index(4, 2, 6)}
+    more |= {"ssm_states": torch.randn(SLOTS, HV, V, K), "track_chunk_idx": chunks}
+    if rule == "kda":
+        more |= {"g": x["a"].view(1, n, HV, K), "beta": x["b"][None], "beta_is_raw": True, **layer(rule)}
+        more["return_intermediate_states"] = True
+    else:
+        more |= {"g": -torch.rand(1, n, HV), "beta": torch.rand(1, n, HV)}
+    more |= {name: more[name].half() for name in ("q", "k", "v")}
+    pools = [more["ssm_states"].clone() for _ in range(2)]
+    ours = d.extend(**more | {"ssm_states": pools[0], "track_state": kept[0]})
+    theirs = d.extend_kernel.extend(**more | {"ssm_states": pools[1], "track_state": kept[1]})
+    if rule != "kda":
+        fill_tracked(theirs[2], bounds, kept[1], chunks)
+    assert ran_here(d)
+    torch.testing.assert_close(ours[0], theirs[0], **ROUNDED)
+    torch.testing.assert_close(*pools, **ROUNDED)
+    torch.testing.assert_close(kept[0][::2], kept[1][::2], **ROUNDED)

@@ -1,0 +1,250 @@
+"""The plugin for SGLang without SGLang: its dispatchers and its hooks are stand-ins with the same names and arguments.
+tests/engines has the real ones."""
+
+import sys
+from enum import Enum
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_delta.integrations import sglang as plugin
+from flash_delta.reference.activation import NORM_EPS
+
+H, HV, K, V, SLOTS = 2, 4, 16, 16, 9
+THEIRS = "SGLang's own code"
+RULES = ("gated_delta_rule", "kda")
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    """Hooks are applied when they are registered."""
+
+    @staticmethod
+    def register(path, hook, kind):
+        module, cls, name = path.rsplit(".", 2)
+        assert kind is HookType.AROUND
+        cls = getattr(sys.modules[module], cls)
+        theirs = getattr(cls, name)
+        setattr(cls, name, lambda *args, **kwargs: hook(theirs, *args, **kwargs))
+
+
+class TritonGDNKernel:
+    supports_track_state_snapshot = False
+
+
+class TritonKDAKernel:
+    supports_track_state_snapshot = True
+    supports_fused_chain_verify = True
+
+
+class Dispatcher:
+    def __init__(self, kernel):
+        self.decode_kernel = self.extend_kernel = self.verify_kernel = kernel
+
+    def packed_decode(
+        self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, **kwargs
+    ):
+        return THEIRS
+
+    def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs):
+        return THEIRS
+
+    def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **kwargs):
+        """States before each chunk, which are numbered."""
+        chunks = int(((query_start_loc.diff() + 63) // 64).sum())
+        return THEIRS, None, torch.arange(chunks).view(1, -1, 1, 1, 1).expand(1, -1, HV, V, K)
+
+    def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs):
+        return THEIRS
+
+
+def fresh():
+    """SGLang's modules, as far as the plugin asks for them."""
+    made = {
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        f"{plugin.BACKENDS}.gdn_backend": {
+            "GDNKernelDispatcher": type("GDNKernelDispatcher", (Dispatcher,), {}), "TritonGDNKernel": TritonGDNKernel,
+        },
+        f"{plugin.BACKENDS}.kda_backend": {
+            "KDAKernelDispatcher": type("KDAKernelDispatcher", (Dispatcher,), {}), "TritonKDAKernel": TritonKDAKernel,
+        },
+    }  # fmt: skip
+    for name, values in made.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        yield name, module
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    for name, module in fresh():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(plugin, "_active", [])
+    monkeypatch.setattr(plugin, "_version", lambda: "0.5.23")
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    torch.manual_seed(0)
+
+
+def dispatcher_class(rule):
+    path = list(plugin.DISPATCHERS)[RULES.index(rule)]
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules[module], name)
+
+
+def make(rule, kernel=None):
+    plugin.register()
+    kernel = kernel or {"gated_delta_rule": TritonGDNKernel, "kda": TritonKDAKernel}[rule]
+    return dispatcher_class(rule)(kernel())
+
+
+def index(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def layer(rule):
+    """Parameters of the gate, in the shapes that SGLang has."""
+    if rule == "kda":
+        return {"A_log": torch.randn(1, 1, HV, 1), "dt_bias": torch.randn(HV * K) - 2}
+    return {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV) - 2}
+
+
+def tokens(rule, n):
+    """q, k, v [1, n, ...], raw a and b."""
+    heads = HV if rule == "kda" else H
+    q, k = torch.randn(2, 1, n, heads, K)
+    return q, k, torch.randn(1, n, HV, V), torch.randn(n, HV * (K if rule == "kda" else 1)), torch.randn(n, HV)
+
+
+def gates(rule, x, parameters, lower_bound=None):
+    """Log decays [n, HV, 1 or K] and strengths [n, HV], in float64."""
+    a, b = (t.double() for t in x[3:])
+    z = a.view(len(a), HV, -1) + parameters["dt_bias"].double().view(HV, -1)
+    rate = parameters["A_log"].double().view(HV, 1).exp()
+    return (-rate * F.softplus(z) if lower_bound is None else lower_bound * torch.sigmoid(rate * z)), b.sigmoid()
+
+
+def step(S, x, t, g, beta):
+    """The state [HV, V, K] after token t, and its output, in float64."""
+    unit = (
+        y / (y.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for y in (x[0][0, t].double(), x[1][0, t].double())
+    )
+    q, k = (y.repeat_interleave(HV // len(y), 0) for y in unit)
+    S = S * g[t].exp()[:, None]
+    S = S + (beta[t][:, None] * (x[2][0, t].double() - (S * k[:, None]).sum(-1)))[..., None] * k[:, None]
+    return S, (S * q[:, None]).sum(-1) * K**-0.5
+
+
+def walk(S, x, g, beta, begin, end):
+    """All states, the first one included, and outputs of a sequence."""
+    states, outputs = [S.double()], []
+    for t in range(begin, end):
+        S, o = step(states[-1], x, t, g, beta)
+        states.append(S)
+        outputs.append(o)
+    return states, outputs
+
+
+def close(got, want, off=2e-5):
+    torch.testing.assert_close(got.double(), want.double(), rtol=off, atol=off)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("rule", "bound"), [("gated_delta_rule", None), ("kda", None), ("kda", -5.0)])
+def test_decode(engine, rule, bound, packed):
+    """The third row is padding."""
+    x, parameters, pool, rows = tokens(rule, 3), layer(rule), torch.randn(SLOTS, HV, V, K), index(4, 2, -1)
+    before, more = pool.clone(), parameters | ({} if bound is None else {"lower_bound": bound})
+    more |= {"ssm_states": pool, "cache_indices": rows}
+    if packed:
+        mixed = torch.cat([t[0].flatten(1) for t in x[:3]], -1)
+        ring = dict.fromkeys(("replayssm_d", "replayssm_k", "replayssm_g", "replayssm_write_pos"))
+        more |= {"scale": K**-0.5, "num_v_heads": HV, "head_v_dim": V}
+        o = make(rule).packed_decode(mixed, *x[3:], **more, **ring)
+    else:
+        o = make(rule).decode(*x, **more, query_start_loc=index(0, 1, 2, 3))
+    assert o.shape == (1, 3, HV, V)
+    assert not o[0, 2].any()
+    gate = gates(rule, x, parameters, bound)
+    for n, slot in enumerate((4, 2)):
+        S, want = step(before[slot].double(), x, n, *gate)
+        close(o[0, n], want)
+        close(pool[slot], S)
+        before[slot] = pool[slot]
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_target_verify(engine, rule, tree):
+    """The pool is only read. Roots have no parent. The last row is padding, and SGLang's tables are longer."""
+    T, x, parameters, pool = 4, tokens(rule, 12), layer(rule), torch.randn(SLOTS, HV, V, K)
+    before, buffer = pool.clone(), torch.zeros(6, T, HV, V, K)
+    parents = torch.tensor([[7, 0, 0, 1], [0, 0, 1, 1], [5, 5, 5, 5]]) if tree else None
+    o = make(rule).target_verify(
+        **parameters, q=x[0], k=x[1], v=x[2], a=x[3], b=x[4][None], ssm_states=pool, cache_indices=index(2, 5, -1, -1),
+        query_start_loc=index(0, 4, 8, 12), intermediate_states_buffer=buffer, cache_steps=T,
+        intermediate_state_indices=index(3, 1, 0, 2, 4), retrieve_parent_token=parents, stable_rows=False,
+    )  # fmt: skip
+    assert torch.equal(pool, before)
+    assert not o[0, 8:].any()
+    gate = gates(rule, x, parameters)
+    for n, (slot, row) in enumerate(((2, 3), (5, 1))):
+        states = []
+        for t in range(T):
+            parent = -1 if t == 0 else int(parents[n, t]) if tree else t - 1
+            S, want = step(before[slot].double() if parent < 0 else states[parent], x, n * T + t, *gate)
+            states.append(S)
+            close(o[0, n * T + t], want)
+            close(buffer[row, t], S)
+    assert not buffer[[0, 2, 4, 5]].any()
+
+
+def extend(rule, x, parameters, **more):
+    """A call as SGLang makes it: its own gate for Gated DeltaNet, raw ones for KDA."""
+    if rule == "kda":
+        g, beta = x[3].view(1, -1, HV, K), x[4][None]
+        more |= parameters | {"beta_is_raw": True, "lower_bound": None, "is_spec_decode": False}
+    else:
+        g, beta = (t.float().squeeze(-1)[None] for t in gates(rule, x, parameters))
+    return make(rule).extend(q=x[0], k=x[1], v=x[2], g=g, beta=beta, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_extend(engine, rule, tracked, dtype):
+    """Sequences of 70, 1, 130 and no tokens; the radix cache keeps states after 64 and 128 tokens."""
+    x, parameters, pool = tokens(rule, 201), layer(rule), torch.randn(SLOTS, HV, V, K).to(dtype)
+    before, bounds, rows = pool.clone(), [0, 70, 71, 201, 201], index(4, 2, 6, -1)
+    kept = torch.zeros(4, HV, V, K)
+    more = {"return_intermediate_states": tracked} if rule == "kda" else {"num_state_checkpoints": 0}
+    if tracked:
+        more |= {"track_state": kept, "track_chunk_idx": index(1, -1, 2, -1)}
+    found = extend(rule, x, parameters, ssm_states=pool, cache_indices=rows, query_start_loc=index(*bounds), **more)
+    o = found[0] if rule == "gated_delta_rule" or tracked else found
+    gate = gates(rule, x, parameters)
+    for n, (slot, offset) in enumerate(((4, 64), (2, None), (6, 128))):
+        states, want = walk(before[slot], x, *gate, bounds[n], bounds[n + 1])
+        close(o[0, bounds[n] : bounds[n + 1]], torch.stack(want))
+        close(pool[slot], states[-1], 2e-5 if dtype == torch.float32 else 1e-2)
+        if tracked and offset is not None:
+            close(kept[n], states[offset])
+        before[slot] = pool[slot]
+    assert torch.equal(pool, before)
+
+
+def test_extend_that_only_reads(engine):
+    """Items of one query share its state."""
+    rule, pool = "gated_delta_rule", torch.randn(SLOTS, HV, V, K)
+    x, parameters, before = tokens(rule, 50), layer(rule), pool.clone()
+    o, *_ = extend(
+        rule, x, parameters, ssm_states=pool, cache_indices=index(3, 3), query_start_loc=index(0, 20, 50),
+        inplace_update=False,
+    )  # fmt: skip
+    assert torch.equal(pool, before)
+    close(o[0, 20:], torch.stack(walk(pool[3], x, *gates(rule, x, parameters), 20, 50)[1]))
