@@ -4,8 +4,9 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
-# make engines this library in vLLM, in fla, in SGLang's dispatchers and, under fla's names, in Megatron-Core, on a CPU: some
-#             minutes to set up (3 GB), and some to run
+# make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in Megatron-Core, and by Hugging Face
+#             kernels in transformers, on a CPU: some minutes to set up (3 GB), and some to run
+# make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network
 # make docs-links asks every external address of the site: needs a network
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton engines docs docs-links clean
+.PHONY: demo test test-all triton engines hub docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -47,12 +48,16 @@ ENGINES := .venv/engines/bin
 FLA := 0.5.2 0.6.0
 OLDEST := $(firstword $(OLDEST_AND_NEWEST))
 
-engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/sglang $(OLDEST)
+engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/sglang .venv/kernels $(OLDEST)
 	$(ENGINES)/pytest -n 0 -s tests/engines
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
 	PYTHONPATH=.venv/megatron:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py
 	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py
+	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
+
+hub:
+	$(PYTHON) hub/build.py build/hub
 
 .venv/engines/installed: pyproject.toml tests/engines/needs.py
 	$(PYTHON) -m venv .venv/engines
@@ -92,6 +97,10 @@ docs-links: .venv/docs
 .venv/sglang: tests/engines/requirements-sglang.txt | .venv/installed
 	rm -rf $@
 	$(BIN)/pip install -q --no-deps --target $@ -r $<
+
+# The newest transformers that takes this version of kernels, whose own needs transformers has installed.
+.venv/kernels: | .venv/installed
+	$(BIN)/pip install -q --no-deps --target $@ kernels==0.17.2 transformers==5.22.0
 
 .venv/fla-%: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ fla-core==$* flash-linear-attention==$* einops

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from flash_delta.problem import (
+    PACKAGE,
     Around,
     AroundProblem,
     ConvolutionProblem,
@@ -230,7 +231,7 @@ def load_around(name: str) -> ModuleType | None:
 
 
 # Convolution, norms and gates as PyTorch's own operations, which autograd and compilers see through.
-AROUND_IN_TORCH = "flash_delta.reference.modules"
+AROUND_IN_TORCH = f"{PACKAGE}.reference.modules"
 
 
 def is_seen_through(name: str) -> bool:
@@ -240,9 +241,9 @@ def is_seen_through(name: str) -> bool:
 
 register(
     "triton",
-    "flash_delta.kernels.triton.backend",
-    "flash_delta.kernels.triton.around.backend",
+    f"{PACKAGE}.kernels.triton.backend",
+    f"{PACKAGE}.kernels.triton.around.backend",
     takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET")),
 )
-register("hopper", "flash_delta.kernels.hopper.backend", "flash_delta.kernels.triton.around.backend")
-register("torch", "flash_delta.reference.backend", AROUND_IN_TORCH, takes_cpu=lambda: True)
+register("hopper", f"{PACKAGE}.kernels.hopper.backend", f"{PACKAGE}.kernels.triton.around.backend")
+register("torch", f"{PACKAGE}.reference.backend", AROUND_IN_TORCH, takes_cpu=lambda: True)

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton import knobs
 
 from flash_delta.kernels.runtime.compile_key import Key
+from flash_delta.problem import PACKAGE
 
 
 class Refused(Exception):
@@ -29,7 +30,7 @@ def forbid(yes: bool) -> bool:
 
 def _refuse(*, fn: Any, **call: Any) -> Any:
     """Triton calls it before it compiles, whoever's kernel it is; those of others pass."""
-    if fn.module.startswith("flash_delta."):
+    if fn.module.startswith(f"{PACKAGE}."):
         raise Refused(fn.name)
     return None if _other is None else _other(fn=fn, **call)
 

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from flash_delta.problem import PACKAGE
+
+NAMESPACE = PACKAGE.replace(".", "_")
+
 
 def take(x: Any, fields: type) -> list[Any]:
     """What ``x`` has under the names of a named tuple's fields."""
@@ -99,7 +103,7 @@ def _define(
         types[argument] = types[argument].replace("Tensor", f"Tensor({letter}!)")
     schema = f"({', '.join(f'{kind} {argument}' for argument, kind in types.items())}) -> {schema_type(returned)}"
     operator = torch.library.custom_op(
-        f"flash_delta::{name}", lambda *args: run(*_grouped(hints, args)), mutates_args=writes, schema=schema
+        f"{NAMESPACE}::{name}", lambda *args: run(*_grouped(hints, args)), mutates_args=writes, schema=schema
     )
     operator.register_fake(lambda *args: fake(*_grouped(hints, args)))
     return operator
