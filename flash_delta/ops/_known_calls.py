@@ -6,9 +6,10 @@ To check a call, and to choose its backend, takes longer than to launch it.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.problem import KnownCall
@@ -55,10 +56,10 @@ def recall(given: tuple[Any, ...], x: tuple[Tensor | None, ...]) -> KnownCall | 
     """What `look_at` has found of a call on a GPU with autograd off. None: it is not known, or more has to be asked,
     since it may be traced, there may be tangents, or its tensors are no plain ones."""
     if (
-        torch.compiler.is_dynamo_compiling()
+        is_dynamo_compiling()
         or not getattr(x[0], "is_cuda", False)
-        or torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
+        or is_grad_enabled()
+        or count_modes()
         or forward_ad._current_level >= 0
     ):
         return None
