@@ -220,7 +220,9 @@ class KnownCall:
     backend: ModuleType  # that runs it
     needs_grad: bool
     launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
-    again: Callable[..., Tensor | None] | None = None  # repeats a serving call: (known, x, slots, around) -> o
+    # Repeats the launches, or returns None. Of serving calls: (known, x, slots, around) -> o; of a recurrent op's,
+    # without gradients: (known, x) -> (o, states).
+    again: Callable[..., Any] | None = None
 
 
 def marked(fields: type, mark: Any) -> dict[str, Any]:

@@ -123,9 +123,11 @@ def test_the_driver_gets_what_tritons_launcher_hands_over(fake, overlaps):
     """Called again and again: with the same addresses, with others, on another stream."""
     compiled = kernel(overlaps=overlaps)
     q, bounds, other = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32), torch.empty(640, 128).half()
+    current = [77]
+    driver.active.get_current_stream = lambda index: current[0]
     replay = replay_of(compiled, q, bounds)
     for stream, first in ((77, q), (77, q), (77, other), (78, other), (78, q)):
-        driver.active.get_current_stream = lambda index, stream=stream: stream
+        current[0] = stream
         replay.launch(DEVICE, (first,), (bounds,))
         got = taken(fake)
         assert got == launched_by_triton(fake, compiled, stream, first, bounds)
@@ -378,9 +380,9 @@ def test_threads_do_not_share_what_they_write(fake, monkeypatch):
         return 0
 
     stands_in(monkeypatch, launch)
-    replay = replay_of(kernel(), q, bounds)
     streams = threading.local()
     monkeypatch.setattr(driver.active, "get_current_stream", lambda index: streams.own)
+    replay = replay_of(kernel(), q, bounds)
 
     def call(start):
         streams.own = start // 16

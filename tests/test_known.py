@@ -10,6 +10,8 @@ from itertools import product
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -17,6 +19,7 @@ from triton import knobs
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.modules.convolution import causal_conv1d
+from flash_delta.modules.norm import rms_norm
 from flash_delta.ops import _known_calls, _modules
 from flash_delta.problem import ENVIRONMENT, Normalized
 
@@ -200,3 +203,26 @@ def test_an_op_takes_whichever_is_there(c, monkeypatch):
     with pytest.raises(ValueError, match="weight: expected a tensor"):
         causal_conv1d(x, w[:4])
     assert c.key(False, Normalized(x, w)) == c.key(False, (x, w, None))
+
+
+def test_only_plain_calls_without_gradients_are_recalled(c, monkeypatch):
+    monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, given = Normalized(torch.randn(3, 8), torch.randn(8)), (None, _modules._describe_norm, "rms_norm", None, 1e-5)
+    strange = x._replace(x=x.x.as_subclass(Strange))
+    with torch.no_grad():
+        for key, count in ((fastcall.look, 0), (c.key, 1)):  # Python's key is also that of tensors without memory
+            monkeypatch.setattr(fastcall, "key", key)
+            assert _known_calls.recall(given, x) is None
+            for tensors in (x, strange):
+                rms_norm(tensors.x, x.weight, 1e-5)
+            assert (_known_calls.recall(given, x) is not None) == count
+            assert _known_calls.recall(given, strange) is None
+        assert _known_calls.recall(([],), x) is None
+        assert _known_calls.recall(given, x._replace(weight="weight")) is None
+        with forward_ad.dual_level():
+            assert _known_calls.recall(given, x) is None
+        with FakeTensorMode():
+            assert _known_calls.recall(given, x) is None
+        assert _known_calls.recall(given, x) is not None
+    assert _known_calls.recall(given, x) is None

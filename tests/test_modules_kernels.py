@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
+from flash_delta.ops._modules import convolve_column
+from flash_delta.problem import ENVIRONMENT, Convolved
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
@@ -100,6 +102,20 @@ def test_a_token_moves_the_state_in_place(W, dtype):
     got = causal_conv1d_update(x, state, weight, bias, "silu", backend="triton")
     assert_accurate("y", got, want, dtype)
     assert torch.equal(state.double(), wide)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_column_is_a_token(backend, gradients, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, backend)
+    weight, bias = random(5, 4, seed=1).requires_grad_(gradients), random(5, seed=2)
+    for x in (random(3, 5, 1), random(3, 1, 5).mT, random(3, 5, 2)[..., 1:]):
+        state = random(3, 5, 4, seed=3)
+        kept = state.clone()
+        y = convolve_column(Convolved(x, weight, bias, state), "silu")
+        assert torch.equal(y, causal_conv1d_update(x[..., 0], kept, weight, bias, "silu")[..., None])
+        assert torch.equal(state, kept)
+        assert y.requires_grad == gradients
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -1,14 +1,12 @@
 """This library's ops under the names and arguments that transformers' modelling code calls them by.
 
 An argument that a model may pass and that changes the result is named here; of the others, which concern other layers
-(``output_router_logits``, ``max_length_q``, ...), nothing arrives.
+(``output_router_logits``, ``max_length_q``, ...), nothing arrives: they are ``others``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 import flash_delta
 from flash_delta.layers.documents import forget_at_starts
 from flash_delta.modules import causal_conv1d, gated_rms_norm
-from flash_delta.modules import causal_conv1d_update as shift_in
+from flash_delta.ops._modules import Convolved, convolve_column
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -33,6 +31,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """A row, or the sequences packed in it; ``initial_state`` [B, HV, K, V]."""
     g = _separated("chunk_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
@@ -61,9 +60,11 @@ def recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """One token of every row, in decoding."""
-    g = _separated("fused_recurrent_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
+    if cu_seqlens is not None or seq_idx is not None:
+        g = _separated("fused_recurrent_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
     return flash_delta.fused_recurrent_gated_delta_rule(
         query,
         key,
@@ -89,6 +90,7 @@ def chunk_kda(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """As above; these models hand the bounds on under the name that attention has for them."""
     g = _separated("chunk_kda", g, cu_seq_lens_q, seq_idx, initial_state)
@@ -117,9 +119,11 @@ def recurrent_kda(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    **others: Any,
 ) -> Result:
     """One token of every row, in decoding."""
-    g = _separated("fused_recurrent_kda", g, cu_seq_lens_q, seq_idx, initial_state)
+    if cu_seq_lens_q is not None or seq_idx is not None:
+        g = _separated("fused_recurrent_kda", g, cu_seq_lens_q, seq_idx, initial_state)
     return flash_delta.fused_recurrent_kda(
         query,
         key,
@@ -140,6 +144,7 @@ def causal_conv1d_fn(
     activation: str | None = None,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
     """hidden_states [B, D, T], weight [D, W] -> [B, D, T]."""
     W, T = weight.shape[-1], hidden_states.shape[-1]
@@ -162,12 +167,13 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    **others: Any,
 ) -> Tensor:
     """hidden_states [B, D, T], conv_state [B, D, L] of the tokens before -> [B, D, T]; the state moves on in place."""
     T, L = hidden_states.shape[-1], conv_state.shape[-1]
     in_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or conv_state.requires_grad)
     if T == 1 and weight.shape[-1] == L and not in_graph:
-        return shift_in(hidden_states[..., 0], conv_state, weight, bias, activation)[..., None]
+        return convolve_column(Convolved(hidden_states, weight, bias, conv_state), activation)
     row = torch.cat([conv_state, hidden_states], dim=-1)  # [B, D, L + T]
     y, _ = causal_conv1d(row.transpose(1, 2), weight, bias, activation)
     conv_state.copy_(row[..., T:])
@@ -191,26 +197,13 @@ def _separated(
     return g if bounds is not None else forget_at_starts(g, seq_idx)
 
 
-def _call_by_name(function: Callable) -> Callable:
-    """Without the keywords that ``function`` has no name for, as transformers calls its own choice."""
-    names = frozenset(signature(function).parameters)
-
-    @wraps(function)
-    def call(*args, **kwargs):
-        if not names.issuperset(kwargs):
-            kwargs = {name: value for name, value in kwargs.items() if name in names}
-        return function(*args, **kwargs)
-
-    return call
-
-
 RULES = {
-    "torch_chunk_gated_delta_rule": _call_by_name(chunk_gated_delta_rule),
-    "torch_recurrent_gated_delta_rule": _call_by_name(recurrent_gated_delta_rule),
-    "chunk_kimi_delta_attention": _call_by_name(chunk_kda),
-    "recurrent_kimi_delta_attention": _call_by_name(recurrent_kda),
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": recurrent_gated_delta_rule,
+    "chunk_kimi_delta_attention": chunk_kda,
+    "recurrent_kimi_delta_attention": recurrent_kda,
 }
 CONVOLUTIONS = {
-    "causal_conv1d_fn": _call_by_name(causal_conv1d_fn),
-    "causal_conv1d_update": _call_by_name(causal_conv1d_update),
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d_update,
 }

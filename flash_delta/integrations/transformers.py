@@ -186,9 +186,10 @@ def _replace(module: ModuleType) -> None:
 def _unlike(owner: ModuleType | type, name: str, new: Callable[..., Any]) -> str | None:
     """Why ``new`` cannot take the place of what is there: a call of it might be another one of ours."""
     old = getattr(owner, name)
-    theirs = signature(old.forward if isinstance(old, nn.Module) else old).parameters  # of hub kernels: a module
-    theirs = [n for n, p in theirs.items() if p.kind is not Parameter.VAR_KEYWORD]
-    ours = list(signature(new).parameters)
+    old = old.forward if isinstance(old, nn.Module) else old  # of hub kernels: a module
+    theirs, ours = (
+        [n for n, p in signature(f).parameters.items() if p.kind is not Parameter.VAR_KEYWORD] for f in (old, new)
+    )
     if theirs == [name for name in ours if name in theirs]:
         return None
     return f"expected arguments among {', '.join(ours)}, in this order, got {', '.join(theirs)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +57,8 @@ def gated_rms_norm(
         >>> gated_rms_norm(x, gate, weight=torch.ones(4), eps=0.0, activation="sigmoid")
         tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
-    _check_activation("gated_rms_norm", activation)
+    if activation not in ACTIVATIONS:
+        _refuse_activation("gated_rms_norm", activation)
     return normalize(Normalized(x, weight, gate), "gated_rms_norm", ACTIVATIONS[activation], eps, backend)
 
 
@@ -135,7 +138,8 @@ class GatedRMSNorm(RMSNorm):
         elementwise_affine: bool = True,
     ) -> None:
         super().__init__(hidden_size, eps, backend, elementwise_affine)
-        _check_activation(type(self).__name__, activation)
+        if activation not in ACTIVATIONS:
+            _refuse_activation(type(self).__name__, activation)
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -146,6 +150,5 @@ class GatedRMSNorm(RMSNorm):
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
-def _check_activation(name: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{name}: activation: expected one of {sorted(ACTIVATIONS)}, got {activation!r}")
+def _refuse_activation(name: str, activation: str) -> NoReturn:
+    raise ValueError(f"{name}: activation: expected one of {sorted(ACTIVATIONS)}, got {activation!r}")

@@ -4,12 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._check.rule import (
-    check_shape,
-    refuse_head_first,
-    refuse_unless_none,
-    state_layout,
-)
+from flash_delta.ops._check.options import refuse
+from flash_delta.ops._check.rule import check_shape, refuse_head_first, refuse_unless_none, state_layout
 from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import run_tokens
 from flash_delta.problem import Inputs
@@ -197,7 +193,8 @@ def fused_recurrent_gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
     op = "fused_recurrent_gated_delta_rule"
-    refuse_unless_none(op, "gv", gv, "a decay per value channel is not part of this family")
+    if gv is not None:
+        refuse(op, "gv", "None (a decay per value channel is not part of this family)", type(gv).__name__)
     if use_gate_in_kernel:
         refuse_unless_none(op, "gk", gk, "with use_gate_in_kernel=True the decay comes from g alone")
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
@@ -208,6 +205,8 @@ def fused_recurrent_gated_delta_rule(
             check_shape(op, "g", g, B, T, HV)
             gk = gk + g.unsqueeze(-1)
         g, kind = gk, "channel"
+    if transpose_state_layout is not None:
+        state_v_first = state_layout(op, state_v_first, transpose_state_layout)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
     options = {
         "op": op,
@@ -220,6 +219,6 @@ def fused_recurrent_gated_delta_rule(
         "raw_gate": use_gate_in_kernel,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "state_v_first": state_v_first,
     }
     return run_tokens(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)

@@ -46,14 +46,14 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
 
 
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
-    """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
+    """Of one token ``x [N, D]`` or ``[N, D, 1]`` of every row its y; ``initial_state`` moves on in place."""
     dtype, state = torch.promote_types(x.x.dtype, torch.float32), x.initial_state
-    window = torch.cat([state[..., 1:].to(dtype), x.x.unsqueeze(-1).to(dtype)], dim=-1)  # [N, D, W]
+    window = torch.cat([state[..., 1:].to(dtype), x.x.view(*x.x.shape[:2], 1).to(dtype)], dim=-1)  # [N, D, W]
     state.copy_(window.detach())
     y = (window * x.weight.to(dtype)).sum(-1)
     y = y if x.bias is None else y + x.bias.to(dtype)
     y = F.silu(y) if p.activation == "silu" else y
-    return y.to(x.x.dtype)
+    return y.to(x.x.dtype).view(x.x.shape)
 
 
 def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> Tensor:

@@ -106,7 +106,7 @@ class Replay:
     be written again, or freed.
     """
 
-    __slots__ = ("frames", "has_places", "names", "scratch", "size", "start", "template")
+    __slots__ = ("frames", "has_places", "names", "scratch", "size", "start", "stream_of", "template")
 
     def __init__(self, steps: Sequence[Step], tensors: tuple[Any, ...], spare: tuple[int, tuple[int, ...]] = (0, ())):
         self.scratch = max((prod(step.grid) * step.kernel.scratch for step in steps), default=0)
@@ -116,7 +116,7 @@ class Replay:
         self.size, self.has_places = size + self.scratch, bool(places)
         self.names = tuple(step.kernel.name for step in steps)
         c = fastcall.load()
-        self.start = c.launch
+        self.start, self.stream_of = c.launch, driver.active.get_current_stream
         self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, self.scratch > 0)
         self.frames = [self.template]  # that no thread is using: while one launches, others may run
 
@@ -131,7 +131,7 @@ class Replay:
             frame = self.frames.pop()
         except IndexError:
             frame = fastcall.load().copy(self.template)
-        stream = driver.active.get_current_stream(device.index)
+        stream = self.stream_of(device.index)
         status = self.start(frame, stream, memory, *groups)
         if status == INVALID_CONTEXT:
             make_current(device)

@@ -95,12 +95,13 @@ def convolve_backward(
 
 
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
-    """Of one token ``x [N, D]`` of every row its y; ``initial_state`` moves on in place."""
+    """Of one token ``x [N, D]`` or ``[N, D, 1]`` of every row its y; ``initial_state`` moves on in place."""
     y = x.x.new_empty(*x.x.shape)
     if replayed(known, TOKEN, x, (y,)) or not y.numel():
         return y
+    token = x if x.x.dim() == 2 else x._replace(x=x.x[..., 0])
     with on(p.device):
-        call = make_module_call(p, _with_whole_parameters(x), TOKEN, known=known)
+        call = make_module_call(p, _with_whole_parameters(token), TOKEN, known=known)
         run(call, lambda c: run_convolve_token(c, y), y)
         remember(call, x)
     return y
