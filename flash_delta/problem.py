@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin, get
 import torch
 from torch import Tensor
 
-# "flash_delta", and a longer name where a package has this library inside of it, as the one of `make hub` does.
-PACKAGE = __name__.removesuffix(".problem")
+PACKAGE = __name__.removesuffix(".problem")  # a longer name where a package has this library inside of it (`make hub`)
 
 # Marks on fields of problems. Schemas of operators and compile keys are made from them.
 Kind = TypeVar("Kind")

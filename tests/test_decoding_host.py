@@ -75,6 +75,9 @@ def test_a_step_of_ours_is_three_launches_and_little_python(process, tmp_path):
     assert {name.removeprefix("torch "): n for name, n in total.items() if name.startswith("torch ")} == TENSORS
 
 
+kept = []  # functions of compiled kernels, which stay as long as their process
+
+
 def addresses_of_steps(place, gradients):
     """Of some recurrent steps on other tensors each: what the kernel was given, what it should be given, and whether
     the call was looked at again."""
@@ -88,6 +91,7 @@ def addresses_of_steps(place, gradients):
     B = 4 if gradients else 3  # of which the process knows nothing yet
     found, pointers, make_call = [], 8, backend.make_call
     function = (ctypes.c_uint64 * (1 + pointers))(pointers, *[8] * pointers)  # see fake_cuda.c
+    kept.append(function)
 
     def looking(*args, **kwargs):
         found.append(None)

@@ -266,6 +266,7 @@ def test_one_tensor_that_comes_as_q_and_as_k_is_two_pointers(monkeypatch):
     monkeypatch.setattr(launch, "_compiled", Kernels())
     monkeypatch.setattr(launch, "make_step", lambda compiled, grid, values: values)
     monkeypatch.setattr(launch, "Replay", Replay)
+    monkeypatch.setattr(launch, "ensure_context", lambda device: None)
     x = arguments(torch.bfloat16)
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
     q = x["q"].detach()

@@ -126,7 +126,7 @@ class _Distribution(Distribution):
         return "fla\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: Any) -> NoReturn:
-        raise FileNotFoundError(f"{self.given}: flash_delta stands in for it, which has no file {path}")
+        raise FileNotFoundError(f"{self.given}: expected no file, since flash_delta stands in for it, got {path}")
 
 
 def _absent(name: str) -> str:

@@ -117,7 +117,7 @@ def _version() -> str:
     """That of an installed fla, which is imported."""
     if "fla" not in sys.modules and find_spec("fla") is None:
         raise ImportError(
-            "register needs fla: pip install flash-linear-attention; without it, install() takes its place"
+            "register: expected an installed fla (pip install flash-linear-attention), got none; then install() helps"
         )
     fla = import_module("fla")
     if getattr(fla.__spec__, "origin", None) == NAME:
