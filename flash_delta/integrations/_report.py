@@ -37,10 +37,10 @@ class Refused(NamedTuple):
 
 
 def _describe(function: Any) -> str:
-    """Who computes it: behind transformers' wrapper there is fla's op wherever fla can be imported, and behind ours in
-    fla our op."""
+    """Who computes it: transformers' wrapper calls fla's op wherever fla can be imported, and ours in fla calls our
+    op."""
     if isfunction(function):
-        behind = vars(function).get("implementation") or getclosurevars(function).nonlocals.get("implementation")
-        function = behind or function
+        inner = vars(function).get("implementation") or getclosurevars(function).nonlocals.get("implementation")
+        function = inner or function
     label = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{label} of {function.__module__.split('.')[0]}"

@@ -62,7 +62,7 @@ NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 MOST_SEQUENCES = 65_534  # the last axis of a grid, which also has a program for what lies after them
 WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
 DECODED = "the delta rule with a decay, whose keys erase what they write"
-NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # behind `step`'s new states
+NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # after `step`'s new states
 HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
 
 

@@ -11,7 +11,7 @@ Log decays are made of raw gates, lower_bound sigmoid(e^A_log (a + dt_bias)), so
 (scores.py). Exponents are in bits (log2).
 
 The copy engine loads q, k and g. First the gates of all tokens are summed up; then, 32 tokens at a time, decayed q and
-k are written over q, k and g, and beside them what scores are made of. Tokens behind a sequence's end do not decay.
+k are written over q, k and g, and beside them what scores are made of. Tokens after a sequence's end do not decay.
 While A is found, the next chunk is on its way.
 """
 
