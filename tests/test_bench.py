@@ -22,6 +22,7 @@ from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import GROUPS, WORKLOADS
 from flash_delta.cli.app import app
 from flash_delta.integrations.transformers import disable
+from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
 from flash_delta.page import MARKDOWN, Picture
 from flash_delta.testing import (
     Isolated,
@@ -31,10 +32,12 @@ from flash_delta.testing import (
     allowed,
     judge,
     judge_layer,
+    make_layer,
     make_tensors,
     output_gradient,
 )
 from flash_delta.testing.large import run_workload
+from flash_delta.testing.layer import INPUTS
 
 H200 = Ceilings(4.3e12, 790e12, 4.2e12, 700e12)
 CPU = torch.device("cpu")
@@ -52,6 +55,14 @@ LAYERS = [
     Workload("layer", "prefill", "gdn", 1, 2, 2, 70, "float32", **LAYER),
     Workload("layer", "training", "gdn", 1, 2, 2, 70, "float32", **LAYER),
     Workload("layer", "decode", "gdn", 2, 2, 3, 1, "float32", **LAYER),
+]
+
+
+OF_FLA = [
+    Workload("of-fla", "forward", "gdn", 2, 4, 3, 70, "float32", of_fla=True, **LAYER | {"V": 24, "packed": True}),
+    Workload("of-fla", "training", "gdn", 2, 2, 2, 70, "float32", of_fla=True, **LAYER),
+    Workload("of-fla", "forward", "kda", 2, 4, 2, 70, "float32", of_fla=True, **LAYER),
+    Workload("of-fla", "training", "kda", 2, 2, 3, 70, "float32", of_fla=True, **LAYER | {"V": 24, "packed": True}),
 ]
 
 
@@ -74,6 +85,8 @@ def rows(group):
         ("prompts", "16/32 1x8192", 0.0639),
         ("layer", "2048 wide, 16/32 1x8192", 2.31),
         ("layer", "2048 wide, 16/32 batch 32", 0.0470),
+        ("fla-gdn-forward", "2048 wide, 16/32 1x8192", 0.748),
+        ("fla-kda-training", "2304 wide, 32/32 8x1024", 2.67),
     ],
 )
 def test_floors(group, name, ms):
@@ -139,6 +152,26 @@ def test_a_layer_of_transformers_on_our_ops_and_on_its_own(workload):
             )
         finally:
             disable()
+
+
+@pytest.mark.parametrize("workload", OF_FLA, ids=lambda w: f"{w.member}-{w.kind}")
+def test_layers_of_fla_are_judged_by_what_ours_compute(workload):
+    """Ours have the parameters of fla's. A layer with another parameter is another function."""
+    x = make_layer(workload, CPU)
+    kind = KimiDeltaAttention if workload.member == "kda" else GatedDeltaNet
+    layer = kind(24, expand_v=workload.V / 16, head_dim=16, num_heads=workload.H, num_v_heads=workload.HV)
+    layer.load_state_dict({name: t for name, t in x.items() if name not in INPUTS})
+    hidden, dy = x["hidden_states"].clone().requires_grad_(), output_gradient(x)
+    y = layer(hidden, cu_seqlens=x.get("cu_seqlens"))
+    leaves = {"hidden_states": hidden} | dict(layer.named_parameters())
+    results = {"o": y.detach()}
+    if workload.kind == "training":
+        gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+        results |= {f"d{name}": d for name, d in zip(leaves, gradients, strict=True)}
+    errors = judge_layer(workload, x, results, dy)
+    assert errors.keys() == results.keys()
+    assert max(error for error, _ in errors.values()) < 2e-6
+    assert judge_layer(workload, x | {"A_log": x["A_log"] + 0.1}, results, dy)["o"][0] > 1e-4
 
 
 def test_states_are_judged_in_their_dtype():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,8 @@ def test_what_runs_on_a_cpu(name):
         reason = module.unsupported(workload, torch.device("cpu"))
         if name == "transformers" and workload.disable_recompute:
             assert reason == NO_CHOICE
+        elif name in ("transformers", "flash_delta") and workload.of_fla and find_spec("fla") is None:
+            assert "of fla" in reason
         elif name == "flash_delta" or (name == "transformers" and (not workload.packed or workload.N == 1)):
             assert reason is None
         else:
@@ -127,6 +130,7 @@ def test_what_runs_on_a_cpu(name):
 
 
 WIDTHS = {"gdn-widths", "kda-widths"}
+OF_FLA = {f"fla-{member}-{kind}" for member in ("gdn", "kda") for kind in ("forward", "training")}
 OF_128 = {  # of these groups' rows, those that peers without other widths run
     ("flash_qla", "gdn", "forward"),
     ("flash_qla", "gdn", "training"),
@@ -148,6 +152,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "layer",
         "prompts",
         *WIDTHS,
+        *OF_FLA,
     },
     "fla": {
         "gdn-prefill",
@@ -161,6 +166,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "layer",
         "prompts",
         *WIDTHS,
+        *OF_FLA,
     },
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
     "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts"},
@@ -171,6 +177,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
 @pytest.mark.parametrize("name", HOPPER)
 def test_what_runs_on_hopper(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("flash_delta.bench.contestants.fla_layer.find_spec", lambda name: "as if it were there")
     unsupported, device = load(name).unsupported, torch.device("cuda")
     for workload in WORKLOADS:
         reason = unsupported(workload, device)

@@ -12,9 +12,10 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
-* of a layer ``hidden`` wide, instead of the rule's bytes: weights, input and output and, in float32, states; backward
-  weights, input, dy and their gradients. Its projections add ``hidden (2 H K + 3 HV V + 2 HV)`` multiply-adds per
-  token, backward twice as many;
+* of a layer ``hidden`` wide, instead of the rule's bytes: weights, input and output and, in float32, states that it
+  keeps; backward weights, input, dy and their gradients. Its projections add a multiply-add per token and weight, of
+  which there are ``hidden (2 H K + 3 HV V + 2 HV)``, backward twice as many; of a layer with a gate per channel
+  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
 * backward multiply-adds: 10/3 of that, 30 products where the forward has 9: recomputed states and factors 8, the chain
   7, what is parallel over chunks 15.
 
@@ -28,7 +29,7 @@ import torch
 
 from flash_delta.bench.timing import milliseconds
 from flash_delta.testing import Workload
-from flash_delta.testing.layer import TAPS
+from flash_delta.testing.drawn import TAPS
 
 C = 64  # tokens per chunk
 BACKWARD_PRODUCTS = 30 / 9
@@ -84,11 +85,14 @@ def _products(w: Workload) -> int:
 
 def _layer_floor(w: Workload, e: int) -> Floor:
     weights, products = w.hidden * (2 * w.H * w.K + 3 * w.HV * w.V + 2 * w.HV), _products(w)
+    if w.gate == "channel":  # the gates' projections have a rank of V
+        low = w.V * (2 * w.hidden + w.HV * w.K + w.HV * w.V)
+        weights = w.hidden * (2 * w.H * w.K + 2 * w.HV * w.V + w.HV) + low
     moved = e * (weights + 2 * w.tokens * w.hidden)
     if w.kind == "training":  # the backward pass reads weights, input and its gradient, and writes their gradients
         moved += e * (2 * weights + 3 * w.tokens * w.hidden)
         products += round(BACKWARD_PRODUCTS * products)
-    else:
+    elif w.kind != "forward":
         moved += 4 * (1 + (w.kind == "decode")) * w.N * w.HV * w.K * w.V  # states, in float32
     return Floor(moved, 2 * (products + (3 if w.kind == "training" else 1) * w.tokens * weights))
 

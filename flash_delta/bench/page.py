@@ -31,6 +31,8 @@ row take turns; a time of another run is marked.
   convolution, norm, and copies from and to the pools are calls of this library and of PyTorch.
 * **Layer** rows time the layer of transformers: `flash_delta` after `enable()`, `transformers` on its own PyTorch code,
   `fla` as transformers runs where fla is installed. Their floor counts the projections.
+* **GDN layer and KDA layer** rows time layers of fla: `fla` as they are, on fla's own kernels, and `flash_delta` after
+  `register()`. No call of these is left to fla. Their floor counts the projections.
 * **Contestants** are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend and
   transformers.
 * **Dates** are those of the runs. Runs before 23 November 2026 kept no date; theirs is the day on which the results
@@ -50,6 +52,10 @@ TITLES = {
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
     "prompts": "Gated DeltaNet, prompts on a pool with their convolution and output norm",
     "layer": "A layer of Qwen3-Next in transformers: a prompt into a cache, a training step, a token behind one",
+    "fla-gdn-forward": "fla's layer for Gated DeltaNet, forward",
+    "fla-gdn-training": "fla's layer for Gated DeltaNet, forward and backward",
+    "fla-kda-forward": "fla's layer for Kimi Delta Attention, forward",
+    "fla-kda-training": "fla's layer for Kimi Delta Attention, forward and backward",
     "cpu": "Gated DeltaNet on a CPU, norm in the op",
 }
 

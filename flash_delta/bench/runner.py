@@ -43,8 +43,8 @@ def run_group(
             _sample({workers[name]: result for name, result in able.items()})
             for name, result in started.items():
                 if result.reason is None:
-                    of_an_op = name != contestants.PLAIN and not workload.hidden
-                    with_lengths = number == 0 and device.type == "cuda" and of_an_op
+                    varied = name != contestants.PLAIN and (workload.of_fla or not workload.hidden)
+                    with_lengths = number == 0 and device.type == "cuda" and varied
                     _finish(workers[name], result, with_lengths)
                 _drop(workers[name])
                 result.floor_ms, result.run = floor_ms, run

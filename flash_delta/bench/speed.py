@@ -29,6 +29,10 @@ NAMES = {
     "decode": "GDN decode",
     "kda-decode": "KDA decode",
     "layer": "Layer",
+    "fla-gdn-forward": "GDN layer forward",
+    "fla-gdn-training": "GDN layer training",
+    "fla-kda-forward": "KDA layer forward",
+    "fla-kda-training": "KDA layer training",
     "cpu": "GDN",
 }  # of groups; those with several kinds of rows are followed by the kind
 

@@ -101,6 +101,20 @@ def _layer() -> Iterator[Workload]:
         yield Workload("layer", "decode", "gdn", 16, 32, N, 1, **common)
 
 
+def _layers_of_fla() -> Iterator[Workload]:
+    """With its default widths, and with those of Qwen3-Next and Kimi-Linear."""
+    widths = {
+        "gdn": ((2048, 6, 6, 256, 512), (2048, 16, 32, 128, 128)),
+        "kda": ((2048, 16, 16, 128, 128), (2304, 32, 32, 128, 128)),
+    }
+    for member, layers in widths.items():
+        for kind in ("forward", "training"):
+            for hidden, H, HV, K, V in layers:
+                for N, T in ((8, 1024), (1, 8192)):
+                    layer = {"hidden": hidden, "of_fla": True, "K": K, "V": V, "states": False, "packed": N > 1}
+                    yield Workload(f"fla-{member}-{kind}", kind, member, H, HV, N, T, **layer)
+
+
 def _cpu() -> Iterator[Workload]:
     for dtype in ("float32", "bfloat16"):
         common = {"dtype": dtype, "packed": False, "l2norm": True}
@@ -113,7 +127,7 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_widths(), *_decode(), *_serving(),
-    *_prompts(), *_layer(), *_cpu(),
+    *_prompts(), *_layer(), *_layers_of_fla(), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -10,7 +10,8 @@ from flash_delta import chunk_gated_delta_rule
 from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
 from flash_delta.reference.modules import convolve, normalize
 from flash_delta.testing.accuracy import relative_error
-from flash_delta.testing.layer import EPS, TAPS
+from flash_delta.testing.drawn import TAPS
+from flash_delta.testing.layer import EPS
 from flash_delta.testing.workload import Workload, activations, make_tensors
 
 

@@ -16,10 +16,12 @@ import torch
 from fla_calls import HV, B, H, K, T, V, around, rules, with_gradients
 from torch.nn import functional as F
 
+from flash_delta.bench.entry import Entry
 from flash_delta.integrations._fla.door import Door
 from flash_delta.integrations._fla.table import TABLE
 from flash_delta.integrations.fla import install, register, unregister
 from flash_delta.reference.recurrent import recurrent
+from flash_delta.testing import Workload
 
 if find_spec("triton") is None or find_spec("fla") is None:
     pytest.skip("it needs fla and Triton", allow_module_level=True)
@@ -367,6 +369,29 @@ def test_arguments_are_those_of_this_fla(taken):
     read |= {"seq_idx"} & read
     assert read - {"head_first", "seq_idx"} <= {*taken.keywords}
     assert {*taken.keywords} <= {*here}
+
+
+ROW = {"hidden": 24, "of_fla": True, "states": False, "dtype": "float32", "K": 16}
+ROWS = [
+    Workload("t", "forward", "gdn", 2, 4, 2, 70, packed=True, V=32, **ROW),
+    Workload("t", "training", "gdn", 2, 2, 2, 70, packed=False, V=16, **ROW),
+    Workload("t", "forward", "kda", 2, 2, 2, 70, packed=False, V=16, **ROW),
+    Workload("t", "training", "kda", 2, 2, 2, 70, packed=True, V=32, **ROW),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.member}-{row.kind}")
+@pytest.mark.parametrize("name", ["flash_delta", "fla"])
+def test_layers_as_the_benchmark_runs_them(row, name):
+    entry = Entry(name, torch.device("cpu" if CPU else "cuda"))
+    try:
+        with contextlib.nullcontext() if name == "flash_delta" else may_refuse():
+            _, errors = entry.prepare(row)
+    finally:
+        unregister()
+    names = {f"d{n}" for n in entry.x if n != "cu_seqlens"} if row.kind == "training" else set()
+    assert errors.keys() == {"o", *names}
+    assert max(error for error, _ in errors.values()) < (1e-5 if CPU else 5e-3)
 
 
 CALLS = [(rules, name) for name in (

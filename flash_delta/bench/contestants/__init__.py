@@ -49,7 +49,10 @@ def versions(names: str | None = None) -> dict[str, str]:
 
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     """Of the contestants. What serving is compared with is this library, called otherwise; of layers, those of
-    transformers, on whosever ops; of prompts with what is around them, those whose rule packs sequences."""
+    transformers, on whosever ops, or those of fla, on this library's or its own; of prompts with what is around them,
+    those whose rule packs sequences."""
+    if group.startswith("fla-"):
+        return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group == "layer":
         return {name: installed[name] for name in installed if name in (OURS, "fla", "transformers")}
     if group == "prompts":

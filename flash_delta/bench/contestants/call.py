@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-NO_LAYER = "it is in no layer of transformers"
+NO_LAYER = "no layer of transformers or fla calls it"
 NO_CHOICE = "it leaves no choice of what is kept for the backward pass"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants import layer, separate
+from flash_delta.bench.contestants import fla_layer, layer, separate
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves, state_pool
 from flash_delta.testing import Workload, activations, options
@@ -27,7 +27,7 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "its Triton kernels need a GPU"
     if workload.hidden:
-        return layer.unsupported()
+        return fla_layer.unsupported() if workload.of_fla else layer.unsupported()
     if workload.disable_recompute and workload.member == "gdn":
         return NO_CHOICE
     return None
@@ -37,7 +37,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     for variable in DELEGATES:
         os.environ[variable] = "0"
     if workload.hidden:
-        return layer.prepare(workload, x, "as installed")
+        return fla_layer.prepare(workload, x) if workload.of_fla else layer.prepare(workload, x, "as installed")
     if workload.kind == "decode":
         return _decode_kda(workload, x) if workload.member == "kda" else _decode(workload, x)
     from fla import ops

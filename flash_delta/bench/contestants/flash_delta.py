@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flash_delta import decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda
-from flash_delta.bench.contestants import layer
+from flash_delta.bench.contestants import fla_layer, layer
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import leaves, pool_of, state_pool
 from flash_delta.ops.serving import Convolution, OutputNorm
@@ -16,10 +16,14 @@ CACHES = ("TRITON_CACHE_DIR",)
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
-    return layer.unsupported() if workload.hidden else None
+    if not workload.hidden:
+        return None
+    return fla_layer.unsupported() if workload.of_fla else layer.unsupported()
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.of_fla:
+        return fla_layer.prepare(workload, x, registered=True)
     if workload.hidden:
         return layer.prepare(workload, x, "flash_delta")
     if workload.kind == "prefill":

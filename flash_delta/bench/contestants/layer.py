@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flash_delta.bench.contestants.call import Call
 from flash_delta.testing import Workload
-from flash_delta.testing.layer import EPS, INPUTS, TAPS
+from flash_delta.testing.drawn import TAPS
+from flash_delta.testing.layer import EPS, INPUTS
 
 
 def unsupported() -> str | None:

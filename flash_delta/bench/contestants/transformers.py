@@ -19,6 +19,8 @@ CACHES = ()
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
+    if workload.of_fla:
+        return "the layer is one of fla"
     if workload.disable_recompute:
         return NO_CHOICE
     return "its fallback cannot keep packed sequences apart" if workload.packed and workload.N != 1 else None
