@@ -10,10 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from flash_delta.layers import MixerState
-from flash_delta.parallel import ContextParallel
+from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.testing import MEMBERS, Case, make_inputs
 
 TOKENS = ("q", "k", "v", "g", "beta", "p")
+Fragments = str | tuple[tuple[tuple[int, int], ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Split:
     tokens: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float64,)
     ranks: tuple[int, ...] | None = None  # of the world; None: all
+    fragments: Fragments = None
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,23 @@ class LayerSplit:
     name: str
     layer: str
     lengths: tuple[int, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] | None
     states: bool = True
+    fragments: Fragments = None
 
     @property
     def bounds(self):
         return torch.tensor([0, *self.lengths]).cumsum(0)
+
+
+def make_context(group, bounds, split):
+    """``split.fragments``: None, what every rank holds, or of what heads and tails are taken: of "sequences", or of the
+    row as a whole."""
+    fragments = split.fragments
+    if isinstance(fragments, str):
+        cut = bounds if fragments == "sequences" else [0, int(bounds[-1])]
+        fragments = head_tail(cut, dist.get_world_size(group))
+    return ContextParallel(group, bounds, split.tokens, fragments)
 
 
 def global_inputs(split, member, dtype):
@@ -55,29 +68,35 @@ def loss_gradients(o_shape, state_shape, dtype):
 
 
 def ends(context):
-    """The rows of sequences that end on this rank."""
-    return slice(0, len(context.sequences) - context.continues)
+    """The rows where sequences end, and which ones."""
+    rows = [row for row, continues in enumerate(context.continues) if not continues]
+    return rows, [context.sequences[row] for row in rows]
+
+
+def where(context):
+    """What puts the ranks' results together."""
+    return {"rows": list(context.sequences), "ended": ends(context)[1], "held": context.split.fragments[context.rank]}
 
 
 def run_op(context, member, x, dtype):
     """This rank's outputs and gradients of the loss that `testing.truth` takes of the whole row."""
     x = dict(x)
-    N, rows = len(context.split.cu_seqlens) - 1, slice(context.sequences.start, context.sequences.stop)
+    N, rows = len(context.split.cu_seqlens) - 1, list(context.sequences)
     names = [name for name in x if isinstance(x[name], torch.Tensor)]
     leaves = {n: (context.shard(x[n]) if n in TOKENS else x[n]).detach().clone() for n in names}
     if "initial_state" in x:
         leaves["initial_state"] = leaves["initial_state"][rows].clone()
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     o, final = MEMBERS[member].op(**(x | leaves), cp_context=context)
-    do, dS = loss_gradients((1, context.split.starts[-1], *o.shape[2:]), (N, *final.shape[1:]), dtype)
+    do, dS = loss_gradients((1, context.split.total, *o.shape[2:]), (N, *final.shape[1:]), dtype)
     dS = dS[rows].to(final.dtype)
-    dS[ends(context).stop :] = 0  # what goes on is nobody's final state
+    dS[list(context.continues)] = 0  # what goes on is nobody's final state
     gradients = torch.autograd.grad((o, final), list(leaves.values()), (context.shard(do), dS), materialize_grads=True)
     with torch.no_grad():  # what only the backward pass needs is not computed, and bits repeat
         again, _ = MEMBERS[member].op(**(x | leaves), cp_context=context)
     assert torch.equal(again, o)
-    results = {"o": o.detach(), "final_state": final.detach()[ends(context)]}
-    return results | {f"d{n}": d for n, d in zip(leaves, gradients, strict=True)} | {"first": rows.start}
+    results = {"o": o.detach(), "final_state": final.detach()[ends(context)[0]]}
+    return results | {f"d{n}": d for n, d in zip(leaves, gradients, strict=True)} | where(context)
 
 
 def layer_inputs(split):
@@ -91,7 +110,7 @@ def layer_inputs(split):
             widths = [c.hidden_size for c in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
             conv = tuple(random(N, width, 4, seed=i).requires_grad_() for i, width in enumerate(widths))
         past = MixerState(conv, random(N, HV, layer.head_k_dim, layer.head_v_dim, seed=5).requires_grad_())
-    x = random(1, sum(split.tokens), D, seed=7).requires_grad_()
+    x = random(1, sum(split.tokens or split.lengths), D, seed=7).requires_grad_()
     return layer, x, past
 
 
@@ -101,8 +120,7 @@ def states_of(state):
 
 def run_layer(context, split):
     layer, x, past = layer_inputs(split)
-    rows = slice(context.sequences.start, context.sequences.stop)
-    start = context.split.starts[context.rank]
+    rows, (ended, _) = list(context.sequences), ends(context)
     dy = context.shard(random(*x.shape, seed=8))
     x = context.shard(x).detach().requires_grad_()
     given = [s.detach()[rows].clone().requires_grad_() for s in states_of(past)]
@@ -113,13 +131,13 @@ def run_layer(context, split):
     finals = states_of(state)
     dfinals = [torch.zeros_like(s) for s in finals]
     for d, s in zip(dfinals, states_of(past), strict=True):
-        d[ends(context)] = random(*s.shape, seed=9)[rows][ends(context)].to(d.dtype)
+        d[ended] = random(*s.shape, seed=9)[rows][ended].to(d.dtype)
     leaves = [x, *layer.parameters(), *given]
     gradients = torch.autograd.grad((y, *finals), leaves, (dy, *dfinals), materialize_grads=True)
     count = len(list(layer.parameters()))
     return {
         "y": y.detach(), "dx": gradients[0], "dparameters": gradients[1 : 1 + count], "dstates": gradients[1 + count :],
-        "finals": [s.detach()[ends(context)] for s in finals], "first": rows.start, "start": start,
+        "finals": [s.detach()[ended] for s in finals], **where(context),
     }  # fmt: skip
 
 
@@ -129,7 +147,7 @@ def run_mesh(split):
     row = mesh["dp"].get_local_rank()
     layer, x, _ = layer_inputs(split)
     fully_shard(layer, mesh=mesh["dp"])
-    context = ContextParallel(mesh["cp"], split.bounds, split.tokens)
+    context = make_context(mesh["cp"].get_group(), split.bounds, split)
     y = checkpoint(layer, (1 + row) * context.shard(x.detach()), cp_context=context, use_reentrant=False)
     y.square().sum().backward()
     gradients = [2 * p.grad.full_tensor() for p in layer.parameters()]  # FSDP's are means over its two shards
@@ -138,7 +156,7 @@ def run_mesh(split):
     try:
         ContextParallel(mesh, split.bounds)
     except ValueError as error:
-        return {"row": row, "y": y.detach(), "dparameters": gradients, "refusal": str(error)}
+        return {"row": row, "y": y.detach(), "dparameters": gradients, "refusal": str(error), **where(context)}
 
 
 def work(rank, size, out, splits, layers, mesh):
@@ -153,10 +171,10 @@ def work(rank, size, out, splits, layers, mesh):
         for member in split.members:
             for dtype in split.dtypes:
                 x, bounds = global_inputs(split, member, dtype)
-                context = ContextParallel(group, bounds, split.tokens)
+                context = make_context(group, bounds, split)
                 results[split.case.name, member, dtype] = run_op(context, member, x, dtype)
     for split in layers:
-        results[split.name] = run_layer(ContextParallel(dist.group.WORLD, split.bounds, split.tokens), split)
+        results[split.name] = run_layer(make_context(dist.group.WORLD, split.bounds, split), split)
     if mesh is not None:
         results[mesh.name] = run_mesh(mesh)
     torch.save(results, f"{out}/{rank}.pt")

@@ -1,6 +1,7 @@
 """A row split over ranks equals the row on one device: gloo on processes of this machine, results against float64."""
 
 import random as python_random
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny_layers import DELTA_LAYERS, D, random
 from tiny_model import build, tokens
 
 import flash_delta
-from flash_delta.parallel import ContextParallel
+from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.parallel.split import Split as Plan
 from flash_delta.testing import MEMBERS, Case, assert_accurate, make_inputs, truth
 
@@ -30,6 +31,12 @@ SPLITS = {
         Split(case("border", "a sequence ends where a rank does", (70, 80)), tokens=(70, 80)),
         Split(case("all-left", "a rank has nothing", (30,)), tokens=(30, 0)),
         Split(case("all-right", "the first rank has nothing", (0, 30, 0)), tokens=(0, 30)),
+        Split(case("heads-and-tails", "parts 0 and 3, and 1 and 2, of one sequence", (150,), options=RAW), dtypes=ALL,
+              fragments="sequences"),
+        Split(case("of-documents", "of all, also empty and short ones", (30, 0, 3, 50, 1), options=RAW), dtypes=ALL,
+              fragments="sequences"),
+        Split(case("of-a-row", "of a row whose documents end anywhere, and padding", (20, 0, 41, 17), T=80),
+              fragments=(((0, 20), (60, 80)), ((20, 60),))),
         Split(case("values-first", "states are [N, HV, V, K]", (90,), options={"state_v_first": True})),
     ],
     4: [
@@ -41,6 +48,11 @@ SPLITS = {
         ),
         Split(case("padding", "ranks with nothing but padding", (20, 5), T=60), tokens=(22, 8, 20, 10)),
         Split(case("short", "fewer tokens than ranks", (1, 2))),
+        Split(case("zigzag", "heads and tails of sequences", (67, 2, 40), options=RAW), (*KIN[:1], "gdn", "kda"),
+              dtypes=ALL, fragments="sequences"),
+        Split(case("zigzag-row", "heads and tails of the row", (50, 0, 51)), fragments="row"),
+        Split(case("scattered", "any fragments, one rank with none", (0, 60, 30), T=95),
+              fragments=(((0, 5), (30, 31), (70, 95)), ((31, 33), (60, 70)), ((5, 30), (33, 60)), ((40, 40),))),
         Split(case("grouped", "a group that is no power of two", (130,), HV=6, options=RAW), tokens=(65, 2, 1, 62)),
         Split(case("strong", "little is left of a state after a token", (40, 90), decay="strong"), dtypes=ALL[:2]),
         Split(case("undecayed", "everything is left of it", (140,), decay="zero"), dtypes=ALL[:2]),
@@ -66,18 +78,21 @@ SPLITS = {
 LAYERS = {
     2: [
         LayerSplit("layer-even", "gdn", (40,), (20, 20)),
+        LayerSplit("layer-heads-and-tails", "gdn", (40, 3), None, fragments="sequences"),
         LayerSplit("layer-bare", "gdn-bare", (9, 12), (15, 6)),
         LayerSplit("layer-delta", "delta", (9, 12), (15, 6)),
         LayerSplit("layer-comba", "comba", (9, 12), (15, 6)),
         LayerSplit("layer-gla", "gla-grouped", (9, 12), (15, 6)),
     ],
     4: [
+        LayerSplit("layer-zigzag", "kda", (23, 0, 41), None, fragments="sequences"),
+        LayerSplit("layer-short-pieces", "gdn-grouped", (12, 9), None, fragments="row"),
         LayerSplit("layer-tiny", "gdn-grouped", (12,), (1, 0, 2, 9)),
         LayerSplit("layer-packed", "kda-bounded", (2, 0, 30, 1, 7), (1, 3, 28, 11)),
         LayerSplit("layer-stateless", "kda", (6, 20), (7, 1, 1, 17), states=False),
     ],
 }
-MESH = LayerSplit("mesh", "gdn-grouped", (13, 22), (20, 15), states=False)
+MESH = LayerSplit("mesh", "gdn-grouped", (13, 22), None, states=False, fragments="sequences")
 
 
 @pytest.mark.parametrize("size", SPLITS)
@@ -102,22 +117,37 @@ def check_op(split, member, dtype, parts):
     want = truth(MEMBERS[member], x | {"cu_seqlens": torch.tensor(bounds)})
     for name, t in want.items():
         if name == "final_state":
-            got = torch.cat([part[name] for part in parts])
+            got = ended(t, parts, lambda part: part["final_state"])
         elif name == "dinitial_state":
-            got = sum_of_rows(t, parts, name)
+            got = sum_of_rows(t, parts, lambda part: part["dinitial_state"])
         elif name in ("dA_log", "ddt_bias"):
             got = sum(part[name] for part in parts)
         else:
-            got = torch.cat([part[name] for part in parts], dim=1)
+            got = in_order(t, parts, name)
         assert_accurate(f"{split.case.name}, {member}, {dtype}: {name}", got, t, dtype)
 
 
-def sum_of_rows(like, parts, name):
-    """Ranks' rows [n, ...] from ``first`` on, added up."""
-    total = torch.zeros_like(like)
+def in_order(like, parts, name):
+    """The whole row's tokens."""
+    whole = torch.full_like(like, torch.nan, dtype=parts[0][name].dtype)
     for part in parts:
-        total[part["first"] :][: len(part[name])] += part[name]
-    return total
+        lengths = [stop - start for start, stop in part["held"]]
+        for (start, stop), t in zip(part["held"], part[name].split(lengths, 1), strict=True):
+            whole[:, start:stop] = t
+    return whole
+
+
+def ended(like, parts, of):
+    """The final states of all sequences."""
+    whole = torch.full_like(like, torch.nan, dtype=of(parts[0]).dtype)
+    for part in parts:
+        whole[part["ended"]] = of(part)
+    return whole
+
+
+def sum_of_rows(like, parts, of):
+    """Ranks' rows [n, ...], added up by their sequences."""
+    return sum(torch.zeros_like(like).index_add(0, torch.tensor(p["rows"]).long(), of(p).to(like.dtype)) for p in parts)
 
 
 def check_layer(split, parts):
@@ -131,14 +161,13 @@ def check_layer(split, parts):
     dys = [random(*x.shape, seed=8), *(random(*s.shape, seed=9) for s in finals)]
     leaves = [x, *layer.parameters(), *given]
     dx, *gradients = torch.autograd.grad((y, *finals), leaves, dys)
-    check("y", torch.cat([p["y"] for p in parts], dim=1), y)
-    check("dx", torch.cat([p["dx"] for p in parts], dim=1), dx)
+    check("y", in_order(y, parts, "y"), y)
+    check("dx", in_order(dx, parts, "dx"), dx)
     for i, (name, _) in enumerate(layer.named_parameters()):
         check(name, sum(p["dparameters"][i] for p in parts), gradients.pop(0))
     for i, final in enumerate(finals):
-        check("final state", torch.cat([p["finals"][i] for p in parts]), final)
-        dstates = [{"first": p["first"], "d": p["dstates"][i]} for p in parts]
-        check("initial state", sum_of_rows(gradients[i], dstates, "d"), gradients[i])
+        check("final state", ended(final, parts, lambda part, i=i: part["finals"][i]), final)
+        check("initial state", sum_of_rows(gradients[i], parts, lambda part, i=i: part["dstates"][i]), gradients[i])
 
 
 def check_mesh(parts):
@@ -147,7 +176,7 @@ def check_mesh(parts):
     ys = [layer((1 + row) * x, cu_seqlens=MESH.bounds) for row in range(2)]
     gradients = torch.autograd.grad(sum(y.square().sum() for y in ys), list(layer.parameters()))
     for row, y in enumerate(ys):
-        got = torch.cat([p["y"] for p in parts if p["row"] == row], dim=1)
+        got = in_order(y, [p for p in parts if p["row"] == row], "y")
         assert_accurate("mesh: y", got, y, torch.float64)
     for part in parts:
         for (name, _), got, want in zip(layer.named_parameters(), part["dparameters"], gradients, strict=True):
@@ -267,37 +296,64 @@ def test_shard_refuses(alone):
         ContextParallel(alone, [0, 9]).shard(torch.zeros(1, 8))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_every_split_is_a_partition(seed):
-    """Rows, bounds, neighbours and histories against a list of each token's sequence and rank."""
+    """Rows, bounds, neighbours and histories against a list of each token's sequence and place."""
     draw = python_random.Random(seed)
     lengths = [draw.choice((0, 0, 1, 2, 5, 17)) for _ in range(draw.randint(0, 6))]
-    cuts = sorted(draw.choices(range(sum(lengths) + 3), k=draw.randint(0, 5)))
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    plan = Plan(tuple(bounds), (0, *cuts, max([*cuts[-1:], bounds[-1]])))
-    ranks = range(len(plan.starts) - 1)
+    bounds = (0, *accumulate(lengths))
+    total, ranks = bounds[-1] + draw.randint(0, 3), draw.randint(1, 4)
+    cuts = [0, *sorted(draw.choices(range(total + 1), k=draw.randint(0, 8))), total]
+    held = [[] for _ in range(ranks)]
+    for pair in pairwise(cuts):
+        draw.choice(held).append(pair)
+    plan = Plan(bounds, [own or [(0, 0)] for own in held])
     sequence = [n for n, length in enumerate(lengths) for _ in range(length)]
-    seen = []
-    for rank in ranks:
-        start, end = plan.starts[rank : rank + 2]
-        rows, own = plan.rows(rank), plan.bounds(rank)
-        assert len(own) == len(rows) + 1
-        assert own[0] == 0
-        for row, a, b in zip(rows, own, own[1:], strict=False):
-            assert [start + t for t in range(a, b)] == [t for t in range(start, end) if sequence[t : t + 1] == [row]]
-        inside = 0 < start < len(sequence) and sequence[start - 1] == sequence[start]
-        assert plan.crossed(rank) == inside
-        seen += rows[plan.crossed(rank) :]
-        holders = {
-            r
-            for r in ranks
-            for t in range(*plan.starts[r : r + 2])
-            if inside and sequence[t : t + 1] == [sequence[start]]
-        }
-        assert {r for r in plan.left(rank) if plan.tokens(r)} == {r for r in holders if r < rank}
-        if inside:
-            assert {r for r in plan.right(rank - 1) if plan.tokens(r)} == {r for r in holders if r >= rank}
-            assert sum(count for _, count in plan.history(rank, 4)) == 4
-    assert seen == list(range(len(lengths)))
+    assert plan.total == total
+    tokens, seen = {}, []
+    for rank, own in enumerate(held):
+        here = [t for pair in own for t in range(*pair)]
+        assert plan.tokens(rank) == len(here)
+        rows, inside = plan.rows[rank], plan.bounds(rank)
+        assert len(inside) == len(rows) + 1
+        assert (inside[0], inside[-1]) == (0, sum(t < bounds[-1] for t in here))
+        for piece, a, b in zip(rows, inside, inside[1:], strict=False):
+            assert (piece.start, piece.stop, piece.rank) == (a, b, rank)
+            tokens[piece] = here[a:b]
+            assert {sequence[t] for t in here[a:b]} <= {piece.sequence}
+        seen += [piece.sequence for piece in rows if not piece.continued]
+    assert sorted(seen) == list(range(len(lengths)))
+    for n, chain in enumerate(plan.chains):
+        assert [t for piece in chain for t in tokens[piece]] == list(range(*bounds[n : n + 2]))
+        assert all(tokens[piece] for piece in chain) or len(chain) == 1
+        for place, piece in enumerate(chain):
+            assert (plan.left(piece), plan.right(piece)) == (chain[:place], chain[place + 1 :])
+            assert plan.continues(piece) == (piece in plan.sent) == (piece is not chain[-1])
+            assert piece.continued == (piece in plan.taken) == (place > 0)
+            past = [t for other, count in plan.history(piece, 4) for t in (tokens[other][::-1] + [-1] * 4)[:count]]
+            before = list(range(bounds[n], tokens[piece][0]))[::-1] if tokens[piece] else []
+            assert past == (before + [-1] * 4)[:4] if place else past == []
+    for numbers, most in ((plan.sent, plan.most_continuing), (plan.taken, plan.most_continued)):
+        assert len({*numbers.values()}) == len(numbers)
+        assert all(piece.rank * most <= number < (piece.rank + 1) * most for piece, number in numbers.items())
+
+
+def test_heads_and_tails():
+    """Parts r and 2 R - 1 - r of every sequence, also of such that do not divide."""
+    assert head_tail(torch.tensor([0, 9, 9, 12]), 2) == (((0, 3), (7, 10)), ((3, 7), (10, 12)))
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        ([], "fragments: expected a list for each of 1 ranks, got 0"),
+        ([[(4, 9), (0, 4)]], r"fragments: expected at least one pair .* in the order of the row, got .* for rank 0"),
+        ([[(0, 4), (5, 9)]], "fragments: expected every token once, got a fragment from 5 on after 4 tokens"),
+        ([[(0, 8)]], r"fragments: expected all cu_seqlens\[-1\] = 9 tokens, got 8"),
+    ],
+)
+def test_fragments_are_checked(alone, fragments, message):
+    with pytest.raises(ValueError, match=message):
+        ContextParallel(alone, [0, 9], fragments=fragments)
+    with pytest.raises(ValueError, match="tokens_per_rank: expected None with fragments"):
+        ContextParallel(alone, [0, 9], [9], [[(0, 9)]])

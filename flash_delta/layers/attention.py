@@ -172,8 +172,8 @@ def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
 
 def _split_layout(hidden_states: Tensor, context: ContextParallel) -> _Layout:
     """This rank's tokens of such a row, with the keys of all ranks."""
-    device, starts = hidden_states.device, context.split.starts
-    tokens = torch.arange(starts[-1], device=device)
+    device = hidden_states.device
+    tokens = torch.arange(context.split.total, device=device)
     return _row_layout(context.shard(tokens, dim=0), tokens, context.place(context.split.cu_seqlens, device))
 
 

@@ -1,4 +1,4 @@
-"""One long packed row on many GPUs: every rank holds a run of its tokens, and states cross from rank to rank.
+"""One long packed row on many GPUs: every rank holds some of its tokens, and states cross from rank to rank.
 
 A rank's tokens move the state of a sequence that goes through them by an affine map,
 
@@ -8,8 +8,10 @@ A rank's tokens move the state of a sequence that goes through them by an affine
 
 whose size does not depend on their number. Ranks exchange (Phi, B) forward and D backward, compose what lies between a
 sequence's start (its end) and them, and run the op on their own tokens from the state that it would have had there.
+A rank may hold several stretches of a sequence: each of them has such a map.
 """
 
 from flash_delta.parallel.context import ContextParallel
+from flash_delta.parallel.split import head_tail
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "head_tail"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_delta.parallel.delta_rule import LocalRun, delta_rule
-from flash_delta.parallel.halo import Halo
+from flash_delta.parallel.halo import Borders, Halo
 from flash_delta.parallel.part import Part
 from flash_delta.parallel.tokens import AllTokens
 from flash_delta.problem import Inputs
@@ -19,36 +19,42 @@ class ContextParallel(Part):
         y = layer(context.shard(hidden_states), cp_context=context)
 
     Every rank makes it from the same numbers, on the host. All ranks call the same ops in the same order. If one of
-    them needs gradients, all do, and all run the backward pass. Tokens are split in their order. A rank may have any
-    number of them, also none, and a sequence may go through any number of ranks. A rank's rows of ``initial_state`` and
-    ``final_state`` (and of a layer's states) are its ``sequences``:
+    them needs gradients, all do, and all run the backward pass. A rank may have any number of tokens, also none, and a
+    sequence may go through any number of ranks. What a rank has of a sequence in one stretch is a row there, of
+    ``initial_state`` and ``final_state`` (and of a layer's states):
 
-    * The rank where a sequence begins reads its initial state. The other ranks do not read that row, and it gets no
-      gradient there.
-    * The row of a final state holds the state after the sequence's last token on this rank. On the rank where the
-      sequence ends, that is its final state.
+    * The row where a sequence begins reads its initial state. Its other rows do not read theirs, and these get no
+      gradient.
+    * The row of a final state holds the state after the row's last token. Of the row where the sequence ends, that is
+      its final state.
+
+    Tokens are split in their order, a run of them for each rank, or as ``fragments`` say. Softmax attention wants
+    ranks to have equally much of the beginning and of the end of a sequence, and trainers lay out their tokens so::
+
+        context = ContextParallel(mesh["cp"], cu_seqlens, fragments=head_tail(cu_seqlens, mesh["cp"].size()))
 
     Each rank has its part of the gradients of what all ranks share, such as ``A_log`` and the weights of a layer. Their
     sum is the gradient, as with data parallelism. FSDP2 and DDP take the mean, so there the loss has to be multiplied
     by the number of ranks. Ranks exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and the last inputs
-    of a layer's convolutions. None of that depends on the number of tokens, and no call waits for the device.
+    of a layer's convolutions, for each row that goes on to another one. None of that depends on the number of tokens,
+    and no call waits for the device.
 
     Args:
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).
         cu_seqlens: the bounds ``[N + 1]`` of all sequences in the whole row, on the host: from 0, not decreasing.
         tokens_per_rank: how many tokens each rank of the group holds, in all at least ``cu_seqlens[-1]``; what lies
             after is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
+        fragments: in its place, for each rank the stretches ``(start, stop)`` of the row that it holds one after the
+            other, in the order of the row; :func:`head_tail` makes them. Together they are the row. Default None.
 
     Attributes:
         rank: this rank's place in the group.
         size: the number of ranks.
         tokens: how many tokens this rank holds.
-        sequences: which of the N sequences are its rows, as a range. An empty one is a row of one rank.
-        bounds: those sequences' bounds, counted from this rank's first token.
-        continued: whether the first row began on an earlier rank.
-        continues: whether the last row continues on a later rank.
-        left: the ranks that hold the first row's beginning, as a range.
-        right: the ranks that hold the last row's rest, as a range.
+        sequences: of each row here, which of the N sequences it is of. An empty one is a row of one rank.
+        bounds: the rows' bounds, counted from this rank's first token.
+        continued: of each row, whether its sequence began in an earlier one.
+        continues: of each row, whether its sequence continues in a later one.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -68,7 +74,8 @@ class ContextParallel(Part):
     """
 
     def gather_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole row's tokens along ``dim``, of x with this rank's. Its gradient is the sum of all ranks'."""
+        """The whole row's tokens along ``dim``, in their order, of x with this rank's. Its gradient is the sum of all
+        ranks'."""
         return AllTokens.apply(self, dim, x)
 
     def delta_rule(self, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -77,4 +84,6 @@ class ContextParallel(Part):
 
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
         """What the layers do before their convolutions; see `flash_delta.parallel.halo`."""
-        return Halo(self, xs, states, size)
+        if size not in self._borders:
+            self._borders[size] = Borders(self.split, self.rank, size)
+        return Halo(self, self._borders[size], xs, states)

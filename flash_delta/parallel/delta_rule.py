@@ -5,28 +5,29 @@ Let P_t be the product of the state's transitions up to token t, for a sequence 
     S_t = P_t S_in + S_t^0,        o_t = S_in^T r_t + o_t^0,        r_t = scale * P_t^T q_t
 
 (^0: from a zero state). The op with v = 0, from the identity, returns just these: r as its output, and as its final
-state Phi, the last P_t. From zero it returns B, the last S_t^0. Ranks gather (Phi, B), each composes what lies to its
-left, in float64, and runs the op from S_in. This run is all that autograd sees.
+state Phi, the last P_t. From zero it returns B, the last S_t^0. Ranks gather (Phi, B) of their pieces, each composes
+what lies to the left of its own, in float64, and runs the op from S_in. This run is all that autograd sees.
 
-Backward, the state's gradient crosses from right to left. What dO alone sends to a rank's start is
+Backward, the state's gradient crosses from right to left. What dO alone sends to a piece's start is
 
     D = sum_t r_t do_t^T        (+ Phi^T dS of its end, where the caller used the state there)
 
 one matrix product with what forward left: it is known before the op's backward pass, which needs what comes from the
-right. Ranks gather D, and each composes for the end of its last sequence
+right. Ranks gather D, and each composes for the ends of its pieces
 
-    dS_end = D_1 + Phi_1^T (D_2 + Phi_2^T (D_3 + ...)),        1, 2, 3, ... the ranks to the right.
+    dS_end = D_1 + Phi_1^T (D_2 + Phi_2^T (D_3 + ...)),        1, 2, 3, ... the pieces to the right.
 
 With it the op's backward pass gives all gradients. Nothing is differentiated through Phi and B: S_in and dS_end are
 what they are on one device, up to rounding.
 
-A rank's first sequence is its head, if it began on an earlier rank. The others need nothing from there: they are run by
-themselves, during the exchange unless the end of the last one is part of it. A head is run three times forward if it
-continues to the right (B, r and Phi, o), twice if it ends here (r and Phi, only for gradients and during the exchange,
-and o); everything else once, and everything once backward.
+A piece whose sequence began in an earlier one is continued. The others need nothing from there: they are run by
+themselves, during the exchange unless the end of one of them is part of it. Continued ones are run three times forward
+if one of them goes on to the right (B, r and Phi, o), else twice (r and Phi, only for gradients and during the
+exchange, and o); everything else once, and everything once backward.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from flash_delta.parallel.compose import gradients_of_ends, passed_through, rows_of, states_at_starts
 from flash_delta.parallel.part import Part
 from flash_delta.problem import Inputs
 
@@ -42,52 +44,61 @@ OF_TOKENS = ("q", "k", "v", "g", "beta", "p")
 
 
 class Response(NamedTuple):
-    """How a rank's head depends on the state that it starts from."""
+    """How continued pieces depend on the states that they start from."""
 
-    r: Tensor  # [1, T of the head, HV, K], in q's dtype
-    Phi: Tensor  # [HV, K, K]
+    r: Tensor  # [1, T of these, HV, K], in q's dtype
+    Phi: Tensor  # [n, HV, K, K]
+
+
+class Some(NamedTuple):
+    """Some of a rank's pieces, as a call of the op."""
+
+    rows: tuple[int, ...]  # which ones
+    x: Inputs
+    bounds: tuple[int, ...] | None  # None: a batch of one
+    stretches: tuple[int, ...]  # tokens of these that lie side by side
+
+    def run(self, run: LocalRun, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        return run(self.x._replace(**inputs), self.bounds)
 
 
 def delta_rule(context: Part, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [1, T, HV, V], final_state [N, HV, K, V])`` of this rank's tokens and sequences.
+    """``(o [1, T, HV, V], final_state [N, HV, K, V])`` of this rank's tokens and rows.
 
     Args:
         context: the split.
         run: the op on this rank alone, given inputs and the host's copy of their ``cu_seqlens``.
-        x: this rank's inputs; ``initial_state`` has a row for each of its sequences.
+        x: this rank's inputs; ``initial_state`` has a row for each of its pieces.
     """
-    head, rest = _cut(context, x)
+    if not context.split.most_continuing:
+        return run(x, context.bounds)
+    continued, begun = _cut(context, x)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-    others = run(*rest) if rest is not None and context.continues else None
+    early = begun is not None and any(context.continues[row] for row in begun.rows)
+    others = begun.run(run) if early else None
     with torch.no_grad():
-        sent, response = _summarize(context, run, head, x, None if others is None else others[1][-1])
+        sent, response = _summarize(context, run, continued, x, begun, others)
         maps, work = context.gather(sent)
-        if head is not None and response is None and needs_grad:
-            response = _respond(run, head)
-    if rest is not None and others is None:
-        others = run(*rest)
+        if continued is not None and response is None and needs_grad:
+            response = _respond(run, continued)
+    if begun is not None and others is None:
+        others = begun.run(run)
     work.wait()
-    if head is None:
-        o, final_state = others
-    else:
-        S = _compose(maps[context.left.start : context.left.stop])
-        o, final_state = run(head._replace(initial_state=S[None]), None)
-        if others is not None:
-            o, final_state = torch.cat([o, others[0]], dim=1), torch.cat([final_state, others[1]])
+    maps = maps.flatten(0, 1)
+    o, final_state = _joined(context, run, continued, begun, others, maps)
     if not needs_grad:
         return o, final_state
-    right, K = context.right[:-1], x.q.shape[-1]  # where the sequence ends, nobody asks what would go through
-    between = maps[right.start : right.stop, ..., :K].clone()  # and the rest of maps may go
-    return _Crossing.apply(context, between, *(response or (None, None)), o, final_state)
+    passed = passed_through(context, x.q.shape[-1], maps)  # and the rest of maps may go
+    return _Crossing.apply(context, passed, *(response or (None, None)), o, final_state)
 
 
 class _Crossing(torch.autograd.Function):
-    """Lets o and the final states through; backward, adds to the last one's gradient what comes from the right."""
+    """Lets o and the final states through; backward, adds to the last ones' gradients what comes from the right."""
 
     @staticmethod
-    def forward(ctx, context: Part, between: Tensor, r: Tensor | None, Phi: Tensor | None, o: Tensor, final: Tensor):
+    def forward(ctx, context: Part, passed: Tensor, r: Tensor | None, Phi: Tensor | None, o: Tensor, final: Tensor):
         ctx.context, ctx.map = context, (final.shape[1:], final.dtype, final.device)
-        ctx.save_for_backward(between, r, Phi)
+        ctx.save_for_backward(passed, r, Phi)
         ctx.set_materialize_grads(False)
         return o.view_as(o), final.view_as(final)
 
@@ -95,86 +106,103 @@ class _Crossing(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do: Tensor | None, dfinal: Tensor | None):
         context, (shape, dtype, device) = ctx.context, ctx.map
-        between, r, Phi = ctx.saved_tensors
-        D = torch.zeros(shape, dtype=dtype, device=device)
-        if r is not None and do is not None:
-            D += _sum_of_products(r[0], do[0, : r.shape[1]])
-        if r is not None and dfinal is not None:
-            D += (Phi.mT.double() @ dfinal[0].double()).to(dtype)
+        passed, r, Phi = ctx.saved_tensors
+        D = torch.zeros((context.split.most_continued, *shape), dtype=dtype, device=device)
+        at = 0
+        for i, row in enumerate(row for row, continued in enumerate(context.continued) if continued):
+            piece = context.rows[row]
+            if do is not None:
+                D[i] += _sum_of_products(r[0, at : at + piece.tokens], do[0, piece.start : piece.stop])
+            if dfinal is not None:
+                D[i] += (Phi[i].mT.double() @ dfinal[row].double()).to(dtype)
+            at += piece.tokens
         everyones, work = context.gather(D)
         work.wait()
-        if context.continues:
-            dS = _compose_back(between, everyones[context.right.start : context.right.stop])
-            dfinal = dS.new_zeros(len(context.sequences), *shape) if dfinal is None else dfinal.clone()
-            dfinal[-1] += dS
+        going = [row for row, continues in enumerate(context.continues) if continues]
+        if going:
+            dfinal = D.new_zeros(len(context.rows), *shape) if dfinal is None else dfinal.clone()
+            for row, dS in zip(going, gradients_of_ends(context, going, passed, everyones.flatten(0, 1)), strict=True):
+                dfinal[row] += dS
         return None, None, None, None, do, dfinal
 
 
-def _cut(context: Part, x: Inputs) -> tuple[Inputs | None, tuple[Inputs, Sequence[int]] | None]:
-    """The head, as a batch of one, and the other sequences with their bounds; None for what there is not."""
-    if not context.continued:
-        return None, (x, context.bounds)
-    tokens, rows = context.bounds[1], context.bounds[1:]
-    if tokens == context.tokens and len(rows) == 1:
-        return x._replace(initial_state=None, cu_seqlens=None), None
-    pieces = {  # one split, not two slices: backward is one concatenation
-        name: t.split([tokens, context.tokens - tokens], dim=1)
+def _cut(context: Part, x: Inputs) -> tuple[Some | None, Some | None]:
+    """The continued pieces, and the others with the padding; None for what there is not."""
+    rows = [(piece.continued, row, piece.tokens) for row, piece in enumerate(context.rows)]
+    padding = context.tokens - context.bounds[-1]
+    if not any(continued for continued, *_ in rows):
+        return None, Some(tuple(range(len(rows))), x, context.bounds, (context.tokens,))
+    tokens = [*rows, (False, None, padding)] if padding else rows
+    stretches = [(kind, sum(n for *_, n in group)) for kind, group in groupby(tokens, key=lambda row: row[0])]
+    pieces = {  # one split, not slices: backward is one concatenation
+        name: t.split([n for _, n in stretches], dim=1)
         for name, t in x._asdict().items()
         if name in OF_TOKENS and t is not None
     }
-    head = {name: piece[0] for name, piece in pieces.items()} | {"initial_state": None, "cu_seqlens": None}
-    bounds = tuple(bound - tokens for bound in rows)
-    rest = {name: piece[1] for name, piece in pieces.items()} | {
-        "initial_state": None if x.initial_state is None else x.initial_state[1:],
-        "cu_seqlens": context.place(bounds, x.q.device),
-    }
-    return x._replace(**head), (x._replace(**rest), bounds)
+
+    def some(kind: bool) -> Some | None:
+        if not any(continued == kind for continued, _ in stretches):
+            return None
+        own = tuple(row for continued, row, _ in rows if continued == kind)
+        bounds = (0, *accumulate(n for continued, _, n in rows if continued == kind))
+        alone = kind and len(own) == 1
+        inputs = {name: _together([t for t, (k, _) in zip(ts, stretches, strict=True) if k == kind], 1)
+                  for name, ts in pieces.items()}  # fmt: skip
+        inputs["initial_state"] = None if kind or x.initial_state is None else rows_of(x.initial_state, own)
+        inputs["cu_seqlens"] = None if alone else context.place(bounds, x.q.device)
+        return Some(own, x._replace(**inputs), None if alone else bounds, tuple(n for k, n in stretches if k == kind))
+
+    return some(True), some(False)
 
 
 def _summarize(
-    context: Part, run: LocalRun, head: Inputs | None, x: Inputs, last: Tensor | None
-) -> tuple[Tensor, Response | None]:
-    """The map [HV, K, K + V] of a state through this rank; ``last`` is the state of a sequence that begins here and
-    continues. Where no sequence continues, nobody reads the map.
-    """
+    context: Part, run: LocalRun, continued: Some | None, x: Inputs, begun: Some | None,
+    others: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Response | None]:  # fmt: skip
+    """The maps [M, HV, K, K + V] of states through this rank's pieces that continue, and zeros for what others have
+    more of these; ``others``: the results of those that begin here, if one of them continues."""
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
-    if last is not None:
-        return F.pad(last, (K, 0)), None  # what comes in does not continue
-    if not context.continues:
-        dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-        return x.q.new_zeros(HV, K, K + V, dtype=dtype), None
-    response = _respond(run, head)
-    _, B = run(head._replace(initial_state=None), None)
-    return torch.cat([response.Phi, B[0]], dim=-1), response
+    dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    found: dict[int, Tensor] = {}
+    if others is not None:
+        found = {row: F.pad(S, (K, 0)) for row, S in zip(begun.rows, others[1], strict=True)}  # nothing comes in
+    response = None
+    if continued is not None and any(context.continues[row] for row in continued.rows):
+        response = _respond(run, continued)
+        _, B = continued.run(run)
+        found |= zip(continued.rows, torch.cat([response.Phi, B], dim=-1), strict=True)
+    maps = [found[row] for row, continues in enumerate(context.continues) if continues]
+    nothing = x.q.new_zeros(HV, K, K + V, dtype=dtype)
+    return torch.stack(maps + [nothing] * (context.split.most_continuing - len(maps))), response
 
 
-def _respond(run: LocalRun, head: Inputs) -> Response:
+def _respond(run: LocalRun, some: Some) -> Response:
     """The run with v = 0 from the identity."""
-    (_, T, HV), K = head.v.shape[:3], head.q.shape[-1]
-    one = torch.eye(K, device=head.q.device).expand(1, HV, K, K).contiguous()
-    r, Phi = run(head._replace(v=head.v.new_zeros(1, T, HV, K), initial_state=one), None)
-    return Response(r, Phi[0])
+    (_, T, HV), K = some.x.v.shape[:3], some.x.q.shape[-1]
+    one = torch.eye(K, device=some.x.q.device).expand(len(some.rows), HV, K, K).contiguous()
+    return Response(*some.run(run, v=some.x.v.new_zeros(1, T, HV, K), initial_state=one))
 
 
-# Compositions are in float64: they are small, and neither autocast nor a wish for TF32 reaches them.
+def _joined(
+    context: Part, run: LocalRun, continued: Some | None, begun: Some | None, others: tuple[Tensor, Tensor] | None,
+    maps: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All of this rank's results, with those of the continued pieces from where ``maps`` lead."""
+    if continued is None:
+        return others
+    o, final_state = continued.run(run, initial_state=states_at_starts(context, continued.rows, maps))
+    if others is None:
+        return o, final_state
+    parts = {True: iter(o.split(continued.stretches, 1)), False: iter(others[0].split(begun.stretches, 1))}
+    kinds = [kind for kind, _ in groupby(context.continued)]
+    kinds += [False] if len(kinds) < len(continued.stretches) + len(begun.stretches) else []  # padding
+    order = [*continued.rows, *begun.rows]
+    states = rows_of(torch.cat([final_state, others[1]]), [order.index(row) for row in range(len(order))])
+    return torch.cat([next(parts[kind]) for kind in kinds], dim=1), states
 
 
-def _compose(maps: Tensor) -> Tensor:
-    """The state after consecutive maps [P, HV, K, K + V], in the first of which its sequence begins."""
-    K = maps.shape[-2]
-    S, *others = maps.double().unbind()
-    S = S[..., K:]
-    for one in others:
-        S = one[..., :K] @ S + one[..., K:]
-    return S.to(maps.dtype)
-
-
-def _compose_back(Phi: Tensor, D: Tensor) -> Tensor:
-    """The state's gradient before consecutive D [P, HV, K, V], in the last of which its sequence ends."""
-    *others, dS = D.double().unbind()
-    for one, transition in zip(reversed(others), Phi.double().flip(0), strict=True):
-        dS = one + transition.mT @ dS
-    return dS.to(D.dtype)
+def _together(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _sum_of_products(r: Tensor, do: Tensor) -> Tensor:

@@ -1,111 +1,162 @@
-"""What a short convolution reads across the border between ranks.
+"""What a short convolution reads across the border between pieces.
 
-A convolution with W taps needs, before a rank's first token, the last inputs of its sequence on the ranks to the
-left: the state that `causal_conv1d` would have there, ``[W, D]``. Every rank sends the last W inputs of its own last
-sequence (before them what that sequence started from, or zeros where it came from the left itself); a rank takes
-as many from its left neighbour as that one has, and continues to the left until it has W, or has reached the sequence's
-start. Backward, every rank sends the gradient of what it took, and adds to its own last inputs what others took there.
+A convolution with W taps needs, before a piece that continues a sequence, the last inputs of the pieces before: the
+state that `causal_conv1d` would have there, ``[W, D]``. Every rank sends the last W inputs of each of its pieces that
+continue (before them what the sequence started from, or zeros where it was continued itself). A piece takes as many
+from the one before as that one has, and goes on to the left until it has W, or has reached the sequence's start.
+Backward, every rank sends the gradients of what it took, and adds to its own last inputs what others took there.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_delta.parallel.part import Part
+from flash_delta.parallel.split import Piece, Split
+
+
+class Borders:
+    """Which inputs cross, as numbers: of tokens of this rank, of rows of all that arrives, ``[P, pieces, W]`` flat."""
+
+    def __init__(self, split: Split, rank: int, W: int):
+        self.split, self.rows, self.W = split, split.rows[rank], W
+        self.continued = tuple(row for row, piece in enumerate(self.rows) if piece.continued)
+        self.continuing = tuple(row for row, piece in enumerate(self.rows) if split.continues(piece))
+        self.own = [min(W, self.rows[row].tokens) for row in self.continuing]
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """The last W tokens of the pieces that continue; of shorter ones, others in place of the missing."""
+        stops = (self.rows[row].stop for row in self.continuing)
+        return tuple(max(stop - self.W + w, 0) for stop in stops for w in range(self.W))
+
+    @cached_property
+    def history(self) -> tuple[int, ...]:
+        """Forward, the W rows that each continued piece takes."""
+        return tuple(
+            number
+            for row in self.continued
+            for number in reversed([n for n, _ in _taken(self.split, self.rows[row], self.W)])
+        )
+
+    @cached_property
+    def returned(self) -> list[tuple[int, ...]]:
+        """Backward, what others took of the W rows of each piece that continues, one of them after the other; where
+        there is nothing left, the row behind all."""
+        nothing = len(self.split.rows) * self.split.most_continued * self.W
+        takers: list[list[int]] = []
+        for row in self.continuing:
+            piece = self.rows[row]
+            mine = [self.split.sent[piece] * self.W + w for w in range(self.W)]
+            found: dict[int, list[int]] = {number: [] for number in mine}
+            for other in self.split.right(piece):
+                for number, place in _taken(self.split, other, self.W):
+                    if number in found:
+                        found[number].append(self.split.taken[other] * self.W + place)
+            takers += found.values()
+        rounds = max(map(len, takers), default=0)
+        return [tuple(t[i] if i < len(t) else nothing for t in takers) for i in range(rounds)]
 
 
 class Halo:
-    """The exchange for several convolutions of W = ``size`` taps, under way from the moment it is made.
+    """The exchange for several convolutions of W taps, under way from the moment it is made.
 
     Args:
         context: the split.
+        borders: what crosses there.
         xs: their inputs, each ``[1, T, D]`` with its own D, of one dtype.
-        states: their states ``[N, D, W]`` to start from, as `causal_conv1d` takes them, for this rank's sequences (the
-            row of one that began on an earlier rank is not read); None: zeros.
-        size: W.
+        states: their states ``[N, D, W]`` to start from, as `causal_conv1d` takes them, for this rank's rows (those of
+            continued pieces are not read); None: zeros.
     """
 
-    def __init__(self, context: Part, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int):
-        self.context, self.size = context, size
-        self.xs = tuple(xs)
-        N = len(context.sequences)
-        self.states = tuple(x.new_zeros(N, x.shape[-1], size) for x in xs) if states is None else tuple(states)
+    def __init__(self, context: Part, borders: Borders, xs: Sequence[Tensor], states: Sequence[Tensor] | None):
+        self.context, self.borders, self.xs = context, borders, tuple(xs)
+        N, W = len(context.rows), borders.W
+        self.states = tuple(x.new_zeros(N, x.shape[-1], W) for x in xs) if states is None else tuple(states)
+        if not context.split.most_continuing:
+            return
         with torch.no_grad():
-            tails = [_tail(context, size, x[0], state) for x, state in zip(self.xs, self.states, strict=True)]
-            self.everyones, self.work = context.gather(torch.cat(tails, dim=-1))  # [P, W, sum of D]
+            tails = [_tails(context, borders, x[0], state) for x, state in zip(self.xs, self.states, strict=True)]
+            self.everyones, self.work = context.gather(torch.cat(tails, dim=-1))  # [P, M, W, sum of D]
 
     def wait(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """``(xs, states)``: the inputs, and the states from which to convolve them as if this rank were alone."""
+        if not self.context.split.most_continuing:
+            return self.xs, self.states
         self.work.wait()
-        pieces = reversed(_taken(self.context, self.context.rank, self.size))
-        history = [self.everyones[other, theirs] for other, theirs, _ in pieces]
-        history = torch.cat(history) if history else None
-        results = _Exchange.apply(self.context, self.size, history, *self.xs, *self.states)
+        everyones = self.everyones.flatten(0, 2)
+        history = everyones.index_select(0, self.context.place(self.borders.history, everyones.device))
+        history = history.unflatten(0, (-1, self.borders.W))
+        results = _Exchange.apply(self.context, self.borders, history, *self.xs, *self.states)
         return results[: len(self.xs)], results[len(self.xs) :]
 
 
-def _tail(context: Part, W: int, x: Tensor, state: Tensor) -> Tensor:
-    """The last W inputs of the sequence that continues, from x [T, D] and states [N, D, W]; without one, unread."""
-    own = _own(context, W)
-    before = state[-1].mT.to(x.dtype) if _begins_here(context) else x.new_zeros(W, x.shape[-1])
-    return torch.cat([before, x[len(x) - own :]])[-W:]
+def _tails(context: Part, borders: Borders, x: Tensor, state: Tensor) -> Tensor:
+    """The last W inputs [M, W, D] of the pieces that continue, from x [T, D] and states [N, D, W]."""
+    W = borders.W
+    tails = x.new_zeros(context.split.most_continuing, W, x.shape[-1])
+    count = len(borders.continuing)
+    if count:
+        tails[:count] = x.index_select(0, context.place(borders.sent, x.device)).unflatten(0, (-1, W))
+    for i, (row, own) in enumerate(zip(borders.continuing, borders.own, strict=True)):
+        if own < W:
+            tails[i, : W - own] = 0 if context.continued[row] else state[row, :, own:].mT.to(x.dtype)
+    return tails
 
 
-def _begins_here(context: Part) -> bool:
-    """Whether there is a sequence that continues to the right and does not come from the left."""
-    return context.continues and len(context.sequences) > context.continued
-
-
-def _own(context: Part, W: int) -> int:
-    """How many inputs of this rank are among the last W of the sequence that continues."""
-    return min(W, context.tokens - context.bounds[-2]) if context.continues else 0
-
-
-def _taken(context: Part, rank: int, W: int) -> list[tuple[int, slice, slice]]:
-    """What a rank takes, nearest first: from which rank, which of the W rows there, which of its own W they become."""
-    pieces, end = [], W
-    for other, count in context.split.history(rank, W):
-        pieces.append((other, slice(W - count, W), slice(end - count, end)))
+def _taken(split: Split, piece: Piece, W: int) -> list[tuple[int, int]]:
+    """What a continued piece takes, nearest first: which row of all that arrives, which of its own W it becomes."""
+    found, end = [], W
+    for other, count in split.history(piece, W):
+        first = split.sent[other] * W
+        found += [(first + W - 1 - i, end - 1 - i) for i in range(count)]
         end -= count
-    return pieces
+    return found
 
 
 class _Exchange(torch.autograd.Function):
-    """Lets inputs and states through, with ``history`` [W, sum of D] as the state of what came from the left."""
+    """Lets inputs and states through, with ``history`` [n, W, sum of D] as the states of what is continued."""
 
     @staticmethod
-    def forward(ctx, context: Part, W: int, history: Tensor | None, *tensors: Tensor):
+    def forward(ctx, context: Part, borders: Borders, history: Tensor, *tensors: Tensor):
         xs, states = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        ctx.context, ctx.W, ctx.widths = context, W, [x.shape[-1] for x in xs]
-        if history is not None:
+        ctx.context, ctx.borders, ctx.widths = context, borders, [x.shape[-1] for x in xs]
+        if borders.continued:
+            rows = context.place(borders.continued, history.device)
             parts = history.split(ctx.widths, dim=-1)
-            states = [torch.cat([part.mT[None].to(s.dtype), s[1:]]) for part, s in zip(parts, states, strict=True)]
+            states = [s.index_copy(0, rows, part.mT.to(s.dtype)) for part, s in zip(parts, states, strict=True)]
         return (*(x.view_as(x) for x in xs), *(s.view_as(s) for s in states))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor):
-        context, W, count = ctx.context, ctx.W, len(ctx.widths)
+        context, borders, count, W = ctx.context, ctx.borders, len(ctx.widths), ctx.borders.W
         dxs, dstates = list(gradients[:count]), list(gradients[count:])
-        given = dxs[0].new_zeros(W, sum(ctx.widths))
-        if context.continued:
-            given = torch.cat([d[0].mT.to(given.dtype) for d in dstates], dim=-1)
-            dstates = [torch.cat([torch.zeros_like(d[:1]), d[1:]]) for d in dstates]
+        given = dxs[0].new_zeros(context.split.most_continued, W, sum(ctx.widths))
+        if borders.continued:
+            rows = context.place(borders.continued, given.device)
+            given[: len(rows)] = torch.cat([d.index_select(0, rows).mT.to(given.dtype) for d in dstates], dim=-1)
+            dstates = [d.index_fill(0, rows, 0) for d in dstates]
         everyones, work = context.gather(given)
         work.wait()
-        if not context.continues:
-            return None, None, None, *dxs, *dstates
-        dtail, own = torch.zeros_like(given), _own(context, W)
-        for rank in context.right:
-            for other, theirs, places in _taken(context, rank, W):
-                if other == context.rank:
-                    dtail[theirs] += everyones[rank, places]
-        for i, part in enumerate(dtail.split(ctx.widths, dim=-1)):
-            dxs[i] = dxs[i].clone()
-            dxs[i][0, context.tokens - own :] += part[W - own :]
-            if _begins_here(context):  # it had fewer than W tokens here
-                dstates[i] = dstates[i].clone()
-                dstates[i][-1, :, own:] += part[: W - own].mT
+        if borders.returned:
+            _give_back(context, borders, everyones.flatten(0, 2), dxs, dstates)
         return None, None, None, *dxs, *dstates
+
+
+def _give_back(context: Part, borders: Borders, everyones: Tensor, dxs: list[Tensor], dstates: list[Tensor]) -> None:
+    """Add what others took to the gradients of the last inputs of the pieces that continue, or, where these had fewer
+    than W, to those of the states."""
+    W, widths = borders.W, [d.shape[-1] for d in dxs]
+    everyones = torch.cat([everyones, torch.zeros_like(everyones[:1])])
+    dtails = sum(everyones.index_select(0, context.place(numbers, everyones.device)) for numbers in borders.returned)
+    for i, part in enumerate(dtails.unflatten(0, (-1, W)).split(widths, dim=-1)):
+        dxs[i], dstates[i] = dxs[i].clone(), dstates[i].clone()
+        for row, own, dtail in zip(borders.continuing, borders.own, part, strict=True):
+            piece = context.rows[row]
+            dxs[i][0, piece.stop - own : piece.stop] += dtail[W - own :]
+            if own < W and not piece.continued:
+                dstates[i][row, :, own:] += dtail[: W - own].mT

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_delta.parallel.split import Split
+from flash_delta.parallel.split import Fragment, Split
 
 
 class Part:
@@ -19,40 +20,50 @@ class Part:
         group: dist.ProcessGroup | DeviceMesh,
         cu_seqlens: Tensor | Sequence[int],
         tokens_per_rank: Sequence[int] | None = None,
+        fragments: Sequence[Sequence[Fragment]] | None = None,
     ) -> None:
         self.group = _process_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("group: expected a group that this process belongs to, got one without it")
         bounds = _host_bounds(cu_seqlens)
-        self.split = Split(bounds, (0, *accumulate(_shares(tokens_per_rank, self.size, bounds[-1]))))
+        if fragments is None:
+            starts = (0, *accumulate(_shares(tokens_per_rank, self.size, bounds[-1])))
+            fragments = [[pair] for pair in pairwise(starts)]
+        elif tokens_per_rank is not None:
+            raise ValueError("tokens_per_rank: expected None with fragments, which say it, got numbers")
+        else:
+            check_fragments(fragments, self.size, bounds[-1])
+        self.split = Split(bounds, fragments)
         self.tokens = self.split.tokens(self.rank)
-        self.sequences = self.split.rows(self.rank)
+        self.rows = self.split.rows[self.rank]
         self.bounds = self.split.bounds(self.rank)
-        self.continued = self.split.crossed(self.rank)
-        self.continues = self.split.crossed(self.rank + 1)
-        self.left, self.right = self.split.left(self.rank), self.split.right(self.rank)
+        self.sequences = tuple(piece.sequence for piece in self.rows)
+        self.continued = tuple(piece.continued for piece in self.rows)
+        self.continues = tuple(self.split.continues(piece) for piece in self.rows)
         self._on_device: dict[tuple, Tensor] = {}
+        self._borders: dict[int, Any] = {}  # of convolutions by their taps
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of ``x``, which holds the whole row's along ``dim``. A view."""
-        total = self.split.starts[-1]
+        """This rank's tokens of ``x``, which holds the whole row's along ``dim``. A view, of one fragment."""
+        total = self.split.total
         if x.shape[dim] != total:
             raise ValueError(
                 f"x: expected {total} tokens, those of all ranks, in axis {dim}, got shape {list(x.shape)}"
             )
-        return x.narrow(dim, self.split.starts[self.rank], self.tokens)
+        own = [x.narrow(dim, start, stop - start) for start, stop in self.split.fragments[self.rank]]
+        return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """``bounds`` as a tensor on ``device``."""
         return self.place(self.bounds, device)
 
-    def place(self, bounds: tuple[int, ...], device: torch.device) -> Tensor:
-        """Bounds as a tensor on ``device``, copied there once and without waiting."""
-        if (bounds, device) not in self._on_device:
-            host = torch.tensor(bounds, pin_memory=device.type == "cuda")
-            self._on_device[bounds, device] = host.to(device, non_blocking=True)
-        return self._on_device[bounds, device]
+    def place(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
+        """Bounds or indices as a tensor on ``device``, copied there once and without waiting."""
+        if (numbers, device) not in self._on_device:
+            host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._on_device[numbers, device] = host.to(device, non_blocking=True)
+        return self._on_device[numbers, device]
 
     def check(self, hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         """What a layer's other arguments have to be."""
@@ -101,3 +112,20 @@ def _shares(given: Sequence[int] | None, size: int, total: int) -> Sequence[int]
         expected = f"{size} numbers of tokens, one per rank, in all at least cu_seqlens[-1] = {total}"
         raise ValueError(f"tokens_per_rank: expected {expected}, got {list(given)}")
     return given
+
+
+def check_fragments(given: Sequence[Sequence[Fragment]], size: int, total: int) -> None:
+    """Each rank's in the order of the row; all of them together the row."""
+    if len(given) != size:
+        raise ValueError(f"fragments: expected a list for each of {size} ranks, got {len(given)}")
+    for rank, own in enumerate(given):
+        if not own or any(a > b for a, b in own) or any(b > c for (_, b), (c, _) in pairwise(own)):
+            expected = "at least one pair (start, stop), in the order of the row"
+            raise ValueError(f"fragments: expected {expected}, got {list(own)} for rank {rank}")
+    end = 0
+    for start, stop in sorted(pair for own in given for pair in own if pair[0] < pair[1]):
+        if start != end:
+            raise ValueError(f"fragments: expected every token once, got a fragment from {start} on after {end} tokens")
+        end = stop
+    if end < total:
+        raise ValueError(f"fragments: expected all cu_seqlens[-1] = {total} tokens, got {end}")

@@ -1,71 +1,162 @@
-"""Who holds what of a packed row that is cut into runs of tokens, one per rank. Plain integers, the same everywhere.
+"""Who holds what of a packed row that is cut into fragments. Plain integers, the same on every rank.
 
-A sequence is a row of every rank between the one where it begins and the one where it ends, both included: also of
-ranks there without a token, through which its state passes unchanged. An empty sequence is a row of the rank that holds
-the token at its place, at the very end of the last rank.
+A rank's tokens are those of its fragments, one after the other. A piece is what a fragment has of a sequence: a row of
+the ops on that rank. The pieces of a sequence in their order are its chain. An empty sequence is one piece, of the
+fragment that holds the token at its place, at the very end of the last fragment.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+Fragment = tuple[int, int]  # the first token in the row, and the one after the last
 
-class Split(NamedTuple):
-    """The bounds [N + 1] of the sequences, and the first token [P + 1] of every rank, after them the number of all."""
 
-    cu_seqlens: tuple[int, ...]
-    starts: tuple[int, ...]
+class Piece(NamedTuple):
+    """Some of a sequence's tokens, on one rank."""
 
-    def tokens(self, rank: int) -> int:
-        return self.starts[rank + 1] - self.starts[rank]
-
-    def rows(self, rank: int) -> range:
-        """The sequences of a rank."""
-        return range(self._begun(rank) - self.crossed(rank), self._begun(rank + 1))
-
-    def bounds(self, rank: int) -> tuple[int, ...]:
-        """The bounds of a rank's sequences, counted from its first token."""
-        start, end = self.starts[rank : rank + 2]
-        rows = self.rows(rank)
-        return tuple(min(max(bound, start), end) - start for bound in self.cu_seqlens[rows.start : rows.stop + 1])
-
-    def crossed(self, rank: int) -> bool:
-        """Whether a sequence continues from the ranks before ``rank`` into it; False for P, the number of ranks."""
-        begun = self._begun(rank)
-        return begun > 0 and self.cu_seqlens[begun] > self.starts[rank]
-
-    def left(self, rank: int) -> range:
-        """The ranks before ``rank`` that hold what its first sequence has had, the one where it begins first."""
-        if not self.crossed(rank):
-            return range(rank, rank)
-        return range(self._holder(self.cu_seqlens[self._begun(rank) - 1]), rank)
-
-    def right(self, rank: int) -> range:
-        """The ranks after ``rank`` that hold the rest of its last sequence, the one where it ends last."""
-        if not self.crossed(rank + 1):
-            return range(rank + 1, rank + 1)
-        return range(rank + 1, self._holder(self.cu_seqlens[self._begun(rank + 1)] - 1) + 1)
-
-    def history(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Where the ``size`` inputs before a rank's first token come from: (rank, how many of its last), nearest first.
-
-        The rank where the sequence begins has as many as are asked for: what is missing was before the first token.
-        """
-        pieces, left = [], self.left(rank)
-        for other in reversed(left):
-            taken = size if other == left.start else min(size, self.tokens(other))
-            if taken:
-                pieces.append((other, taken))
-            size -= taken
-        return pieces
-
-    def _begun(self, rank: int) -> int:
-        """How many sequences begin on earlier ranks."""
-        last = rank == len(self.starts) - 1
-        return len(self.cu_seqlens) - 1 if last else bisect_left(self.cu_seqlens, self.starts[rank], hi=self.N)
-
-    def _holder(self, token: int) -> int:
-        return bisect_right(self.starts, token) - 1
+    sequence: int
+    place: int  # in its chain
+    rank: int
+    start: int  # of this rank's tokens
+    stop: int
 
     @property
-    def N(self) -> int:
-        return len(self.cu_seqlens) - 1
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def continued(self) -> bool:
+        """Whether its sequence began in an earlier piece."""
+        return self.place > 0
+
+
+class Split:
+    """The bounds [N + 1] of the sequences, and the fragments of every rank in the order in which it has them."""
+
+    def __init__(self, cu_seqlens: tuple[int, ...], fragments: Sequence[Sequence[Fragment]]):
+        self.cu_seqlens = cu_seqlens
+        self.fragments = tuple(tuple(_joined(own)) for own in fragments)
+        held = sorted((*f, rank, at) for rank in range(len(fragments)) for f, at in self.places(rank))
+        self.total = max((stop for _, stop, *_ in held), default=0)
+        self.chains = tuple(tuple(chain) for chain in _chains(cu_seqlens, held))
+        pieces = [piece for chain in self.chains for piece in chain]
+        self.rows = tuple(tuple(sorted(_on(rank, pieces), key=_by_place)) for rank in range(len(fragments)))
+        continuing = [[p for p in rows if self.continues(p)] for rows in self.rows]
+        continued = [[p for p in rows if p.continued] for rows in self.rows]
+        self.most_continuing, self.most_continued = (max(map(len, ps), default=0) for ps in (continuing, continued))
+        self.sent = _numbers(continuing, self.most_continuing)
+        self.taken = _numbers(continued, self.most_continued)
+
+    # Every rank sends something for each of its pieces that continue, forward, and for each that is continued,
+    # backward. ``sent`` and ``taken`` say where in all that arrives a piece's is, if ranks send equally many.
+
+    def places(self, rank: int) -> Iterator[tuple[Fragment, int]]:
+        """A rank's fragments, each with its place among the rank's tokens."""
+        at = 0
+        for start, stop in self.fragments[rank]:
+            yield (start, stop), at
+            at += stop - start
+
+    def in_order(self) -> list[tuple[int, int, int]]:
+        """All fragments in the order of the row: the rank, and from where to where among its tokens."""
+        held = sorted((*f, rank, at) for rank in range(len(self.fragments)) for f, at in self.places(rank))
+        return [(rank, at, at + stop - start) for start, stop, rank, at in held]
+
+    def tokens(self, rank: int) -> int:
+        return sum(stop - start for start, stop in self.fragments[rank])
+
+    def bounds(self, rank: int) -> tuple[int, ...]:
+        """Those of a rank's rows, counted from its first token."""
+        rows = self.rows[rank]
+        return (*(p.start for p in rows), rows[-1].stop) if rows else (0,)
+
+    def continues(self, piece: Piece) -> bool:
+        """Whether its sequence goes on in a later piece."""
+        return piece.place < len(self.chains[piece.sequence]) - 1
+
+    def left(self, piece: Piece) -> tuple[Piece, ...]:
+        """The pieces before it, the one where its sequence begins first."""
+        return self.chains[piece.sequence][: piece.place]
+
+    def right(self, piece: Piece) -> tuple[Piece, ...]:
+        """The pieces after it, the one where its sequence ends last."""
+        return self.chains[piece.sequence][piece.place + 1 :]
+
+    def history(self, piece: Piece, size: int) -> list[tuple[Piece, int]]:
+        """Where the ``size`` inputs before a piece come from: a piece, and how many of its last; nearest first.
+
+        The piece where the sequence begins has as many as are asked for: what is missing was before the first token.
+        """
+        found = []
+        for other in reversed(self.left(piece)):
+            count = min(size, other.tokens) if other.continued else size
+            if count:
+                found.append((other, count))
+            size -= count
+        return found
+
+
+def head_tail(cu_seqlens: Sequence[int], ranks: int) -> tuple[tuple[Fragment, ...], ...]:
+    """The fragments of each rank that balance causal attention: of every sequence, cut into ``2 * ranks`` parts of one
+    length (the first ones have one token more if need be), rank r holds the parts r and ``2 * ranks - 1 - r``. Of one
+    sequence after the other, as trainers have it; with the bounds ``[0, tokens]`` of a row of any documents.
+
+    Example:
+        >>> from flash_delta.parallel import head_tail
+        >>> head_tail([0, 8, 16], ranks=2)
+        (((0, 2), (6, 10), (14, 16)), ((2, 6), (10, 14)))
+    """
+    parts = 2 * ranks
+    own: list[list[Fragment]] = [[] for _ in range(ranks)]
+    for start, stop in pairwise(map(int, cu_seqlens)):
+        length, more = divmod(stop - start, parts)
+        cuts = [start + length * i + min(i, more) for i in range(parts + 1)]
+        for rank in range(ranks):
+            own[rank] += [(cuts[i], cuts[i + 1]) for i in (rank, parts - 1 - rank)]
+    return tuple(tuple(_joined(fragments)) for fragments in own)
+
+
+def _joined(fragments: Sequence[Fragment]) -> Iterator[Fragment]:
+    """Neighbours as one, and none that is empty, except where there is no other."""
+    last = None
+    for start, stop in fragments:
+        if last is not None and start != stop and last[1] == start:
+            last = last[0], stop
+        elif last is None or last[0] == last[1]:
+            last = start, stop
+        elif start != stop:
+            yield last
+            last = start, stop
+    if last is not None:
+        yield last
+
+
+def _chains(bounds: tuple[int, ...], held: list[tuple[int, int, int, int]]) -> Iterator[list[Piece]]:
+    """Of every sequence; ``held``: the fragments in order, each with its rank and its place there."""
+    full = [f for f in held if f[0] < f[1]]
+    starts = [start for start, *_ in full]
+    for n, (a, b) in enumerate(pairwise(bounds)):
+        chain, i = [], bisect_right(starts, a) - 1
+        if a == b:
+            start, _, rank, at = full[i] if full and a < full[-1][1] else held[-1]
+            chain.append(Piece(n, 0, rank, at + a - start, at + a - start))
+        while a < b:
+            start, stop, rank, at = full[i]
+            end = min(b, stop)
+            chain.append(Piece(n, len(chain), rank, at + a - start, at + end - start))
+            a, i = end, i + 1
+        yield chain
+
+
+def _on(rank: int, pieces: list[Piece]) -> Iterator[Piece]:
+    return (p for p in pieces if p.rank == rank)
+
+
+def _by_place(piece: Piece) -> tuple[int, int]:
+    return piece.start, piece.sequence
+
+
+def _numbers(pieces: list[list[Piece]], most: int) -> dict[Piece, int]:
+    return {p: rank * most + i for rank, own in enumerate(pieces) for i, p in enumerate(own)}

@@ -10,17 +10,19 @@ from flash_delta.parallel.part import Part
 
 
 class AllTokens(torch.autograd.Function):
-    """Gathers tokens along an axis; backward, sums what all ranks send to each, and takes this rank's."""
+    """Gathers tokens along an axis, in the order of the row; backward, sums what all ranks send to each, and takes
+    this rank's."""
 
     @staticmethod
     def forward(ctx, context: Part, dim: int, x: Tensor) -> Tensor:
         ctx.context, ctx.dim = context, dim
-        counts = [context.split.tokens(rank) for rank in range(context.size)]
+        most = max(context.split.tokens(rank) for rank in range(context.size))
         x = x.movedim(dim, 0)
-        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, max(counts) - context.tokens))  # an all-gather wants equal parts
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, most - context.tokens))  # an all-gather wants equal parts
         everyones, work = context.gather(x)
         work.wait()
-        return torch.cat([part[:count] for part, count in zip(everyones, counts, strict=True)]).movedim(0, dim)
+        fragments = [everyones[rank, start:stop] for rank, start, stop in context.split.in_order()]
+        return torch.cat(fragments).movedim(0, dim)
 
     @staticmethod
     @once_differentiable

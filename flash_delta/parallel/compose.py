@@ -1,0 +1,67 @@
+"""Maps of states through pieces, composed along their chains.
+
+In float64: the maps are small, and neither autocast nor a wish for TF32 reaches them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from flash_delta.parallel.part import Part
+from flash_delta.parallel.split import Piece
+
+
+def states_at_starts(context: Part, rows: Sequence[int], maps: Tensor) -> Tensor:
+    """The states [n, HV, K, V] that this rank's continued ``rows`` start from, of all maps [P M, HV, K, K + V]."""
+    K, sent, found = maps.shape[-2], context.split.sent, {}
+    for group, pieces in _alike(context, rows, lambda piece: piece.place):
+        first, *later = zip(*([sent[other] for other in context.split.left(p)] for p in pieces), strict=True)
+        S = rows_of(maps, first)[..., K:].double()
+        for numbers in later:
+            one = rows_of(maps, numbers).double()
+            S = one[..., :K] @ S + one[..., K:]
+        found |= zip(group, S.to(maps.dtype), strict=True)
+    return torch.stack([found[row] for row in rows])
+
+
+def passed_through(context: Part, K: int, maps: Tensor) -> Tensor:
+    """What :func:`gradients_of_ends` needs of the maps: Phi [n, HV, K, K] of the pieces between."""
+    return rows_of(maps, [context.split.sent[piece] for piece in _between(context)])[..., :K].clone()
+
+
+def gradients_of_ends(context: Part, rows: Sequence[int], passed: Tensor, D: Tensor) -> list[Tensor]:
+    """What comes from the right to the ends of this rank's ``rows``, which continue: [HV, K, V] of each, of all D
+    [P C, HV, K, V]."""
+    taken, number = context.split.taken, {piece: i for i, piece in enumerate(_between(context))}
+    found: dict[int, Tensor] = {}
+    for group, pieces in _alike(context, rows, lambda piece: len(context.split.right(piece))):
+        *nearer, last = zip(*(context.split.right(piece) for piece in pieces), strict=True)
+        dS = rows_of(D, [taken[piece] for piece in last]).double()
+        for ones in reversed(nearer):
+            transition = rows_of(passed, [number[piece] for piece in ones]).double()
+            dS = rows_of(D, [taken[piece] for piece in ones]).double() + transition.mT @ dS
+        found |= zip(group, dS.to(D.dtype), strict=True)
+    return [found[row] for row in rows]
+
+
+def rows_of(t: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Rows of t, without waiting for the device: a view, of neighbours."""
+    first = numbers[0] if numbers else 0
+    if list(numbers) == list(range(first, first + len(numbers))):
+        return t[first : first + len(numbers)]
+    return torch.stack([t[i] for i in numbers])
+
+
+def _between(context: Part) -> list[Piece]:
+    """Of what comes to this rank's pieces from the right, the pieces that it goes through: all but a chain's last."""
+    right = (context.split.right(piece)[:-1] for piece in context.rows)
+    return list(dict.fromkeys(piece for pieces in right for piece in pieces))
+
+
+def _alike(context: Part, rows: Sequence[int], key: Callable[[Piece], int]) -> Iterator[tuple[list[int], list[Piece]]]:
+    """The rows by their key, and their pieces: they are composed together."""
+    for _, group in groupby(sorted(rows, key=lambda row: key(context.rows[row])), lambda row: key(context.rows[row])):
+        found = list(group)
+        yield found, [context.rows[row] for row in found]
