@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/context_parallel.py --tokens 131072
     torchrun --nproc-per-node 4 examples/context_parallel.py --tokens 131072 --mixer kda
+    torchrun --nproc-per-node 4 examples/context_parallel.py --tokens 131072 --head-tail
 
 Prints how long a step takes for the layer and for its op alone, beside one GPU with the whole row, and how far results
 are from that GPU's. Efficiency is the time on one over the number of ranks times the time on all. Without a GPU it
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flash_delta import chunk_gated_delta_rule, chunk_kda
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
-from flash_delta.parallel import ContextParallel
+from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.testing import relative_error
 
 MIXERS = {"gdn": (GatedDeltaNet, chunk_gated_delta_rule), "kda": (KimiDeltaAttention, chunk_kda)}
@@ -102,6 +103,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--mixer", choices=MIXERS, default="gdn")
+    parser.add_argument("--head-tail", action="store_true", help="each rank holds a head and a tail of the row")
     a = parser.parse_args()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
@@ -115,7 +117,8 @@ def main() -> None:
     mixer, op = MIXERS[a.mixer]
     layer = mixer(a.hidden_size, **sizes).to(device, torch.bfloat16 if gpu else torch.float32)
     row = torch.randn(1, a.tokens, a.hidden_size).to(device, layer.q_proj.weight.dtype)
-    context = ContextParallel(mesh["cp"], cu_seqlens=[0, a.tokens])
+    fragments = head_tail([0, a.tokens], ranks) if a.head_tail else None
+    context = ContextParallel(mesh["cp"], cu_seqlens=[0, a.tokens], fragments=fragments)
     report("layer", lambda x, c: layer_step(layer, x, c), row, context.shard(row), context, a.repeats)
     whole = make_tensors(layer, row)
     part = {name: context.shard(t).detach().requires_grad_() for name, t in whole.items()}

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "parallel": {"problem"},  # the op to run comes with the call
     "layers": {"modules", "ops", "parallel"},
     "models": {"layers", "modules", "parallel"},
-    "integrations": {"layers", "modules", "ops"},
+    "integrations": {"layers", "parallel", "modules", "ops"},
     "page": set(),
     "training": {"models", "layers", "ops", "parallel", "page"},
     "testing": {"reference", "problem"},

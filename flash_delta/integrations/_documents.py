@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flash_delta.integrations._context import with_context
 from flash_delta.layers.documents import number_documents, refuse_restarts
 
 
@@ -51,6 +52,11 @@ def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
     Rows are packed as transformers' attention sees it: without a cache, and without a mask of padding.
     """
+    if given.get("cp_context") is not None:
+        if not _separates(model) or "indexed_attention" in (getattr(model.config, "layer_types", None) or ()):
+            name, got = type(model).__name__, type(given["cp_context"]).__name__
+            raise ValueError(f"cp_context: expected None (the indexed attention of {name} sees one rank), got a {got}")
+        return with_context(model, given)
     positions, seq_idx = _text_positions(given.get("position_ids")), given.get("seq_idx")
     if given.get("cu_seq_lens_q") is not None or (seq_idx is None and (positions is None or positions.shape[-1] == 1)):
         return given

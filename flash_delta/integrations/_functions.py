@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import flash_delta
+from flash_delta.integrations._context import convolve
 from flash_delta.layers.documents import forget_at_starts
 from flash_delta.modules import causal_conv1d, gated_rms_norm
 from flash_delta.ops._modules import Convolved, convolve_column
+from flash_delta.parallel import ContextParallel
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -31,6 +33,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     **others: Any,
 ) -> Result:
     """A row, or the sequences packed in it; ``initial_state`` [B, HV, K, V]."""
@@ -46,6 +49,7 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        cp_context=cp_context,
     )
 
 
@@ -90,6 +94,7 @@ def chunk_kda(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     **others: Any,
 ) -> Result:
     """As above; these models hand the bounds on under the name that attention has for them."""
@@ -105,6 +110,7 @@ def chunk_kda(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seq_lens_q,
         chunk_size=chunk_size,
+        cp_context=cp_context,
     )
 
 
@@ -144,10 +150,13 @@ def causal_conv1d_fn(
     activation: str | None = None,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    cp_context: ContextParallel | None = None,
     **others: Any,
 ) -> Tensor:
     """hidden_states [B, D, T], weight [D, W] -> [B, D, T]."""
     W, T = weight.shape[-1], hidden_states.shape[-1]
+    if cp_context is not None:
+        return convolve(cp_context, hidden_states.transpose(1, 2), weight, bias, activation).transpose(1, 2)
     if cu_seq_lens_q is not None:
         seq_idx = None  # which says the same at a higher cost
         if T == W:

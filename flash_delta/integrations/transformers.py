@@ -18,6 +18,10 @@ them; ``cu_seq_lens_q`` does it at less cost. Softmax attention of transformers 
 without ``attention_mask``: beside these a restart is refused on a CPU, and not seen on a GPU. What an op cannot run is
 an error that names the argument; nothing falls back to the model's own code.
 
+A row over many ranks: ``model(input_ids=context.shard(row), cp_context=context)``, after
+``model.set_attn_implementation("gathered_keys")`` where the model has softmax attention. No model with indexed
+attention (GLM-5-Next, Qwen4-Exp) takes it.
+
 Threads: names are bound under a lock, and for all threads at once. A forward pass that runs meanwhile may take one op
 from here and the next one from there, which is right in any case: all layouts are the same, those of states too.
 """
@@ -36,6 +40,7 @@ from typing import Any
 
 from torch import nn
 
+from flash_delta.integrations._context import register_attention
 from flash_delta.integrations._documents import separating, walks_layers
 from flash_delta.integrations._functions import CONVOLUTIONS, RULES, gated_norm
 from flash_delta.integrations._imports import AfterImport
@@ -178,6 +183,8 @@ def _replace(module: ModuleType) -> None:
                     _refused.append(entry)
                     warnings.warn(f"flash_delta.integrations: not replaced: {entry}", RuntimeWarning, stacklevel=2)
             return
+        if found:
+            register_attention()
         for owner, name, new in found:
             _replaced.append(Replaced(owner, name, vars(owner).get(name), new))
             setattr(owner, name, new)

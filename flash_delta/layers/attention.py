@@ -99,7 +99,7 @@ class Attention(nn.Module):
         key_mask = None
         if cp_context is not None:
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
-            layout = _split_layout(hidden_states, cp_context)
+            layout = split_layout(cp_context, hidden_states.device)
         elif cu_seqlens is not None:
             check_inputs(hidden_states, attention_mask, cu_seqlens)
             layout = _packed_layout(hidden_states, cu_seqlens)
@@ -170,9 +170,8 @@ def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
     return _row_layout(tokens, tokens, cu_seqlens.long())
 
 
-def _split_layout(hidden_states: Tensor, context: ContextParallel) -> _Layout:
+def split_layout(context: ContextParallel, device: torch.device) -> _Layout:
     """This rank's tokens of such a row, with the keys of all ranks."""
-    device = hidden_states.device
     tokens = torch.arange(context.split.total, device=device)
     return _row_layout(context.shard(tokens, dim=0), tokens, context.place(context.split.cu_seqlens, device))
 

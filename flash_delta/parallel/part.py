@@ -65,6 +65,12 @@ class Part:
             self._on_device[numbers, device] = host.to(device, non_blocking=True)
         return self._on_device[numbers, device]
 
+    def positions(self, device: torch.device) -> Tensor:
+        """Each token's place in its sequence, [1, T]; of padding, in one more sequence."""
+        tokens, bounds = torch.arange(self.split.total, device=device), self.place(self.split.cu_seqlens, device)
+        tokens = self.shard(tokens, dim=0)
+        return (tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)])[None]
+
     def check(self, hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         """What a layer's other arguments have to be."""
         for name, value in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):

@@ -1,0 +1,82 @@
+"""Models of transformers on one rank's part of a row: what a ``cp_context`` given to a model needs around the ops.
+
+A model's ``**kwargs`` reach its layers. There the short convolutions and the rules read ``cp_context``, and so does
+softmax attention of the implementation that is registered here; another one would see this rank's tokens alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flash_delta.layers.attention import split_layout
+from flash_delta.modules import causal_conv1d
+from flash_delta.parallel import ContextParallel
+
+ATTENTION = "gathered_keys"
+
+
+def register_attention() -> None:
+    """Under this name for ``set_attn_implementation``. transformers makes no mask for it."""
+    import_module("transformers").AttentionInterface.register(ATTENTION, attention)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cp_context: ContextParallel | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """This rank's queries [1, H, T, K] with the keys and values of all ranks -> [1, T, H, V]."""
+    if cp_context is None:
+        raise ValueError(f"cp_context: expected a ContextParallel with the attention {ATTENTION!r}, got None")
+    if sliding_window is not None:
+        raise ValueError(f"sliding_window: expected None with cp_context, got {sliding_window}")
+    key, value = (cp_context.gather_tokens(x, dim=2) for x in (key, value))
+    allowed = split_layout(cp_context, query.device).allowed
+    o = F.scaled_dot_product_attention(query, key, value, allowed, dropout, scale=scaling, enable_gqa=True)
+    return o.transpose(1, 2), None
+
+
+def convolve(
+    context: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """x [1, T, D], after the inputs of the ranks before."""
+    halo = context.halo((x,), None, weight.shape[-1])
+    (x,), (state,) = halo.wait()
+    return causal_conv1d(x, weight, bias, activation, state, cu_seqlens=context.cu_seqlens(x.device))[0]
+
+
+def with_context(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """A model's arguments, with the positions of this rank's tokens in their sequences."""
+    context = given["cp_context"]
+    if not isinstance(context, ContextParallel):
+        raise ValueError(f"cp_context: expected a flash_delta.parallel.ContextParallel, got {type(context).__name__}")
+    for name in ("attention_mask", "past_key_values", "cu_seq_lens_q", "seq_idx"):
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: expected None with cp_context, got a {type(given[name]).__name__}")
+    if given.get("use_cache"):
+        raise ValueError("use_cache: expected False with cp_context (a rank has its own sequences only), got True")
+    kinds = {*(getattr(model.config, "layer_types", None) or ("full_attention",))} - {"linear_attention"}
+    if kinds and model.config._attn_implementation != ATTENTION:
+        got = model.config._attn_implementation
+        raise ValueError(
+            f"cp_context: expected a model after set_attn_implementation({ATTENTION!r}) (attention needs the keys of "
+            f"all ranks), got {got!r}"
+        )
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if tokens is not None and tokens.shape[:2] != (1, context.tokens):
+        expected = f"this rank's tokens [1, {context.tokens}]"
+        raise ValueError(f"input_ids: expected {expected} with cp_context, got shape {list(tokens.shape[:2])}")
+    if given.get("position_ids") is None and tokens is not None:
+        given = given | {"position_ids": context.positions(tokens.device)}
+    return given | {"use_cache": False}
