@@ -18,7 +18,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = HERE.parent / "flash_delta"
 ROOMS = ("ops", "kernels", "reference", "modules", "layers", "parallel")  # copied whole
-FILES = ("__init__.py", "backend.py", "problem.py", "integrations/__init__.py", "integrations/_functions.py")
+INTEGRATIONS = ("__init__", "_context", "_functions")
+FILES = ("__init__.py", "backend.py", "problem.py", *(f"integrations/{name}.py" for name in INTEGRATIONS))
 METADATA = {
     "name": "flash-delta",
     "version": 1,  # goes up when a call of the version before would not run any more

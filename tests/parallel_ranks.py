@@ -7,9 +7,10 @@ import torch.distributed as dist
 from tiny_layers import DELTA_LAYERS, D, random
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from flash_delta.layers import MixerState
+from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention, MixerState, tensor_parallel_plan
 from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.testing import MEMBERS, Case, make_inputs
 
@@ -159,6 +160,33 @@ def run_mesh(split):
         return {"row": row, "y": y.detach(), "dparameters": gradients, "refusal": str(error), **where(context)}
 
 
+def heads_inputs(kind):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": D, "head_dim": 8, "expand_v": 2, "num_heads": 2, "num_v_heads": 4, "conv_bias": True}
+    return kind(**sizes), random(2, 20, D, seed=7).float(), random(2, 20, D, seed=8).float()
+
+
+def run_heads(size):
+    """Heads over two ranks; on four, two rows side by side under FSDP2."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    results = {}
+    for kind in (GatedDeltaNet, KimiDeltaAttention):
+        layer, x, dy = heads_inputs(kind)
+        parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer))
+        assert layer.A_log._no_weight_decay
+        if size > 2:
+            fully_shard(layer, mesh=mesh["dp"])
+            row = mesh["dp"].get_local_rank()
+            x, dy = x[row : row + 1], 2 * dy[row : row + 1]  # FSDP's gradients are means
+        x.requires_grad_()
+        y = layer(x)
+        y.backward(dy)
+        whole = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                 for n, p in layer.named_parameters()}  # fmt: skip
+        results[kind.__name__] = {"y": y.detach() * 1, "dx": x.grad / (size // 2), **whole}
+    return results
+
+
 def work(rank, size, out, splits, layers, mesh):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -177,6 +205,7 @@ def work(rank, size, out, splits, layers, mesh):
         results[split.name] = run_layer(make_context(dist.group.WORLD, split.bounds, split), split)
     if mesh is not None:
         results[mesh.name] = run_mesh(mesh)
+    results["heads"] = run_heads(size)
     torch.save(results, f"{out}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -2,16 +2,18 @@
 
 import random as python_random
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from parallel_ranks import LayerSplit, Split, global_inputs, layer_inputs, states_of, work
+from parallel_ranks import LayerSplit, Split, global_inputs, heads_inputs, layer_inputs, states_of, work
 from tiny_layers import DELTA_LAYERS, D, random
 from tiny_model import build, tokens
 
 import flash_delta
+from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention, tensor_parallel_plan
 from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.parallel.split import Split as Plan
 from flash_delta.testing import MEMBERS, Case, assert_accurate, make_inputs, truth
@@ -110,6 +112,8 @@ def test_ranks_equal_one_device(tmp_path, size):
         check_layer(split, [rank[split.name] for rank in ranks])
     if mesh is not None:
         check_mesh([rank[mesh.name] for rank in ranks])
+    for kind in (GatedDeltaNet, KimiDeltaAttention):
+        check_heads(kind, [rank["heads"][kind.__name__] for rank in ranks])
 
 
 def check_op(split, member, dtype, parts):
@@ -182,6 +186,28 @@ def check_mesh(parts):
         for (name, _), got, want in zip(layer.named_parameters(), part["dparameters"], gradients, strict=True):
             assert_accurate(f"mesh: {name}", got, want, torch.float64)
         assert "group: expected a DeviceMesh of one dimension, such as mesh['cp'], got" in part["refusal"]
+
+
+def check_heads(kind, parts):
+    """In float32: on every rank the whole, or on four its row of two."""
+    layer, x, dy = heads_inputs(kind)
+    layer, x = layer.double(), x.double().requires_grad_()
+    y = layer(x)
+    dx, *gradients = torch.autograd.grad(y, [x, *layer.parameters()], dy.double())
+    names = [name for name, _ in layer.named_parameters()]
+    for rank, part in enumerate(parts):
+        row = slice(None) if len(parts) == 2 else slice(rank // 2, rank // 2 + 1)
+        for name, want in {"y": y[row], "dx": dx[row], **dict(zip(names, gradients, strict=True))}.items():
+            assert_accurate(f"{kind.__name__} on {len(parts)}: {name}", part[name], want, torch.float32)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    layer, *_ = heads_inputs(GatedDeltaNet)
+    style = tensor_parallel_plan(layer)[""]
+    with pytest.raises(ValueError, match="num_heads: expected a multiple of the 3 ranks, got 2"):
+        style._apply(layer, SimpleNamespace(size=lambda: 3))
+    with pytest.raises(ValueError, match="layer: expected a GatedDeltaNet or KimiDeltaAttention, got Linear"):
+        tensor_parallel_plan(torch.nn.Linear(2, 2))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from flash_delta.layers.gated_delta_net import GatedDeltaNet
 from flash_delta.layers.kimi_delta_attention import KimiDeltaAttention
 from flash_delta.layers.simple_gla import SimpleGatedLinearAttention
 from flash_delta.layers.state import AttentionState, MixerState
+from flash_delta.layers.tensor_parallel import tensor_parallel_plan
 
 __all__ = [
     "Attention",
@@ -17,4 +18,5 @@ __all__ = [
     "KimiDeltaAttention",
     "MixerState",
     "SimpleGatedLinearAttention",
+    "tensor_parallel_plan",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.layers._mixer import Mixer
+from flash_delta.modules._shards import own_shard
 from flash_delta.ops import fused_gdn_gate
 from flash_delta.ops._check.options import as_float, as_size
 
@@ -62,7 +63,7 @@ class DeltaMixer(Mixer):
 
     def gate_options(self) -> dict[str, Any]:
         """Those of `options` that make log decays of the raw gate."""
-        return {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        return {"A_log": own_shard(self.A_log), "dt_bias": own_shard(self.dt_bias)}
 
 
 class ScalarGateMixer(DeltaMixer):

@@ -113,7 +113,7 @@ class KimiDeltaAttention(DeltaMixer):
         )
 
     def _raw_gate(self, x: Tensor) -> Tensor:
-        return self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_k_dim))  # [B, T, HV, K]
+        return self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))  # [B, T, HV, K]
 
     def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
         return self.o_norm(o, self.g_proj(x).view_as(o))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flash_delta.modules._shards import own_shard
 from flash_delta.ops._check.around import check_documents
 from flash_delta.ops._check.options import as_bool, as_size, refuse
 from flash_delta.ops._modules import Convolved, convolve, convolve_token
@@ -189,7 +190,8 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D] -> (y [B, T, D], final state [N, D, W] or None); arguments as in `causal_conv1d`."""
         options = self.activation, initial_state, output_final_state, cu_seqlens, self.backend, seq_idx
-        return causal_conv1d(x, self.weight.squeeze(1), self.bias, *options)
+        bias = None if self.bias is None else own_shard(self.bias)
+        return causal_conv1d(x, own_shard(self.weight).squeeze(1), bias, *options)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation}"

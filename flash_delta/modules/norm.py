@@ -7,6 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from flash_delta.modules._shards import shared
 from flash_delta.ops._check.options import as_bool, as_eps, as_size
 from flash_delta.ops._modules import Normalized, normalize
 
@@ -102,7 +103,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps, self.backend)
+        return rms_norm(x, shared(self.weight), self.eps, self.backend)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -144,7 +145,7 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., hidden_size] -> the same shape, in x's dtype."""
-        return gated_rms_norm(x, gate, self.weight, self.eps, self.activation, self.backend)
+        return gated_rms_norm(x, gate, shared(self.weight), self.eps, self.activation, self.backend)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
