@@ -21,8 +21,9 @@ def make(folder: Path, hidden: int) -> None:
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     heads = {"linear_num_key_heads": hidden // 256, "linear_num_value_heads": hidden // 128}
     config = Qwen3_5TextConfig(
-        vocab_size=4096, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=len(kinds), layer_types=kinds,
-        num_attention_heads=hidden // 256, num_key_value_heads=max(hidden // 1024, 1), dtype="bfloat16", **heads,
+        vocab_size=4096, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=len(kinds),
+        layer_types=kinds, num_attention_heads=hidden // 256, num_key_value_heads=max(hidden // 1024, 1),
+        dtype="bfloat16", **heads,
     )  # fmt: skip
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
