@@ -252,3 +252,26 @@ def test_other_methods_are_left_alone(batch, caplog):
     assert Other._forward_core is method
     assert plugin._active == ["M"]
     assert "_forward_core takes self, hidden_states" in caplog.text
+
+
+def test_a_version_without_the_fused_norm_and_checkpoints(batch, monkeypatch):
+    """vLLM 0.26."""
+    monkeypatch.delattr(Qwen, "_forward_core_fused_norm")
+    cls = type("Older", (Qwen,), {})
+    sys.modules[plugin.LAYERS + ".qwen_gdn_linear_attn"].QwenGatedDeltaNetAttention = cls
+    plugin.register()
+    assert "Older" in plugin._active
+    layer, x = cls(), torch.randn(5, D)
+    bounds, slots = index(0, 5), index(3)
+    monkeypatch.delitem(EMPTY, "checkpoint")
+    batch(num_prefills=1, num_actual_tokens=5, has_initial_state=torch.tensor([False]),
+          non_spec_query_start_loc=bounds, non_spec_state_indices_tensor=slots)  # fmt: skip
+    a, b, out = torch.randn(5, HV), torch.randn(5, HV), torch.empty(5, HV, V)
+    given = options(layer)
+    layer._forward_core(x, b, a, out)
+    q, k, v = split(x[None])
+    want = flash_delta.prefill_gated_delta_rule(
+        q, k, v, a[None], b[None], read_indices=slots, write_indices=slots, cu_seqlens=bounds, max_prompts=1,
+        has_initial_state=torch.tensor([False]), **given,
+    )[0]  # fmt: skip
+    judge(layer, given, out, want)

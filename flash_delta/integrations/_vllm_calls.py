@@ -65,9 +65,10 @@ def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], di
     rows = m.non_spec_state_indices_tensor
     more = {"read_indices": rows, "write_indices": rows, "has_initial_state": m.has_initial_state}
     more |= {"cu_seqlens": m.non_spec_query_start_loc, "max_prompts": m.num_prefills}
-    if m.checkpoint is not None:
-        more["checkpoint_offsets"] = m.checkpoint.checkpoint_offsets
-        more["checkpoint_indices"] = m.checkpoint.state_indices
+    checkpoint = getattr(m, "checkpoint", None)  # vLLM 0.26 copies states itself
+    if checkpoint is not None:
+        more["checkpoint_offsets"] = checkpoint.checkpoint_offsets
+        more["checkpoint_indices"] = checkpoint.state_indices
     return _call("prefill", layer, x.each(lambda t: t[None]), more)
 
 

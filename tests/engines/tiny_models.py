@@ -25,9 +25,8 @@ def qwen3_next() -> nn.Module:
 MODELS = {"qwen3_next": qwen3_next}
 
 
-def make(name: str, folder: str) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]().to(torch.bfloat16)
+def randomize(model: nn.Module) -> None:
+    """Gates, convolutions and logits that are not nearly flat."""
     with torch.no_grad():
         for parameter, p in model.named_parameters():
             if parameter.endswith("A_log"):
@@ -38,6 +37,12 @@ def make(name: str, folder: str) -> None:
                 p.normal_(0, 0.4)
         model.get_output_embeddings().weight.mul_(4)  # or logits would be flat
         model.get_input_embeddings().weight.mul_(8)
+
+
+def make(name: str, folder: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().to(torch.bfloat16)
+    randomize(model)
     model.save_pretrained(folder)
 
 
