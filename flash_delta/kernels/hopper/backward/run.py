@@ -53,9 +53,7 @@ def run_backward(
     forward pass has left them. ``name``: by which the call is known from then on."""
     found, kind = new_gradients(p, x), _kind(p)
     with on(p.device):
-        call = make_call(
-            p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal))
-        )
+        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal)))
         kernels, spare = _prepare(p, saved, found, length)
         run(call, kernels, *found, left=saved, spare=spare)
     remember(call, (*x, do, dfinal), known, name)
