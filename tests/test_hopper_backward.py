@@ -16,6 +16,7 @@ from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.memory import new_maps, new_walk
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.triton.backend import gradients_of
 from flash_delta.ops import _backend, _function
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -66,7 +67,7 @@ def by_hand_in(monkeypatch):
             return out if leave_maps else out._replace(planned=())
 
         def backward(p, x, saved, do, dfinal, known):
-            return by_hand.run_backward(p, x, saved, do.contiguous(), dfinal, None, length)
+            return gradients_of(x, by_hand.run_backward(p, x, saved, do.contiguous(), dfinal, None, length, ()))
 
         taken = SimpleNamespace(
             forward=forward, backward=backward, unsupported=lambda p: None, preference=lambda p: (0, None)
@@ -84,7 +85,7 @@ def forward_by_hand(p, x, length):
     c = make_call(p, x, ("test",))
     run_rates(c, o, rates, walked)
     run_walk(c, o, final, rates, new_walk(p, length, walked.A, left), *kept)
-    return Outputs(o, final, (saved.buffer,), planned=left or ())
+    return Outputs(o, final, (saved.buffer,), planned=() if left is None else (left,))
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -205,7 +205,7 @@ def test_an_op_takes_whichever_is_there(c, monkeypatch):
     assert c.key(False, Normalized(x, w)) == c.key(False, (x, w, None))
 
 
-def test_only_plain_calls_without_gradients_are_recalled(c, monkeypatch):
+def test_only_plain_calls_are_recalled(c, monkeypatch):
     monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     x, given = Normalized(torch.randn(3, 8), torch.randn(8)), (None, _modules._describe_norm, "rms_norm", None, 1e-5)
@@ -224,5 +224,10 @@ def test_only_plain_calls_without_gradients_are_recalled(c, monkeypatch):
             assert _known_calls.recall(given, x) is None
         with FakeTensorMode():
             assert _known_calls.recall(given, x) is None
-        assert _known_calls.recall(given, x) is not None
-    assert _known_calls.recall(given, x) is None
+        found = _known_calls.recall(given, x)
+    assert found is not None
+    assert _known_calls.recall(given, x) is found, "nobody wants a gradient"
+    wanted = x._replace(weight=torch.nn.Parameter(x.weight))
+    assert _known_calls.recall(given, wanted) is None
+    rms_norm(wanted.x, wanted.weight, 1e-5)
+    assert _known_calls.recall(given, wanted).needs_grad

@@ -47,10 +47,10 @@ def call(known):
 def test_the_next_call_gets_its_own_addresses(call, known):
     launch.remember(call, call.x)
     other, y = Normalized(torch.randn(4, 8), call.x.weight, torch.randn(4, 8)), torch.empty(4, 8)
-    assert launch.replayed(known, KIND, other, (y,))
+    assert launch.again(known, KIND, other, made=(y,)) == (y,)
     assert call.shape.replay == [[t.data_ptr() for t in (*other, y)]]
-    assert not launch.replayed(known, ("another",), other, (y,))
-    assert not launch.replayed(None, KIND, other, (y,))
+    assert launch.again(known, ("another",), other, made=(y,)) is None
+    assert launch.again(None, KIND, other, made=(y,)) is None
 
 
 def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
@@ -80,9 +80,9 @@ def test_copies_are_made_again(call, known):
     """Kernels that got a copy of an input must not get the input."""
     given = call.x._replace(weight=call.x.weight.clone())
     launch.remember(call, given)
-    assert not launch.replayed(known, KIND, given)
+    assert launch.again(known, KIND, given) is None
     launch.remember(call, call.x._replace(x=call.x.x.view(2, 2, 8)))
-    assert launch.replayed(known, KIND, given), "the same memory in another shape is no copy"
+    assert launch.again(known, KIND, given) is not None, "the same memory in another shape is no copy"
 
 
 def test_profilers_see_launches(call, known, monkeypatch):
@@ -90,11 +90,11 @@ def test_profilers_see_launches(call, known, monkeypatch):
     launch.remember(call, call.x)
     with monkeypatch.context() as m:
         m.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-        assert not launch.replayed(known, KIND, call.x)
+        assert launch.again(known, KIND, call.x) is None
     with knobs.compilation.scope():
         knobs.compilation.instrumentation_mode = "consan"
-        assert not launch.replayed(known, KIND, call.x)
-    assert launch.replayed(known, KIND, call.x)
+        assert launch.again(known, KIND, call.x) is None
+    assert launch.again(known, KIND, call.x) is not None
 
 
 def test_other_devices_are_made_current(call, known, monkeypatch):
@@ -104,7 +104,7 @@ def test_other_devices_are_made_current(call, known, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
     launch.remember(call, call.x)
     known.problem = known.problem._replace(device=torch.device("cuda", 0))
-    assert launch.replayed(known, KIND)
+    assert launch.again(known, KIND) is not None
     assert entered == [known.problem.device]
 
 

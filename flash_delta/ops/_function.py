@@ -27,28 +27,41 @@ def run(
 
     On a GPU a call is looked at once (`look_at`). ``options``: fields of `Options`, which takes 1 us to make.
     """
-    if isinstance(backend, Explain):
-        return backend.of(problem_of(x, options, bounds))
-    if is_traced(x.q):  # one opaque operator, whose dispatch other calls need not pay
-        problem = problem_of(x, options, bounds)
-        o, final_state, states = call_operator(problem, x, wished(backend))
-    else:
+    given = (backend, bounds is None, *options.values())
+    known = recall(given, x)
+    if known is None:
+        if isinstance(backend, Explain):
+            return backend.of(problem_of(x, options, bounds))
+        if is_traced(x.q):
+            return _run_traced(x, options, bounds, output_final_state, backend)
         if has_tangents() or not getattr(x.q, "is_cuda", False):
-            known = _look((backend,), options, x, bounds)
-            problem = known.problem
+            known = _look(given, options, x, bounds)
         else:
-            make = _look if bounds is None else partial(_look, bounds=bounds)
-            given = (backend, bounds is None, *options.values())
-            known = look_at(make, torch.is_grad_enabled(), given, options, x)
-            problem = known.problem
-            if bounds is not None:  # these are values
-                problem = problem._replace(lengths=read_lengths(problem.op, x, bounds))
-        if problem.lengths is None and plans_on_host(known.backend):
-            problem = problem._replace(lengths=read_lengths(problem.op, x, None, wait=True))
-        if known.needs_grad:
-            o, final_state, states = DeltaRule.apply(problem, known, *x)
-        else:  # autograd's bookkeeping would be a good part of a decoding step
-            o, final_state, _, states, _ = forward(problem, known, x)
+            known = look_at(partial(_look, bounds=bounds), torch.is_grad_enabled(), given, options, x)
+    problem = known.problem
+    if bounds is not None:  # these are values
+        problem = _with_lengths(problem, read_lengths(problem.op, x, bounds))
+    elif problem.lengths is None and plans_on_host(known.backend):
+        problem = _with_lengths(problem, read_lengths(problem.op, x, None, wait=True))
+    if known.needs_grad:
+        o, final_state, states = DeltaRule.apply(problem, known, *x)
+    else:  # autograd's bookkeeping would be a good part of a decoding step
+        o, final_state, _, states, _ = forward(problem, known, x)
+    return _results(problem, o, final_state, states, output_final_state)
+
+
+def _run_traced(
+    x: Inputs, options: dict[str, Any], bounds: Bounds, output_final_state: bool, backend: str | None
+) -> tuple[Tensor, ...]:
+    """One opaque operator, whose dispatch other calls need not pay."""
+    problem = problem_of(x, options, bounds)
+    o, final_state, states = call_operator(problem, x, wished(backend))
+    return _results(problem, o, final_state, states, output_final_state)
+
+
+def _results(
+    problem: Problem, o: Tensor, final_state: Tensor, states: Tensor | None, output_final_state: bool
+) -> tuple[Tensor, ...]:
     result = (o, final_state if as_bool(problem.op, "output_final_state", output_final_state) else None)
     return (*result, states) if problem.keep_states else result
 
@@ -58,7 +71,7 @@ def run_tokens(
 ) -> tuple[Tensor, ...] | Explanation:
     """`run` of a recurrent op. Its q, k and v may have different dtypes: then it computes with float32 copies (float64
     if one of them is that), and ``o`` has v's dtype. A known decoding step is launched at once (`KnownCall.again`)."""
-    known = recall((backend, True, *options.values()), x) if bounds is None else None
+    known = recall((backend, True, *options.values()), x) if bounds is None and not torch.is_grad_enabled() else None
     found = None if known is None or known.again is None else known.again(known, x)
     if found is not None:
         return found[0], found[1] if as_bool(options["op"], "output_final_state", output_final_state) else None
@@ -69,6 +82,11 @@ def run_tokens(
     x = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide))
     found = run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     return found if isinstance(found, Explanation) else (found[0].to(v), found[1])
+
+
+def _with_lengths(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:
+    """Which takes longer to make than to compare."""
+    return problem if problem.lengths == lengths else problem._replace(lengths=lengths)
 
 
 def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:

@@ -53,18 +53,12 @@ calls = Remembered()
 
 
 def recall(given: tuple[Any, ...], x: tuple[Tensor | None, ...]) -> KnownCall | None:
-    """What `look_at` has found of a call on a GPU with autograd off. None: it is not known, or more has to be asked,
-    since it may be traced, there may be tangents, or its tensors are no plain ones."""
-    if (
-        is_dynamo_compiling()
-        or not getattr(x[0], "is_cuda", False)
-        or is_grad_enabled()
-        or count_modes()
-        or forward_ad._current_level >= 0
-    ):
+    """What `look_at` has found of a call on a GPU. None: it is not known, or more has to be asked, since it may be
+    traced, there may be tangents, or its tensors are no plain ones."""
+    if is_dynamo_compiling() or not getattr(x[0], "is_cuda", False) or count_modes() or forward_ad._current_level >= 0:
         return None
     try:
-        key = fastcall.key(False, x)
+        key = fastcall.key(is_grad_enabled(), x)
         return calls[given, key] if type(key) is bytes else None  # C's: of plain tensors
     except (AttributeError, TypeError, RuntimeError):
         return None

@@ -49,13 +49,15 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """y ``[B, T, D]`` and the final state ``[N, D, W]`` or None."""
     given = (backend, _describe_convolution, "causal_conv1d", activation, output_final_state)
-    if is_traced(x.x):
-        p = _describe(given, x)
-        if not _is_operator(p, x, backend):
-            return in_torch.convolve(p, x)
-        y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
-        return y, final[0] if output_final_state else None
-    known = _look_at(given, x)
+    known = recall(given, x)
+    if known is None:
+        if is_traced(x.x):
+            p = _describe(given, x)
+            if not _is_operator(p, x, backend):
+                return in_torch.convolve(p, x)
+            y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
+            return y, final[0] if output_final_state else None
+        known = _look_at(given, x)
     if x.cu_seqlens is not None:  # these are values, which no one remembers
         check_bounds("causal_conv1d", x)
     if _differentiates(known):
@@ -67,7 +69,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
     """Of a token ``x [N, D]`` its y; the state moves on in place, and no gradient reaches it."""
     given = (backend, _describe_token, "causal_conv1d_update", activation)
     known = recall(given, x)
-    if known is not None:
+    if known is not None and not known.needs_grad:
         return known.backend.convolve_token(known.problem, x, known)
     traced = is_traced(x.x)
     known = None if traced else _look_at(given, x)
@@ -89,7 +91,7 @@ def convolve_column(x: Convolved, activation: str | None) -> Tensor:
     """The same of x [N, D, 1], in whose shape y is. A known call makes no views, which take as long as its launch."""
     given = (None, _describe_column, "causal_conv1d_update", activation)
     known = recall(given, x)
-    if known is None:
+    if known is None or known.needs_grad:
         if is_traced(x.x) or needs_gradient(x):
             return convolve_token(x._replace(x=x.x[..., 0]), activation, None)[..., None]
         known = _look_at(given, x)
@@ -100,14 +102,13 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
     """In x's shape and dtype."""
     given = (backend, _describe_norm, op, activation, eps)
     known = recall(given, x)
-    if known is not None:
-        return known.backend.normalize(known.problem, x, known)
-    if is_traced(x.x):
-        p = _describe(given, x)
-        if not _is_operator(p, x, backend):
-            return in_torch.normalize(p, x)
-        return operators.normalize(*x, *take(p, operators.NormFields), wished(backend))[0]
-    known = _look_at(given, x)
+    if known is None:
+        if is_traced(x.x):
+            p = _describe(given, x)
+            if not _is_operator(p, x, backend):
+                return in_torch.normalize(p, x)
+            return operators.normalize(*x, *take(p, operators.NormFields), wished(backend))[0]
+        known = _look_at(given, x)
     if _differentiates(known):
         return Normalize.apply(known, *x)
     return known.backend.normalize(known.problem, x, known)
@@ -119,14 +120,13 @@ def gate(
     """Log decays in g's shape; ``kind`` as `GateProblem.gate`."""
     given = (backend, _describe_gate, op, kind, lower_bound, output_dtype)
     known = recall(given, x)
-    if known is not None:
-        return known.backend.gate(known.problem, x, known)
-    if is_traced(x.g):
-        p = _describe(given, x)
-        if not _is_operator(p, x, backend):
-            return in_torch.gate(p, x)
-        return operators.gate(*x, *take(p, operators.GateFields), wished(backend))[0]
-    known = _look_at(given, x)
+    if known is None:
+        if is_traced(x.g):
+            p = _describe(given, x)
+            if not _is_operator(p, x, backend):
+                return in_torch.gate(p, x)
+            return operators.gate(*x, *take(p, operators.GateFields), wished(backend))[0]
+        known = _look_at(given, x)
     if _differentiates(known):
         return Gate.apply(known, *x)
     return known.backend.gate(known.problem, x, known)

@@ -53,10 +53,10 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
     @wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: checkpointing lets each tensor be unpacked only once
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *gradients)
         with torch.no_grad():
             found = backward(ctx, saved, *gradients)
-        if not torch.is_grad_enabled():
-            return found
         return _Once.apply(ctx.problem.op, len(found), *found, *saved, *gradients)
 
     return refusing

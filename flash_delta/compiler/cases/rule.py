@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile, takes_tma
 from flash_delta.kernels.runtime.workspace import (
@@ -169,20 +168,19 @@ class Kernels:
         return self.chain._asdict() | (self.residual._asdict() if recompute else {})
 
     def gradients(self) -> None:
-        c, p, x, s, f, do, d = self.c, self.p, self.x, self.solved, self.factors, self.x.v, new_gradients(self.x)
+        c, p, s, f, do, d = self.c, self.p, self.solved, self.factors, self.x.v, new_gradients(self.p, self.x)
         run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores, self.heads)
-        sums = torch.empty(count_slots(p), p.HV, p.K, device=p.device)
-        sums = [None if t is None else sums for t in (x.A_log, x.dt_bias)]
+        sums = d.g, d.A_log, d.dt_bias
         if p.gate == "channel":
-            run_channel_gradients(c, self.scores, self.heads, d.g, *sums)
+            run_channel_gradients(c, self.scores, self.heads, *sums)
             if needs_halving(p):
-                run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, d.g, *sums)
+                run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, *sums)
             run_key_head_gradients(c, s, self.heads, d)
             return
         run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
         run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
         if p.gate == "scalar" and p.K == 128:  # `gates` knows no width
-            run_gates(c, s, self.scores, d.g, *sums)
+            run_gates(c, s, self.scores, *sums)
 
 
 def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:

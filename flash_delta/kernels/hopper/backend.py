@@ -15,18 +15,19 @@ kernels of ``triton`` would have saved, and that backend runs the backward pass.
 """
 
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper.backward import run as by_hand
-from flash_delta.kernels.hopper.boxes import describable, described
+from flash_delta.kernels.hopper.boxes import as_taken, describable, described, plain_state
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.segments.memory import Maps, Walk, new_maps, new_walk
+from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
     Lengths,
     may_split_prompt,
@@ -40,7 +41,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
-from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import Factors, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
@@ -114,6 +115,13 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return by_channel.forward(p, x, known)
     if p.V != p.K:
         return joined(p, forward(*as_heads(p, x), known))
+    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
+    made = again(known, (p.lengths, *kind), x)
+    if made is not None:
+        return Outputs(*made[:2], made[2:3], planned=made[3:])
+    given = as_taken(x)
+    if given is not x:
+        return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = _for_backward(p) if p.needs_grad else None
@@ -121,12 +129,9 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    kind, processors = (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute), chip_of(p.device).processors
-    length, back = _lengths(p)
+    processors, (length, back) = chip_of(p.device).processors, _lengths(p)
     maps = new_maps(p, length) if length is not None and length == back else None
-    planned = maps or ()
-    if replayed(known, (*kind, length), x, (o, final, *kept, *planned)):
-        return Outputs(o, final, kept, planned=planned)
+    planned = () if maps is None else (maps,)
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
     walk, makes = _new_walk(p, length, A, maps), makes_rates(p)
@@ -149,15 +154,11 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             run_factor(c, solved, factors, follows=False)
 
     with on(p.device):
-        given = x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
-        if x.initial_state is not None:
-            given = given._replace(initial_state=x.initial_state.float().contiguous())
-        call = make_call(p, given, kind, known=known, name=(*kind, length))
-        handed = walk or ()
-        spare = (rates, *(t for t in handed[1:] if not any(t is other for other in (A, *planned))))
-        later = partial(by_hand.later_call, p, given) if saved is not None and by_hand.unsupported(p) is None else None
-        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
-    remember(call, x)
+        call = make_call(p, x, kind, known=known, name=(*kind, length))
+        handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
+        later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
+        run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed), later=later)
+    remember(call, x, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
 
 
@@ -167,12 +168,15 @@ def backward(
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
-    given = x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
-    if x.initial_state is not None:
-        given = given._replace(initial_state=x.initial_state.float().contiguous())
-    dfinal = None if dfinal is None else dfinal.float().contiguous()
-    d = by_hand.run_backward(p, given, saved, described(do), dfinal, known, _lengths(p).back)
-    return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
+    name = triton.name_back(p, x, saved, do, dfinal)
+    made = again(known, name, x, (do, dfinal), saved)
+    if made is None:
+        given = as_taken(x), described(do), plain_state(dfinal)
+        if not all(map(is_, given, (x, do, dfinal))):
+            d = backward(p, given[0], saved, *given[1:], known)
+            return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
+        made = by_hand.run_backward(p, x, saved, do, dfinal, known, _lengths(p).back, name)
+    return triton.gradients_of(x, made)
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
@@ -180,7 +184,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
         return triton.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    if replayed(known, PREFILL, x, s, around, (o,)):
+    if again(known, PREFILL, x, s, around, made=(o,)):
         return o
     rates, walks, processors = new_rates(p), new_walks(p), chip_of(p.device).processors
     alone, convolved = new_prompt(p, split_prompt(p, processors)), new_convolved(p)
@@ -227,7 +231,7 @@ def _lengths(p: Problem) -> Lengths:
     return Lengths(split_length(p, processors), None)
 
 
-def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Maps | None = None) -> Walk | None:
+def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk | None:
     """What a walk of segments, or of sequences with wide heads, needs; None where the loop does all."""
     return None if length is None and p.K != WHOLE else new_walk(p, length, A, maps)
 

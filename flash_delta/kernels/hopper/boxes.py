@@ -7,7 +7,8 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper import layouts
 from flash_delta.kernels.runtime.descriptors import Descriptor
 from flash_delta.kernels.runtime.workspace import Residual
-from flash_delta.problem import Problem
+from flash_delta.kernels.triton.backend import with_flat_parameters
+from flash_delta.problem import Inputs, Problem
 
 
 def token_stride(t: Tensor) -> int:
@@ -23,6 +24,19 @@ def strides(*tokens: Tensor) -> tuple[int | tuple[int, ...], ...]:
 def described(t: Tensor) -> Tensor:
     """``t`` if there is a descriptor for it (`ragged`), otherwise a contiguous copy."""
     return t if describable(t) and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def plain_state(t: Tensor | None) -> Tensor | None:
+    """In float32 and without gaps."""
+    return None if t is None else t.float().contiguous()
+
+
+def as_taken(x: Inputs, *more: str) -> Inputs:
+    """``x`` if kernels can take it, otherwise with copies of some. ``more``: described beside q, k and v."""
+    copies = {name: described(getattr(x, name)) for name in ("q", "k", "v", *more)}
+    copies["initial_state"] = plain_state(x.initial_state)
+    copies = {name: t for name, t in copies.items() if t is not getattr(x, name)}
+    return with_flat_parameters(x._replace(**copies) if copies else x)
 
 
 def describable(t: Tensor) -> bool:

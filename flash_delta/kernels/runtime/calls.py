@@ -25,7 +25,8 @@ class Shape:
     key: int  # of what compiled code depends on
     chip: Chip
     replay: Replay | None = None  # what they launch, once it is known
-    replayable: bool = False  # by `replayed`: kernels get the tensors that the caller has given, and no copies
+    makes: tuple[tuple | None, ...] = ()  # of every tensor that is made for a call its dtype and its sizes
+    replayable: bool = False  # by `again`: kernels get the tensors that the caller has given, and no copies
 
 
 class Call(NamedTuple):
@@ -55,14 +56,19 @@ def make_call(
     """``kind`` tells forward and backward apart. What is found is kept in ``known`` by ``name``, which is the kind
     unless more decides what is launched than the kind and what ``known`` was made of."""
     name = kind if name is None else name
-    shape = None if known is None else known.launches.get(name)
+    shape = None if known is None else known.launches.pop(name, None)
     if shape is None:
         shape = Shape(key_of(flags_of(p, kind), laid_out(*x, *more)), chip_of(p.device))
-        if known is not None:
-            if len(known.launches) >= MOST:
-                del known.launches[next(iter(known.launches))]
-            known.launches[name] = shape
+    keep(known, name, shape)
     return Call(p, x, more, shape, _direct(p.device))
+
+
+def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
+    """As the newest one that ``known`` knows."""
+    if known is not None:
+        if len(known.launches) >= MOST:
+            known.launches.pop(next(iter(known.launches)), None)
+        known.launches[name] = shape
 
 
 def make_module_call(
@@ -76,8 +82,7 @@ def make_module_call(
     shape = None if known is None else known.launches.get(name)
     if shape is None:
         shape = Shape(key_of(module_flags_of(p, kind), tensors), chip_of(p.device))
-        if known is not None:
-            known.launches[name] = shape
+        keep(known, name, shape)
     return Call(p, x, more, shape, _direct(p.device))
 
 

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.runtime import fastcall
-from flash_delta.kernels.runtime.calls import Call, profiled
+from flash_delta.kernels.runtime.calls import Call, keep, profiled
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
@@ -49,15 +49,16 @@ _ready: set[int] = set()
 def run(
     c: Call,
     kernels: Kernels,
-    *own: Tensor | None,
+    *made: Tensor | None,
+    left: tuple[Tensor | None, ...] = (),
     spare: tuple[Tensor | None, ...] = (),
     later: Callable[[], tuple[Call, Kernels]] | None = None,
 ) -> None:
     """Calls ``kernels``, which launches, or launches again what it launched for an earlier call of this shape.
 
     Before its first time all that it can ever launch is compiled in parallel, and beside it what a call will launch
-    that comes ``later``. ``own``: the tensors that were made for this call, a workspace as its buffer; ``spare``: those
-    of them that nobody needs when it is launched.
+    that comes ``later``. ``made``: contiguous, for this call, a workspace as its buffer; ``spare``: the same, but
+    nobody needs it when the call is launched. ``left``: what an earlier call has made for this one.
     """
     on_amd = c.p.device.type == "cuda" and c.shape.chip.target.startswith("gfx")
     if (c.direct or on_amd) and c.shape.key not in _ready:
@@ -71,8 +72,9 @@ def run(
         count = len(c.x)
         kernels(c._replace(x=c.x._make(given[:count]), more=tuple(given[count:]), steps=steps))
         *places, size = accumulate((0 if t is None else -(-t.nbytes // 256) * 256 for t in spare), initial=0)
-        c.shape.replay = Replay(steps, (*given, *own, *spare), (size, tuple(places)))
-    c.shape.replay.launch(c.p.device, c.x, c.more, own, spare, own=True)
+        c.shape.replay = Replay(steps, (*given, *left, *made, *spare), (size, tuple(places)))
+        c.shape.makes = tuple([None if t is None else (t.dtype, *t.shape) for t in made])
+    c.shape.replay.launch(c.p.device, c.x, c.more, left, made, spare, own=True)
 
 
 def _compile(*calls: tuple[Call, Kernels]) -> None:
@@ -93,25 +95,36 @@ def _compile(*calls: tuple[Call, Kernels]) -> None:
     _ready.update(c.shape.key for c, _ in calls)
 
 
-def remember(c: Call, given: Iterable[Tensor | None]) -> None:
-    """For `replayed`, if kernels got the tensors that were ``given``, and no copies."""
-    c.shape.replayable = all(map(is_, c.x, given)) or addresses(c.x) == addresses(given)
+def remember(
+    c: Call, given: Iterable[Tensor | None], known: KnownCall | None = None, name: tuple | None = None
+) -> None:
+    """For `again`, if kernels got the tensors that were ``given``, and no copies. ``name``: a further one, which takes
+    less time to find than that of `make_call`."""
+    got, given = (*c.x, *c.more), tuple(given)
+    got = got[: len(given)]
+    c.shape.replayable = all(map(is_, got, given)) or addresses(got) == addresses(given)
+    if name is not None and c.shape.replayable:
+        keep(known, name, c.shape)
 
 
-def replayed(known: KnownCall | None, kind: tuple, *groups: tuple[Tensor | None, ...]) -> bool:
-    """Launches what `run` launched for an earlier call that is known as this one; False if there was none. ``groups``:
-    inputs, others from outside, own ones; what is spare is one allocation. Short calls take as long as what else
-    stands between them and this: to make a `Call` takes 1.3 us, a tensor 2."""
-    shape = None if known is None else known.launches.get(kind)
+def again(
+    known: KnownCall | None, name: tuple, *groups: tuple[Tensor | None, ...], made: tuple[Tensor | None, ...] = ()
+) -> tuple[Tensor | None, ...] | None:
+    """Launches what `run` launched for an earlier call that is known as this one; None if there was none. Returns what
+    is ``made``, which is new unless it is given. ``groups``: inputs, others from outside, what was left; what is spare
+    is one allocation. Short calls take as long as what else stands between them and this: to make a `Call` takes 1.3
+    us, a tensor 2."""
+    shape = None if known is None else known.launches.get(name)
     if shape is None or not shape.replayable or shape.replay is None or profiled():
-        return False
+        return None
     device = known.problem.device
+    made = made or tuple([t and torch.empty(*t[1:], dtype=t[0], device=device) for t in shape.makes])
     if _several_devices() and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            shape.replay.launch(device, *groups)
+            shape.replay.launch(device, *groups, made)
     else:
-        shape.replay.launch(device, *groups)
-    return True
+        shape.replay.launch(device, *groups, made)
+    return made
 
 
 @contextmanager

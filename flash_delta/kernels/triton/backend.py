@@ -9,6 +9,7 @@ backward pass, and with ``disable_recompute`` the rest. Where a caller wants the
 writes what it would write for the backward pass.
 """
 
+from collections.abc import Hashable, Iterable
 from functools import partial
 from itertools import accumulate
 
@@ -17,11 +18,12 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.arguments import block, every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP, laid_out
-from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import (
     Chain,
     Channels,
@@ -119,15 +121,19 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
+    kind = "forward", p.writes_states
+    made = again(known, (p.lengths, *kind), x)
+    if made is not None:
+        return _outputs(p, *made)
+    given = with_flat_parameters(x)
+    if given is not x:
+        return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = (for_backward(p),) if p.needs_grad else ()
-    kept = p.needs_grad and p.disable_recompute
+    kept = kept_all(p)
     shown = (Workspace(p, Residual),) if p.keep_states and not kept else ()
-    buffers = tuple(w.buffer for w in (*saved, *shown))
-    kind, split = ("forward", p.writes_states), plan_segments(p, chip_of(p.device))
-    if replayed(known, (*kind, split), x, (o, final, *buffers)):
-        return _outputs(p, o, final, saved, shown)
+    buffers, split = tuple(w.buffer for w in (*saved, *shown)), plan_segments(p, chip_of(p.device))
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
     walk = new_segmented_scan(p, split)
 
@@ -139,11 +145,11 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         run_segmented_scan(c, channels, solved, factors, o, final, walk)
 
     with on(p.device):
-        call = make_call(p, with_flat_parameters(x), kind, known=known, name=(*kind, split))
+        call = make_call(p, x, kind, known=known, name=(*kind, split))
         spare = *(w.buffer for w in handed), *(walk or ())[1:]
         run(call, kernels, o, final, *buffers, spare=spare)
-    remember(call, x)
-    return _outputs(p, o, final, saved, shown)
+    remember(call, x, known, (p.lengths, *kind))
+    return _outputs(p, o, final, *buffers)
 
 
 def backward(
@@ -153,25 +159,29 @@ def backward(
 
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
-    again, kept = not saved, p.disable_recompute
-    recompute = again or not kept
-    x = with_flat_parameters(x)
+    name = name_back(p, x, saved, do, dfinal)
+    made = again(known, name, x, (do, dfinal), saved)
+    if made is not None:
+        return gradients_of(x, made)
+    given = with_flat_parameters(x)
+    if given is not x:
+        return backward(p, given, saved, do, dfinal, known)
+    anew, kept = not saved, p.disable_recompute
+    recompute = anew or not kept
     own = () if kept else (Factors, Channels, Residual)
     memory = for_backward(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
-    d, widths, split = new_gradients(x), (p.K,) if p.gate == "channel" else (), plan_back(p, chip_of(p.device))
+    d, split = new_gradients(p, x), plan_back(p, chip_of(p.device))
     segments = new_segmented_back(p, split)
-    new = partial(torch.empty, count_slots(p), p.HV, *widths, dtype=torch.float32, device=p.device)
-    dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
-        do, dfinal = c.more
+        (do, dfinal), sums = c.more, (d.g, d.A_log, d.dt_bias)
         if p.gate == "channel" and recompute:
             run_channel(c, solved, channels)
-        if again:
+        if anew:
             run_solve(c, channels, solved)
         if p.gate != "channel" and recompute:
-            run_factor(c, solved, factors, follows=again)
+            run_factor(c, solved, factors, follows=anew)
         walked = (c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state)
         if segments is None or every(c):
             run_scan_backward(*walked, recompute=recompute)
@@ -179,22 +189,23 @@ def backward(
         run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
         if p.gate == "channel":
             if p.dtype == torch.bfloat16:
-                run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
+                run_channel_gradients(c, scores, heads, *sums)
             if needs_halving(p):
-                run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
+                run_halved_gradients(c, solved, residual, chain, do, scores, heads, *sums)
             run_key_head_gradients(c, solved, heads, d)
             return
         run_query_gradients(c, solved, factors, residual, do, d.q, scores)
         run_key_gradients(c, solved, factors, residual, chain, d, scores)
         if p.gate == "scalar":
-            run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
+            run_gates(c, solved, scores, *sums)
 
     with on(p.device):
-        kind = "backward", again, kept
+        kind = "backward", anew, kept
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
-        own = *d, dA_log, ddt_bias, *(w.buffer for w in memory)
-        run(call, kernels, *own, spare=memory_of(segments))
-    return d._replace(A_log=summed(dA_log, x.A_log), dt_bias=summed(ddt_bias, x.dt_bias))
+        spare = *(w.buffer for w in memory[len(saved) :]), *memory_of(segments)
+        run(call, kernels, *d, left=saved, spare=spare)
+    remember(call, (*x, do, dfinal), known, name)
+    return gradients_of(x, d)
 
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
@@ -217,7 +228,7 @@ def output_of(p: Problem, s: Slots) -> Tensor:
 def _decode_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
     """Its shortest way."""
     o = output_of(known.problem, s)
-    return o if replayed(known, DECODE, x, s, around, (o,)) else None
+    return o if again(known, DECODE, x, s, around, made=(o,)) else None
 
 
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
@@ -227,7 +238,7 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     states = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     has = torch.zeros(p.N, dtype=torch.bool, device=p.device) if x.initial_state is None else None
     slots = Slots(states, None, has_initial_state=has)
-    if replayed(known, STEP, x, slots, (o,)):
+    if again(known, STEP, x, slots, made=(o,)):
         return Outputs(o, states)
     if p.T == 0:  # no row looks at its state
         states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
@@ -251,13 +262,13 @@ def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor] | None:
     kernels get copies."""
     p = known.problem
     o, states = x.v.new_empty(p.B, p.T, p.HV, p.V), torch.empty_like(x.initial_state)
-    return (o, states) if replayed(known, STEP, x, (states, *NO_SLOTS, o)) else None
+    return (o, states) if again(known, STEP, x, (states, *NO_SLOTS), made=(o,)) else None
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous; the pools are written in place. `decode` runs the short sequences, beside the others."""
     o = output_of(p, s)
-    if replayed(known, PREFILL, x, s, around, (o,)):
+    if again(known, PREFILL, x, s, around, made=(o,)):
         return o
     memory, convolved = Workspace(p, *HANDED), new_convolved(p)
 
@@ -311,19 +322,20 @@ def _cannot_decode(p: Problem) -> str | None:
     return None
 
 
-def _outputs(
-    p: Problem, o: Tensor, final: Tensor, saved: tuple[Workspace, ...], shown: tuple[Workspace, ...]
-) -> Outputs:
-    """The states of chunks are copied from the workspace, sequence after sequence."""
+def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
+    """``buffers``: of `for_backward` if it is saved, and if chunks' states are wanted of a workspace with these last.
+    They are copied from it, sequence after sequence."""
     states = None
     if p.keep_states:
-        states = (*saved, *shown)[-1].views()[-1].states[:, :, : p.V, : p.K].mT  # [slots, HV, K, V]
+        kept = for_backward(p, *buffers) if kept_all(p) else Workspace(p, Residual, buffer=buffers[-1])
+        *_, residual = kept.views()
+        states = residual.states[:, :, : p.V, : p.K].mT  # [slots, HV, K, V]
         if p.packed:  # slots as in chunk.py
             places = enumerate(zip(accumulate(p.lengths, initial=0), p.lengths, strict=False))
             runs = [states.narrow(0, start // C + n, -(-length // C)) for n, (start, length) in places]
             states = torch.cat([states[:0], *runs])
         states = states.unflatten(0, (p.B, len(states) // max(p.B, 1))).contiguous()
-    return Outputs(o, final, tuple(w.buffer for w in saved), states)
+    return Outputs(o, final, buffers[: p.needs_grad], states)
 
 
 def with_flat_parameters(x: Inputs) -> Inputs:
@@ -347,6 +359,27 @@ def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
     return Workspace(p, *groups, buffer=buffer)
 
 
+def kept_all(p: Problem) -> bool:
+    """Whether the forward pass saves all that the backward pass can use."""
+    return p.needs_grad and p.disable_recompute
+
+
+def name_back(
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None
+) -> tuple[Hashable, ...]:
+    """By which a backward pass is known: what of its tensors `known` was not made of. Even inputs may have been packed
+    away, and lie elsewhere now (`torch.autograd.graph.saved_tensors_hooks`)."""
+    return p.lengths, fastcall.key(False, x, (do, dfinal), saved)
+
+
+def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:
+    """Of what `new_gradients` made, when it is filled."""
+    d = Inputs._make(made)
+    if x.A_log is not None or x.dt_bias is not None:
+        d = d._replace(A_log=summed(d.A_log, x.A_log), dt_bias=summed(d.dt_bias, x.dt_bias))
+    return d
+
+
 def summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
     """The gradient of a parameter, from its float32 sums per chunk and head, or per chunk, head and channel."""
     if like is None:
@@ -355,6 +388,10 @@ def summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
     return sums.sum(over).reshape(like.shape).to(like.dtype)
 
 
-def new_gradients(x: Inputs) -> Inputs:
-    """Contiguous, of the inputs up to the initial state; A_log and dt_bias come after these."""
-    return Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:7]))
+def new_gradients(p: Problem, x: Inputs) -> Inputs:
+    """Memory for them on the device of ``p``, without gaps; of A_log and dt_bias for their sums over chunks, [slots,
+    HV], or [slots, HV, K]."""
+    d = Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:7]))
+    sums = count_slots(p), p.HV, *((p.K,) if p.gate == "channel" else ())
+    new = partial(torch.empty, sums, dtype=torch.float32, device=p.device)
+    return d._replace(**{name: new() for name in ("A_log", "dt_bias") if getattr(x, name) is not None})

@@ -11,7 +11,6 @@ too, which `walk_back` writes of others.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_tile, rows_of, store_row, store_tile
 from flash_delta.kernels.hopper.backward.memory import (
@@ -138,13 +137,11 @@ def finish(
         store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
-def run_finish(
-    c: Call, walked: Walked, parts: Parts, d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None
-) -> None:
+def run_finish(c: Call, walked: Walked, parts: Parts, d: Inputs) -> None:
     p, x, slots = c.p, c.x, count_slots(c.p)
     pointers = (
-        x.g, x.A_log, x.dt_bias, walked.rates, walked.decays, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, dA_log,
-        ddt_bias,
+        x.g, x.A_log, x.dt_bias, walked.rates, walked.decays, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, d.A_log,
+        d.dt_bias,
     )  # fmt: skip
     scalars = p.N, p.T, p.beta_range, batch(x.g), tokens(x.g)
     launch_rule(c, finish, pointers, (slots, p.HV, 1), FINISH, *scalars, LINES=count_lines(p.V), follows=True)

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.hopper.boxes import described
+from flash_delta.kernels.hopper.boxes import as_taken
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.tiles import walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
-from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Prepared, Solved, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.scan import run_scan
@@ -49,11 +49,15 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """With tokens and sequences. What gates of other types than bfloat16 need is left to ``triton``."""
     if x.g.dtype != p.dtype:
         return triton.forward(p, x, known)
+    made = again(known, (p.lengths, *FORWARD), x)
+    if made is not None:
+        return Outputs(*made)
+    given = as_taken(x, "g")
+    if given is not x:
+        return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     split = plan_segments(p, chip_of(p.device))
-    if replayed(known, (*FORWARD, split), x, (o, final)):
-        return Outputs(o, final)
     memory, segments = Workspace(p, Prepared), new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
@@ -61,13 +65,9 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         _walk(c, memory, o, final, segments)
 
     with on(p.device):
-        given = triton.with_flat_parameters(x)
-        given = given._replace(**{name: described(getattr(x, name)) for name in ("q", "k", "v", "g")})
-        if x.initial_state is not None:
-            given = given._replace(initial_state=x.initial_state.float().contiguous())
-        call = make_call(p, given, FORWARD, known=known, name=(*FORWARD, split))
+        call = make_call(p, x, FORWARD, known=known, name=(*FORWARD, split))
         run(call, kernels, o, final, spare=(memory.buffer, *(segments or ())[1:]))
-    remember(call, x)
+    remember(call, x, known, (p.lengths, *FORWARD))
     return Outputs(o, final)
 
 

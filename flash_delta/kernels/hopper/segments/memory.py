@@ -28,18 +28,25 @@ class Maps(NamedTuple):
     starts: Tensor
 
 
-def new_maps(p: Problem, length: int) -> Maps:
+def new_maps(p: Problem, length: int) -> Tensor:
+    """Memory for them, as bytes."""
+    return torch.empty(4 * count_slots(p, length) * p.HV * p.K * (p.K + p.V), dtype=torch.uint8, device=p.device)
+
+
+def maps_in(p: Problem, length: int, memory: Tensor) -> Maps:
+    """``memory``: of `new_maps`."""
     slots = count_slots(p, length)
-    Phi = torch.empty(slots, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device)
-    return Maps(Phi, torch.empty(slots, p.HV, p.V, p.K, dtype=torch.float32, device=p.device))
+    end = 4 * slots * p.HV * p.K * p.K
+    Phi, starts = memory[:end].view(torch.bfloat16), memory[end:].view(torch.float32)
+    return Maps(Phi.view(slots, p.HV, 2, p.K, p.K), starts.view(slots, p.HV, p.V, p.K))
 
 
-def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Maps | None = None) -> Walk:
+def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk:
     """Memory for a walk in segments of ``length`` tokens, or of whole sequences if it is None. ``A``, ``maps``: memory
     for these, if they are saved."""
     if A is None:
         A = torch.empty(count_slots(p), p.HV, C, C, dtype=p.dtype, device=p.device)
     if length is None:
         return Walk((p.T // C + 1) * C, A, None, None, None)
-    Phi, starts = maps or new_maps(p, length)
+    Phi, starts = maps_in(p, length, new_maps(p, length) if maps is None else maps)
     return Walk(length, A, torch.empty_like(starts), Phi, starts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_delta.kernels.runtime.calls import Call, make_module_call, on
 from flash_delta.kernels.runtime.chip import CPU
-from flash_delta.kernels.runtime.launch import remember, replayed, run
+from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.triton.around.convolution import (
     count_parts,
     run_convolve,
@@ -58,7 +58,7 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
     """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``, both contiguous."""
     y = x.x.new_empty(*x.x.shape)  # a torch.Size takes 1 us more than its numbers
     final = x.x.new_empty(p.N, p.D, p.W) if p.output_final_state else None
-    if replayed(known, (*CONVOLVE, p.output_final_state), x, (y, final)):
+    if again(known, (*CONVOLVE, p.output_final_state), x, made=(y, final)):
         return y, final
     if not y.numel():  # nothing is launched for nothing
         if final is not None:
@@ -97,7 +97,7 @@ def convolve_backward(
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
     """Of one token ``x [N, D]`` or ``[N, D, 1]`` of every row its y; ``initial_state`` moves on in place."""
     y = x.x.new_empty(*x.x.shape)
-    if replayed(known, TOKEN, x, (y,)) or not y.numel():
+    if again(known, TOKEN, x, made=(y,)) or not y.numel():
         return y
     token = x if x.x.dim() == 2 else x._replace(x=x.x[..., 0])
     with on(p.device):
@@ -109,7 +109,7 @@ def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None 
 
 def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> Tensor:
     y = x.x.new_empty(*x.x.shape)
-    if replayed(known, NORMALIZE, x, (y,)) or not y.numel():
+    if again(known, NORMALIZE, x, made=(y,)) or not y.numel():
         return y
     rows = y.view(-1, p.D)
     with on(p.device):
@@ -139,7 +139,7 @@ def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCa
 
 def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
     kind, y = (*GATE, p.lower_bound is not None), x.g.new_empty(x.g.shape, dtype=p.output_dtype)
-    if replayed(known, kind, x, (y,)) or not y.numel():
+    if again(known, kind, x, made=(y,)) or not y.numel():
         return y
     with on(p.device):
         call = make_module_call(p, _heads(p, x), kind, known=known)

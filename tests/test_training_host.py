@@ -1,0 +1,131 @@
+"""What a training step does on the host, counted: how long it takes is printed by examples/training_step.py. On a GPU
+that is none (pretended_gpu.py)."""
+
+import ctypes
+import re
+import shutil
+import struct
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there, and cannot be pretended"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
+]
+
+PACKED = 2  # of training_step.ROWS
+EXAMPLES = str(Path(__file__).parent.parent / "examples")
+MOST, BOUNDS = 30, 22  # Python functions of ours in both passes; in checking bounds that lie on the host
+MEMORY = 11  # tensors: o, final state, what is saved, maps of segments, five gradients, and once for each pass the rest
+
+
+def counts(place, row):
+    """How often a known step calls Python, launches, and allocates."""
+    sys.path.append(EXAMPLES)
+    import training_step
+    from pretended_gpu import pretended_gpu
+
+    found = Counter()
+
+    def note(frame, event, function):
+        if event == "call" and "flash_delta" in frame.f_code.co_filename:
+            found["python"] += 1
+        elif event == "c_call":
+            found[function.__name__] += 1
+
+    with pretended_gpu(place):
+        step = training_step.make_step(training_step.ROWS[row], torch.device("cpu"))
+        for _ in range(3):  # looked at; known by Python's key; by C's
+            step.backward(step.forward())
+        sys.setprofile(note)
+        try:
+            step.backward(step.forward())
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_a_known_step_is_two_launches_of_c_and_little_python(process, tmp_path, row):
+    found = process.submit(counts, tmp_path, row).result()
+    assert found["launch"] == 2, "all kernels of a pass are launched in one go"
+    assert 0 < found["python"] <= MOST + (BOUNDS if row == PACKED else 0)
+    assert 0 < found["empty"] + found["empty_like"] <= MEMORY
+
+
+kept = []  # functions of compiled kernels, which stay as long as their process
+
+
+def addresses_of_passes(place, contiguous):
+    """Of some steps on other tensors each: whether the kernels of the backward pass got the gradients' addresses; and
+    None for every time that a call was looked at."""
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.hopper.backward import run as by_hand
+    from flash_delta.kernels.runtime import cuda_driver
+
+    found, pointers, make_call = [], 8, by_hand.make_call
+    function = (ctypes.c_uint64 * (1 + pointers))(pointers, *[8] * pointers)  # see fake_cuda.c
+    kept.append(function)
+
+    def looking(*args, **kwargs):
+        found.append(None)
+        return make_call(*args, **kwargs)
+
+    with (
+        pretended_gpu(place),
+        patch.object(cuda_driver, "load", lambda compiled: ctypes.addressof(function)),
+        patch.object(by_hand, "make_call", looking),
+    ):
+        T = 200 if contiguous else 300  # of which the process knows nothing yet
+        for _ in range(5):
+            q, k = (torch.randn(1, T, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
+            v = torch.randn(1, T, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+            g, beta = (torch.zeros(1, T, 4, requires_grad=True) for _ in "gb")
+            o, _ = flash_delta.chunk_gated_delta_rule(q, k, v, g, beta)
+            do = torch.ones_like(o) if contiguous else torch.ones(1, 1, 1, 1, dtype=o.dtype).expand(o.shape)
+            driver = cuda_driver.library()
+            used = ctypes.c_size_t.in_dll(driver, "used")
+            used.value = 0
+            wanted = torch.autograd.grad(o, (q, k, v, g, beta), do)
+            written = bytes((ctypes.c_ubyte * used.value).in_dll(driver, "written"))
+            given = {struct.unpack_from("Q", written, at)[0] for at in range(0, len(written) - 7, 4)}
+            found.append([t.data_ptr() in given for t in wanted])
+    return found
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_known_backward_pass_gets_its_own_addresses(process, tmp_path, contiguous):
+    """Also one whose incoming gradient has to be copied first, as that of a sum."""
+    found = process.submit(addresses_of_passes, tmp_path, contiguous).result()
+    assert None in found[:2]
+    assert None not in found[-2:]
+    for addresses in filter(None, found):
+        assert all(addresses)
+
+
+def printed():
+    sys.path.append(EXAMPLES)
+    import training_step
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command()(training_step.main)
+    return CliRunner().invoke(app, ["--pretend", "--steps", "5", "--new-lengths", "--one-thread"]).output
+
+
+def test_the_split_is_printed(process):
+    out = process.submit(printed).result()
+    rows = [[float(us) for us in re.findall(r"│ +([\d.]+) +", line)] for line in out.splitlines() if "│" in line]
+    assert [len(row) for row in rows] == [4] * 5, out
+    for forward, backward, ours, step in rows:
+        assert step == pytest.approx(forward + backward, abs=0.2)
+        assert ours < backward
