@@ -131,7 +131,7 @@ def call_prompt(case: str, *, back: bool) -> None:
     c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
     run_hand_over(c, prompt, slots, back=back)
     if not back:
-        run_prompt(c, torch.empty_like(x.v), new_rates(p), prompt)
+        run_prompt(c, torch.empty_like(x.v), new_rates(p), prompt, slots)
 
 
 def call_walk(case: str) -> None:
@@ -187,8 +187,8 @@ def launches(target: str) -> Iterator[Launch]:
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for case in CHANNELS:
         yield Launch(case, partial(call_channels, case))
-    for name, back in (("pool-segments", False), ("pool-back", True)):
-        yield Launch(name, partial(call_prompt, "pool", back=back))
+    yield Launch("pool-back", partial(call_prompt, "pool", back=True))
     for case, described_pool in POOLS.items():
+        yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))
         for form, t in FORMS[described_pool()[0].K].items():
             yield Launch(f"{case}-{form}", partial(call_pool, case, t))

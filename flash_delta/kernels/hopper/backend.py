@@ -30,7 +30,6 @@ from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_r
 from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
     Lengths,
-    may_split_prompt,
     split_endless,
     split_length,
     split_prompt,
@@ -194,7 +193,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
-        if every(c) and may_split_prompt(p, processors):  # the loop and the segments
+        if every(c):  # the loop and the segments
             prompt = new_prompt(p._replace(T=1), split_endless(p, processors))
         if prompt is not None:
             run_hand_over(rule, prompt, slots, back=False)
@@ -202,7 +201,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         if prompt is None or every(c):
             run_pool_loops(rule, o, rates, walks, slots)
         if prompt is not None:
-            run_prompt(rule, o, rates, prompt)
+            run_prompt(rule, o, rates, prompt, slots)
             run_hand_over(rule, prompt, slots, back=True)
         if not p.batch_invariant:
             run_decode(rule, o)

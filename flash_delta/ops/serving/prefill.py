@@ -62,7 +62,7 @@ def prefill_gated_delta_rule(
     multiple, rounded to the pool's dtype, or from the initial state; states between them are float32. So with a float32
     pool such a checkpoint has the bits that ``decode_*`` calls give from a checkpoint at that multiple on. A sequence
     that continues from it has other chunks than the one that wrote it, and rounds differently. Checkpoints of either
-    kind change no output, except that a GPU does not walk a prompt in segments then.
+    kind change no output and no final state.
 
     With ``convolution`` and ``output_norm`` the call is all that a layer does between its projections. Where a state is
     read or written, its window of the convolution is, too; without a state it is zeros. A checkpoint has one as well.

@@ -42,25 +42,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from flash_delta.kernels.hopper import checkpoints
 from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
+from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.forward.work_items import bounds, checkpoint, count_items, ends, find_offset
+from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
-from flash_delta.kernels.runtime.arguments import (
-    batch,
-    checkpoint_table,
-    constants_of,
-    count_checkpoints,
-    every,
-    tokens,
-)
+from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
@@ -145,7 +140,7 @@ def state_role(
     V_FIRST: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
     NX: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    o_desc, tiles, bars, initial, final, saved, work, w = shared
+    o_desc, tiles, bars, initial, final, saved, kept, work, w = shared
     sq, sk, sv, sr, sa, sp = tiles
     full, vfull, xfull, pfull, done = bars
     cu_seqlens, T, items, pool = work
@@ -170,9 +165,7 @@ def state_role(
         row = start + length
         if not PACKED:
             row += n * T
-        offset = 0
-        if pool is not None and len(pool) > 10:  # each sequence's checkpoint has an offset of its own
-            offset = find_offset(pool, n, length)
+        offset = find_offset(kept, n, length)
         for token in range(0, length, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
@@ -227,8 +220,8 @@ def state_role(
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
             store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
-            if pool is not None and len(pool) > 3:  # there are checkpoints
-                slot = checkpoint(pool, n, token + C, length, offset)
+            if kept is not None:
+                slot = find_checkpoint(kept, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
         if pool is not None:
@@ -238,11 +231,10 @@ def state_role(
             store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
 
-NUMBERS = ["items", "T", "q_batch", "k_batch", "v_batch", "group", "g_batch", "beta_batch", "scale"]
-POOL_NUMBERS = ["least", "most", "slots", "null_slot", "columns", "interval", "checkpoint_row", "checkpoint_column"]
+NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "group", "g_batch", "beta_batch", "scale"]
 
 
-@gluon.jit(do_not_specialize=NUMBERS + POOL_NUMBERS, do_not_specialize_on_alignment=["checkpoints", "offsets"])
+@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
     checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column,
@@ -269,19 +261,19 @@ def forward_loop(
     MAKES_RATES: gl.constexpr = r_desc is None
     sbar, full, done = barriers(NO, 1), barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
     vfull, xfull, pfull = barriers(NV, 1), barriers(NX, 1), barriers(NX, GROUPS)
-    saved, pool = (s_desc, e_desc, u_desc), None
+    saved, pool, kept = (s_desc, e_desc, u_desc), None, None
     if walks is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
         pool = (walks, least, most)
-        if checkpoints is not None:
-            pool += (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
-            if offsets is not None:
-                pool += (offsets,)
+    if checkpoints is not None:
+        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
+        if offsets is not None:
+            kept += (offsets,)
     work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
     # What the groups of a role share.
     factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
     tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
-    state = (o_desc, tiles, bars, initial, final, saved, work, w)
+    state = (o_desc, tiles, bars, initial, final, saved, kept, work, w)
     gates = ((g, beta, o), (g_batch, g_strides, beta_batch, beta_strides, scale), sr, (full, done), work)
     keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
     values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
@@ -316,12 +308,10 @@ def forward_loop(
 
 def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
     """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
-    p, tables = c.p, (slots.checkpoint_indices, slots.checkpoint_offsets)
-    counts = len(slots.state_pool), p.null_slot, count_checkpoints(slots), min(p.checkpoint_every, p.T + C.value)
-    numbers = (*counts, *checkpoint_table(*tables))
+    p = c.p
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
-    states = pool(p, slots.state_pool)
-    _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, *tables, *numbers), initial=True)
+    states, kept = pool(p, slots.state_pool), checkpoint_arguments(p, slots)
+    _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, *kept), initial=True)
 
 
 def run_loop(
@@ -334,7 +324,7 @@ def run_loop(
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else squares(A), *saved(r), *ends)
-    _run(c, o, rates, launches, stored, (None, None, None, *(0,) * 6), initial=initial is not None)
+    _run(c, o, rates, launches, stored, (None, *checkpoints.NONE), initial=initial is not None)
 
 
 def _run(

@@ -5,7 +5,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.layouts import C
 from flash_delta.kernels.hopper.segments.bounds import extent
 
 
@@ -37,35 +36,3 @@ def ends(item, pool, HV: gl.constexpr):
     """On a pool: the slots that an item's state is read from and written to; -1 where there is none."""
     at = pool[0] + 3 * (item // HV) + 2
     return gl.load(at), gl.load(at + 1)
-
-
-@gluon.jit
-def find_offset(pool, n, length):
-    """After how many tokens, whole chunks of them, the loop leaves the checkpoint of sequence n that has an offset; 0
-    if it leaves none (triton/serving/offsets.py)."""
-    row, offsets = pool[9], pool[10]
-    offset = gl.load(offsets + n.to(gl.int64) * row)
-    tokens = n * 0
-    if (offset >= 0) & (offset <= length):
-        tokens = offset.to(gl.int32) // C * C
-        if offset == length:
-            tokens = (length + C - 1) // C * C
-    return tokens
-
-
-@gluon.jit
-def checkpoint(pool, n, tokens, length, offset):
-    """The slot for the state of sequence n after so many ``tokens``; -1 if it is not wanted. ``offset``: as
-    `find_offset` has it, if there are offsets."""
-    table, slots, null, columns, interval, row, column = pool[3:10]
-    slot = n * 0 - 1
-    if len(pool) > 10:
-        if tokens == offset:
-            index = gl.load(table + n.to(gl.int64) * row)
-            if (index >= 0) & (index < slots) & (index != null):
-                slot = index.to(gl.int32)
-    elif (tokens % interval == 0) & (tokens <= length) & (tokens // interval <= columns):
-        index = gl.load(table + n.to(gl.int64) * row + (tokens // interval - 1) * column)
-        if (index >= 0) & (index < slots) & (index != null):
-            slot = index.to(gl.int32)
-    return slot

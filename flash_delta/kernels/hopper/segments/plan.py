@@ -72,13 +72,9 @@ def split_endless(p: Problem, processors: int) -> int | None:
 
 
 def split_prompt(p: Problem, processors: int) -> int | None:
-    """The same on a pool, where one prompt that is alone may be split, unless it leaves checkpoints."""
-    return split_length(p, processors) if p.N == 1 and may_split_prompt(p, processors) else None
-
-
-def may_split_prompt(p: Problem, processors: int) -> bool:
-    """Whether prompts of some length are."""
-    return not (p.checkpoint_every or p.checkpoint_offsets) and split_endless(p, processors) is not None
+    """The same on a pool, where one prompt that is alone may be split. Whether it leaves checkpoints, and where, does
+    not matter: that may change no bit of a result."""
+    return split_length(p, processors) if p.N == 1 else None
 
 
 def split_training(p: Problem, processors: int) -> Lengths:

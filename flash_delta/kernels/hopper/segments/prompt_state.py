@@ -1,5 +1,5 @@
 """Copies the states of a single prompt between the pool and tensors of their own, if the prompt is walked in segments:
-the kernels of such a walk know nothing of pools."""
+of a pool the kernels of such a walk know only where checkpoints go."""
 
 from typing import NamedTuple
 
@@ -63,10 +63,10 @@ def new_prompt(p: Problem, length: int | None) -> Prompt | None:
     return Prompt(new_walk(p._replace(N=1), length), *states, torch.empty(64, dtype=torch.int32, device=p.device))
 
 
-def run_prompt(c: Call, o: Tensor, rates: Tensor, prompt: Prompt) -> None:
+def run_prompt(c: Call, o: Tensor, rates: Tensor, prompt: Prompt, slots: Slots) -> None:
     """Walks the prompt in segments. `run_hand_over` comes before it, and with ``back`` after it."""
     x = c.x._replace(initial_state=prompt.first, cu_seqlens=prompt.span)
-    run_walk(c._replace(p=c.p._replace(N=1), x=x), o, prompt.last, rates, prompt.walk)
+    run_walk(c._replace(p=c.p._replace(N=1), x=x), o, prompt.last, rates, prompt.walk, slots=slots)
 
 
 def run_hand_over(c: Call, prompt: Prompt, slots: Slots, *, back: bool) -> None:

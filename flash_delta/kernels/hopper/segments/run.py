@@ -8,12 +8,16 @@ from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.segments.scan import run_walk_segments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.problem import Slots
 
 
-def run_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None = None) -> None:
-    """Does what `run_loop` does, in segments."""
+def run_walk(
+    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None = None,
+    slots: Slots | None = None,
+) -> None:  # fmt: skip
+    """Does what `run_loop` does, in segments. ``slots``: of a pool, for checkpoints."""
     run_factor_chunks(c, rates, w)
     if w.starts is not None:
         run_find_maps(c, rates, w)
         run_compose_maps(c, w)
-    run_walk_segments(c, o, final, rates, w, residual)
+    run_walk_segments(c, o, final, rates, w, residual, slots)

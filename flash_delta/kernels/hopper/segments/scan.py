@@ -12,6 +12,9 @@ walk whole sequences, from their initial states.
 Barriers, and who completes them: ``full`` the copy engine (all tiles of a chunk are there), ``pfull`` the score group
 (P is there), ``done`` all state groups (they have read all of a chunk's tiles, so that its slots are free).
 
+Of a prompt on a pool the state groups store checkpoints, too (checkpoints.py): a segment starts from the state that the
+whole sequence has there. They go through the buffer of o, as states at the end do.
+
 With KEEP b is not in A, and R is multiplied by it instead. With SAVE the state groups also write S0 of every chunk,
 R (without b) and U to memory, as in the loop. The backward pass finds S0 and U again with this kernel (`run_retrace`):
 then there is neither q nor O, no score group, and R stays where it is.
@@ -30,8 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper import checkpoints
 from flash_delta.kernels.hopper.backward.memory import Trace
-from flash_delta.kernels.hopper.boxes import blocks, lines, ragged, rows, saved, squares, states, strides
+from flash_delta.kernels.hopper.boxes import blocks, lines, pool, ragged, rows, saved, squares, states, strides
+from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
@@ -44,8 +49,10 @@ from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.problem import Slots
 
 SCORES = gl.constexpr(2)  # slots of the ring of P
+NOWHERE = (None, *checkpoints.NONE)  # no pool, and no checkpoints
 
 
 @gluon.jit
@@ -76,7 +83,7 @@ def state_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    o_desc, saved, tiles, sb, bars, starts, final, work, HV = shared
+    o_desc, saved, tiles, sb, bars, starts, final, pool, kept, work, HV = shared
     sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
     cu_seqlens, T, length, N = work
@@ -99,6 +106,7 @@ def state_role(
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if INITIAL:
             S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
+        offset = find_offset(kept, n, size)
         for t in range(chunks):
             s, x = t % NS, t % SCORES
             if STAGED:
@@ -168,15 +176,23 @@ def state_role(
                 out = so.index((t * SENT + SENT - 1) % NO)
                 box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
                 store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
+            if kept is not None:
+                to = find_checkpoint(kept, n, token + (t + 1) * C, size, offset)
+                if to >= 0:
+                    store_state(pool, S, to, hv * WIDTH, v, so, WIDTH, V_FIRST, NO)
         if last and final is not None:
             store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"])
+NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def walk_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, e_desc, u_desc, starts, final, cu_seqlens, length, N, T,
-    q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
+    q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
+    checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
     NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -203,10 +219,15 @@ def walk_segments(
         sbar2 = barriers(1, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    bars, saved, work = (full, pfull, done), (s_desc, e_desc, u_desc), (cu_seqlens, T, length, N)
+    bars, work = (full, pfull, done), (cu_seqlens, T, length, N)
     strides = ((q_batch, k_batch, v_batch), heads, group)
     score = ((sq, sk, sr, sp), bars, work, HV)
-    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, work, HV)
+    saved, kept = (s_desc, e_desc, u_desc), None
+    if checkpoints is not None:
+        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
+        if offsets is not None:
+            kept += (offsets,)
+    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, pool, kept, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
     first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
     if GROUPS == 2 and q_desc is None:
@@ -238,21 +259,27 @@ def walk_segments(
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
-def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None) -> None:
+def run_walk_segments(
+    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None, slots: Slots | None
+) -> None:
+    """``slots``: of a pool, for checkpoints."""
     kept = saved(residual, c.p.K) if w.starts is None else saved(residual)
+    on_pool = NOWHERE
+    if slots is not None and slots.checkpoint_indices is not None:
+        on_pool = pool(c.p, slots.state_pool), *checkpoint_arguments(c.p, slots)
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, kept, *ends, KEEP=c.p.needs_grad, SAVE=residual is not None, **WALKS[c.p.K])
+    _run(c, rates, w, kept, *ends, on_pool, KEEP=c.p.needs_grad, SAVE=residual is not None, **WALKS[c.p.K])
 
 
 def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
     """Finds the states and U of chunks again, for the backward pass."""
     kept = blocks(trace.before, C.value), None, blocks(trace.U, C.value)
-    _run(c, rates, w, kept, None, None, None, KEEP=True, SAVE=True, **RETRACE)
+    _run(c, rates, w, kept, None, None, None, NOWHERE, KEEP=True, SAVE=True, **RETRACE)
 
 
 def _run(
     c: Call, rates: Tensor, w: Walk, kept: tuple, q: Descriptor | None, o: Descriptor | None, final: Descriptor | None,
-    **constants: int,
+    on_pool: tuple, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
     groups = 2 if p.K == 128 else 1
@@ -261,7 +288,7 @@ def _run(
         starts = states(p, x.initial_state)
     arguments = (
         q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), o, *kept, starts, final, x.cu_seqlens,
-        w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV,
+        w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
