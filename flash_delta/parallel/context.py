@@ -45,7 +45,8 @@ class ContextParallel(Part):
         tokens_per_rank: how many tokens each rank of the group holds, in all at least ``cu_seqlens[-1]``; what lies
             after is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
         fragments: in its place, for each rank the stretches ``(start, stop)`` of the row that it holds one after the
-            other, in the order of the row; :func:`head_tail` makes them. Together they are the row. Default None.
+            other, in the order of the row; :func:`~flash_delta.parallel.head_tail` makes them. Together they are the
+            row. Default None.
 
     Attributes:
         rank: this rank's place in the group.
