@@ -11,6 +11,7 @@ BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])) 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `boxes.ragged` describes it
+WIDE_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 32, 4))  # of float32
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
 ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `boxes.pool` describes a pool of float32,
 ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # a pool of 16 bits whose rows are values,

@@ -19,7 +19,6 @@ from flash_delta.kernels.triton.tiles import plan_segments
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 
 FORWARD = ("hopper", "channel")  # the kind of these calls
-LOWEST = -5.0  # nats: sixteen tokens fall by 80 then, which bfloat16 holds
 
 
 def unsupported(p: Problem) -> str | None:
@@ -28,8 +27,6 @@ def unsupported(p: Problem) -> str | None:
         return "with a decay per channel it runs calls without gradients"
     if p.pool is not None:
         return "with a decay per channel it runs no prompts on a pool"
-    if not p.raw_gate or p.lower_bound is None or p.lower_bound < LOWEST:
-        return f"a decay per channel it makes of raw gates with a lower_bound, of {LOWEST:g} or more"
     if p.dtype != torch.bfloat16 or (p.K, p.V) != (128, 128):
         return f"with a decay per channel it runs heads of 128 in bfloat16; they are {p.K} and {p.V} in {p.dtype}"
     return None
@@ -47,8 +44,6 @@ def remark(p: Problem) -> str:
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """With tokens and sequences. What gates of other types than bfloat16 need is left to ``triton``."""
-    if x.g.dtype != p.dtype:
-        return triton.forward(p, x, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     split = plan_segments(p, chip_of(p.device))
