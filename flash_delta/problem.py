@@ -48,6 +48,7 @@ class Problem(NamedTuple):
     # The state that the delta rule reads: after or before this token's decay. None: no delta rule (simple GLA).
     erase: Schema[Compiled[Literal["decayed", "undecayed"] | None]]
     scale: Schema[float]
+    g_dtype: torch.dtype | None = None  # of g, often wider than q; None: there is no g
     chunk_size: Schema[int] = 64
     recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # tokens erase with Inputs.p and write with k

@@ -294,7 +294,7 @@ def largest(x, axis):
 
 
 def smallest(x, axis):
-    """The same."""
+    """A number, of a tensor with one axis."""
     return Value(x.t.amin(axis)) if x.t.ndim > 1 else x.t.min().item()
 
 
@@ -394,14 +394,15 @@ class Kernel:
         return Pointer(x) if isinstance(x, torch.Tensor) else x
 
 
-def take_every_call(monkeypatch, forward):
-    """``forward`` in the place of the Hopper backend's, and that backend as the choice of every call."""
+def take_every_call(monkeypatch, forward, backward=None):
+    """``forward`` in the place of the Hopper backend's, and that backend as the choice of every call; ``backward``: by
+    default that of ``triton``."""
     from flash_delta.kernels.triton import backend
     from flash_delta.ops import _backend, _function
 
     taken = SimpleNamespace(
         forward=lambda p, x, known: forward(p, x),
-        backward=backend.backward,
+        backward=backward or backend.backward,
         unsupported=lambda p: None,
         preference=lambda p: (0, None),
     )

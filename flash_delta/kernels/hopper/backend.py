@@ -165,6 +165,8 @@ def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
+    if p.gate == "channel" and p.N * p.T:
+        return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
     given = x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
@@ -216,7 +218,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 def _for_backward(p: Problem) -> Workspace:
     """What forward saves: for the backward pass by hand, or for that of ``triton``."""
-    return by_hand.for_backward(p) if by_hand.unsupported(p) is None else triton.for_backward(p)
+    own = p.gate != "channel" and by_hand.unsupported(p) is None
+    return by_hand.for_backward(p) if own else triton.for_backward(p)
 
 
 def _lengths(p: Problem) -> Lengths:

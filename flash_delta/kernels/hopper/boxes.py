@@ -37,13 +37,13 @@ def ragged(t: Tensor, width: int) -> Descriptor:
 
     The copy engine clips at the end of axis 2, which has 2^30 elements. In a sequence that ends before row e, row e - i
     has the coordinates ``[2^30, e, 2^30 - i]``. This is the right address because the strides of the first and the
-    third axis add up to 2^34 numbers of 2 or 4 bytes, and 2^30 times that is 0 modulo 2^64 (the trick of
+    third axis add up to 2^34 numbers of 2 bytes, and 2^30 times that is 0 modulo 2^64 (the trick of
     ``triton.tools.ragged_tma``).
     """
+    box = layouts.FLOAT_BOX if t.dtype == torch.float32 else layouts.BOX
     _, token, head, _ = t.stride()
     shape = [0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3]]
-    layout = layouts.WIDE_BOX if t.dtype == torch.float32 else layouts.BOX
-    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layout.value)
+    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], box.value)
 
 
 def lines(t: Tensor) -> Descriptor:

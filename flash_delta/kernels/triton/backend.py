@@ -9,8 +9,10 @@ backward pass, and with ``disable_recompute`` the rest. Where a caller wants the
 writes what it would write for the backward pass.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -147,11 +149,14 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
 
 def backward(
-    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
-) -> Inputs:
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None,
+    prepare: Callable[[Call, list[Any], bool], None] | None = None,
+) -> Inputs:  # fmt: skip
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
-    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
+    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again. ``prepare`` comes instead of
+    `channel` and `solve`: it gets the call, the tensors ``Solved``, ``Factors`` and ``Channels``, and whether nothing
+    was saved.
     """
     again, kept = not saved, p.disable_recompute
     recompute = again or not kept
@@ -166,9 +171,11 @@ def backward(
     def kernels(c: Call) -> None:
         solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
         do, dfinal = c.more
-        if p.gate == "channel" and recompute:
+        if prepare is not None and recompute:
+            prepare(c, [group for w in memory for group in w.views()][:3], again)
+        elif p.gate == "channel" and recompute:
             run_channel(c, solved, channels)
-        if again:
+        if prepare is None and again:
             run_solve(c, channels, solved)
         if p.gate != "channel" and recompute:
             run_factor(c, solved, factors, follows=again)
@@ -190,7 +197,7 @@ def backward(
             run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
 
     with on(p.device):
-        kind = "backward", again, kept
+        kind = "backward", prepare is None, again, kept
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
         own = *d, dA_log, ddt_bias, *(w.buffer for w in memory)
         run(call, kernels, *own, spare=memory_of(segments))

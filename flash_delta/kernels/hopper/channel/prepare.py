@@ -44,7 +44,7 @@ from flash_delta.kernels.hopper.channel.steep import CLAMP, is_steep, store_halv
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.state_copies import beside
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import HALF, PAIRS, ROW_TILE, ROWS, STATE, THREADS, TILE, C
+from flash_delta.kernels.hopper.layouts import FLOATS, HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box
 from flash_delta.kernels.hopper.segments.bounds import find_segment, load_bound
 from flash_delta.kernels.hopper.tiles import PREPARE, PREPARES
@@ -248,7 +248,7 @@ def prepare(
     full = barriers(2, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    gates1 = reinterpret(sg2, gl.float32, [1, C, K], STATE) if g_desc.dtype == gl.float32 else sg2
+    gates1 = reinterpret(sg2, gl.float32, [1, C, K], FLOATS) if g_desc.dtype == gl.float32 else sg2
     given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
     own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
     item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, PACKED)
