@@ -25,9 +25,8 @@ SHORT = 16  # prefill runs sequences of up to so many tokens token by token: a c
 
 
 class Problem(NamedTuple):
-    """One call of the gated delta rule: everything except the values of its tensors.
-
-    It is a named tuple because a frozen dataclass of this size takes longer to make.
+    """One call of the gated delta rule: everything except the values of its tensors. A frozen dataclass of this size
+    would take longer to make.
 
     Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
     multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``

@@ -1,8 +1,8 @@
-"""Log decays of a chunk per channel, in bits, as `prepare` makes them of what the copy engine has loaded.
+"""Log decays of a chunk per channel, as `prepare` makes them of what the copy engine has loaded.
 
-    raw, with a bound      lower_bound sigmoid(e^A_log (a + dt_bias))
-    raw                    -e^A_log softplus(a + dt_bias), at least LEAST
-    as given               g, at least the bound that is promised, or LEAST
+Of raw activations they are ``lower_bound sigmoid(e^A_log (a + dt_bias))``, or without a bound ``-e^A_log softplus(a +
+dt_bias)`` and at least LEAST. Those that are given count as the bound that is promised, or as LEAST, if they are less.
+Here they are in bits.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.hopper.channel.scores import OWN, TOKENS, take
 from flash_delta.kernels.hopper.gluon_compat import barrier
-from flash_delta.kernels.hopper.layouts import C
 
 BITS = gl.constexpr(1.4426950408889634)  # log2(e)
 LEAST = gl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small

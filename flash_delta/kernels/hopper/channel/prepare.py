@@ -195,12 +195,11 @@ def store_scores(tile, upper, zeros, across, lower):
 
 
 @gluon.jit
-def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, BOUNDED: gl.constexpr, NORM: gl.constexpr):
+def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NORM: gl.constexpr):
     """The scores of half h with itself."""
     own, near = both(scores)
-    if not BOUNDED:
-        if steep:
-            own = with_halved_scores(own, exact, lowest)
+    if steep:
+        own = with_halved_scores(own, exact, lowest)
     return weighted(near_scores(own, near), h, 32 * h, weights, norms, NORM)
 
 
@@ -264,7 +263,7 @@ def prepare(
         tiles = (sq, sk, sg, rows, columns, far)
         left = gl.minimum(size - first, C)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
-        if RAW_GATE:
+        if RAW_GATE:  # noqa: SIM102 (one of the two is a constant); else the copy engine has left zeros there
             if left < C:
                 rest_living(gates, left)
         sums, middle = sum_gates(gates, totals, A, bias, lower_bound, RAW_GATE, BOUNDED)
@@ -276,18 +275,17 @@ def prepare(
         steep = False
         if not BOUNDED:
             steep = is_steep(totals)
-            if steep:
-                store_halved_scores(tiles, sums[0], exact, lowest, 0)
+        if steep:
+            store_halved_scores(tiles, sums[0], exact, lowest, 0)
         store_half(tiles, sums[0], middle, totals, 0, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there
         scores = products(rows, columns)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        upper = own_scores(scores, exact, lowest, weights, norms, 0, steep, BOUNDED, NORM)
+        upper = own_scores(scores, exact, lowest, weights, norms, 0, steep, NORM)
         barrier()  # all warps of the program: the products above have read rows and columns
-        if not BOUNDED:
-            if steep:
-                store_halved_scores(tiles, sums[1], exact, lowest, 1)
+        if steep:
+            store_halved_scores(tiles, sums[1], exact, lowest, 1)
         store_half(tiles, sums[1], middle, totals, 1, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there, and Qg, Kg and Kd
@@ -303,7 +301,7 @@ def prepare(
         step = gl.num_programs(0)
         item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, PACKED)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
-        lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, BOUNDED, NORM)
+        lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)
         across = weighted(far_scores(second, third), 1, 0, weights, norms, NORM)
         tma.store_wait(0)  # the copy engine has read Qg, Kg and Kd
