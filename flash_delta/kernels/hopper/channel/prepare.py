@@ -198,8 +198,9 @@ def store_scores(tile, upper, zeros, across, lower):
 def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NORM: gl.constexpr):
     """The scores of half h with itself."""
     own, near = both(scores)
-    if steep:
-        own = with_halved_scores(own, exact, lowest)
+    if exact is not None:  # noqa: SIM102 (a constant; the other is none)
+        if steep:
+            own = with_halved_scores(own, exact, lowest)
     return weighted(near_scores(own, near), h, 32 * h, weights, norms, NORM)
 
 
@@ -275,8 +276,8 @@ def prepare(
         steep = False
         if not BOUNDED:
             steep = is_steep(totals)
-        if steep:
-            store_halved_scores(tiles, sums[0], exact, lowest, 0)
+            if steep:
+                store_halved_scores(tiles, sums[0], exact, lowest, 0)
         store_half(tiles, sums[0], middle, totals, 0, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there
@@ -284,8 +285,9 @@ def prepare(
         scores = warpgroup_mma_wait(0, deps=[scores])
         upper = own_scores(scores, exact, lowest, weights, norms, 0, steep, NORM)
         barrier()  # all warps of the program: the products above have read rows and columns
-        if steep:
-            store_halved_scores(tiles, sums[1], exact, lowest, 1)
+        if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+            if steep:
+                store_halved_scores(tiles, sums[1], exact, lowest, 1)
         store_half(tiles, sums[1], middle, totals, 1, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there, and Qg, Kg and Kd
