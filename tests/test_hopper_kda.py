@@ -114,7 +114,8 @@ def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
 @torch.no_grad()
 def test_no_token_changes_one_before_it(on_cpu, form):
     """Not by a bit, though its block's scores are made with the others', and though it makes a chunk steep."""
-    x = make_inputs(replace(ROW, T=100, options=RAW if form == "bounded" else {}), KDA, torch.bfloat16)
+    logs = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    x = make_inputs(replace(ROW, T=100, options=RAW if form == "bounded" else logs), KDA, torch.bfloat16)
     on_cpu(True)
     o, _ = KDA.op(**x)
     for t in (99, 70, 45, 17):
