@@ -7,8 +7,8 @@ first, and `walk_segments` takes whole sequences. Values wider than keys are wal
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
-With a decay per channel `prepare` does all that a chunk's tokens are to each other, for the backward pass of ``triton``,
-too, and `walk_channels` walks where there are few states; else `scan` of that backend does (channel/).
+With a decay per channel `prepare` does all that a chunk's tokens are to each other, also for the backward pass of
+``triton``, and `walk_channels` walks where there are few states; else `scan` of that backend does (channel/).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
