@@ -25,9 +25,8 @@ SHORT = 16  # prefill runs sequences of up to so many tokens token by token: a c
 
 
 class Problem(NamedTuple):
-    """One call of the gated delta rule: everything except the values of its tensors.
-
-    It is a named tuple because a frozen dataclass of this size takes longer to make.
+    """One call of the gated delta rule: everything except the values of its tensors. A frozen dataclass of this size
+    would take longer to make.
 
     Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
     multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``
@@ -48,6 +47,7 @@ class Problem(NamedTuple):
     # The state that the delta rule reads: after or before this token's decay. None: no delta rule (simple GLA).
     erase: Schema[Compiled[Literal["decayed", "undecayed"] | None]]
     scale: Schema[float]
+    g_dtype: torch.dtype | None = None  # of g, often wider than q; None: there is no g
     chunk_size: Schema[int] = 64
     recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # tokens erase with Inputs.p and write with k

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel import prepare, run, walk
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.accuracy import products_in, recurrence, truth
+from flash_delta.testing.accuracy import run as run_op
 from flash_delta.testing.cases import Case
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
@@ -26,6 +27,7 @@ RAW = {
 PACKED = Case("", "", B=1, T=290, H=1, HV=2, K=128, V=128, lengths=(0, 1, 150, 0, 64, 65, 0), options=RAW)
 ROWS = replace(PACKED, B=2, T=100, lengths=None)
 ROW = replace(ROWS, B=1, HV=1)
+FREE = {name: value for name, value in RAW.items() if name != "lower_bound"}
 CELLS = {
     "packed": PACKED,
     "rows": ROWS,
@@ -37,7 +39,31 @@ CELLS = {
     "correlated-keys": replace(ROW, keys="correlated", options=RAW | {"allow_neg_eigval": True}),
     "zero-keys": replace(ROW, keys="some zero"),
     "all-empty": replace(PACKED, T=4, lengths=(0, 0)),
+    "free": replace(PACKED, options=FREE),
+    "free-strong": replace(ROW, options=FREE, decay="strong"),
+    "logs": replace(PACKED, options={}),
+    "logs-strong": replace(ROW, options={"use_qk_l2norm_in_kernel": True}, decay="strong"),
+    "logs-extreme": replace(ROWS, options={}, decay="extreme"),
+    "logs-zero": replace(ROW, options={}, decay="zero"),
+    "promised": replace(ROW, options={"safe_gate": True, "lower_bound": -5.0}, decay="strong"),
 }
+WIDE = [name for name in CELLS if name.startswith(("free", "logs", "promised", "packed"))]  # with g in float32, too
+TRAINING = {
+    "logs": (replace(ROW, T=100, options={"use_qk_l2norm_in_kernel": True}), torch.float32),
+    "logs-extreme": (replace(ROW, T=70, H=1, HV=2, options={}, decay="extreme"), torch.float32),
+    "packed": (replace(PACKED, T=80, lengths=(0, 5, 0, 70, 0), options={}), torch.bfloat16),
+    "free-strong": (replace(ROW, T=24, HV=3, options=FREE, decay="strong"), torch.bfloat16),
+    "bounded": (replace(ROW, T=70, options=RAW), torch.bfloat16),
+    "saved": (replace(ROW, T=70, options=RAW | {"disable_recompute": True}), torch.bfloat16),
+}
+
+
+def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
+    """In bfloat16; float32 gates are not those that bfloat16 holds."""
+    x = make_inputs(case, KDA, torch.bfloat16, device)
+    if g_dtype == torch.float32:
+        x["g"] = (x["g"].detach().float() * 1.001).requires_grad_()
+    return x
 
 
 @pytest.fixture
@@ -50,17 +76,20 @@ def on_cpu(monkeypatch):
 
     def chosen(by_hand):
         monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: by_hand)
-        take_every_call(monkeypatch, run.forward)
+        take_every_call(monkeypatch, run.forward, run.backward)
 
     return chosen
 
 
-@pytest.mark.parametrize("by_hand", [True, False], ids=["walk", "scan"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "g_dtype", "by_hand"),
+    [*((cell, torch.bfloat16, True) for cell in CELLS), *((cell, torch.float32, False) for cell in WIDE)],
+)
 @torch.no_grad()
-def test_against_the_recurrence(on_cpu, cell, by_hand):
-    case, dtype = CELLS[cell], torch.bfloat16
-    x = make_inputs(case, KDA, dtype)
+def test_against_the_recurrence(on_cpu, cell, g_dtype, by_hand):
+    """`walk_channels` walks, or `scan`."""
+    dtype = torch.bfloat16
+    x = inputs_of(CELLS[cell], g_dtype)
     wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
     wanted = recurrence(KDA, wide, x)
     with products_in(dtype):
@@ -81,15 +110,19 @@ def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
     KDA.op(**(x | {"cu_seqlens": bounds}))
 
 
+@pytest.mark.parametrize("form", ["bounded", "steep"])
 @torch.no_grad()
-def test_no_token_changes_one_before_it(on_cpu):
-    """Not by a bit, though its block's scores are made with the others'."""
-    x = make_inputs(replace(ROW, T=100), KDA, torch.bfloat16)
+def test_no_token_changes_one_before_it(on_cpu, form):
+    """Not by a bit, though its block's scores are made with the others', and though it makes a chunk steep."""
+    logs = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    x = make_inputs(replace(ROW, T=100, options=RAW if form == "bounded" else logs), KDA, torch.bfloat16)
     on_cpu(True)
     o, _ = KDA.op(**x)
     for t in (99, 70, 45, 17):
         for name in ("q", "k", "v", "g", "beta"):
             x[name].data[:, t:] = torch.randn_like(x[name][:, t:]) * 3
+        if form == "steep":
+            x["g"].data[:, t:] = -100 * x["g"][:, t:].abs()
         assert torch.equal(KDA.op(**x)[0][:, :t], o[:, :t])
 
 
@@ -112,3 +145,20 @@ def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu):
     for name in ("q", "k", "v", "g", "beta"):
         x[name] = x[name].data.mT.contiguous().mT
     assert all(map(torch.equal, KDA.op(**x), want))
+
+
+@pytest.mark.parametrize(("cell", "saved"), [*((cell, True) for cell in TRAINING), ("logs", False)])
+def test_gradients(on_cpu, monkeypatch, cell, saved):
+    """What `prepare` leaves for the backward pass of ``triton``, or makes for it where nothing has been saved."""
+    case, g_dtype = TRAINING[cell]
+    want = truth(KDA, inputs_of(case, g_dtype))
+    with products_in(torch.bfloat16):
+        reference = run_op(KDA, inputs_of(case, g_dtype), "torch")
+    if not saved:
+        backward = run.backward
+        monkeypatch.setattr(run, "backward", lambda p, x, saved, *more: backward(p, x, (), *more))
+    on_cpu(False)
+    got = run_op(KDA, inputs_of(case, g_dtype), "hopper")
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), torch.bfloat16)
+        assert relative_error(got[tensor], value) <= limit, tensor

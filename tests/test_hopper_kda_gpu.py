@@ -11,11 +11,22 @@ from dataclasses import replace
 import flash_delta
 from flash_delta.kernels.hopper.channel import run
 from flash_delta.testing import allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence
+from flash_delta.testing.accuracy import products_in, recurrence, truth
+from flash_delta.testing.accuracy import run as run_op
 from tests.hostile_bounds import HOSTILE, T, hostile
-from tests.test_hopper_kda import CELLS, KDA, PACKED, ROWS
+from tests.test_hopper_kda import CELLS, FREE, KDA, PACKED, ROWS, TRAINING, WIDE, inputs_of
 
-LONG = {"long": replace(ROWS, B=1, H=2, HV=4, T=4000), "many": replace(ROWS, B=5, H=16, HV=32, T=130)}
+LOGS = {"use_qk_l2norm_in_kernel": True}
+LONG = {
+    "long": replace(ROWS, B=1, H=2, HV=4, T=4000),
+    "many": replace(ROWS, B=5, H=16, HV=32, T=130),
+    "many-steep": replace(ROWS, B=5, H=16, HV=32, T=130, options=LOGS, decay="strong"),
+}
+LONG_TRAINING = TRAINING | {
+    "long": (replace(ROWS, B=1, H=2, HV=4, T=1500, options=LOGS), torch.float32),
+    "many-steep": (replace(ROWS, B=2, H=8, HV=16, T=130, options=LOGS, decay="strong"), torch.float32),
+    "three": (replace(PACKED, H=1, HV=3, options=FREE), torch.bfloat16),
+}
 
 
 @pytest.fixture(params=[True, False], ids=["walk", "scan"])
@@ -24,22 +35,41 @@ def walking(request, monkeypatch):
     monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", request.param))  # its own: launches are remembered
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *LONG])
+@pytest.mark.parametrize(
+    ("cell", "g_dtype"),
+    [*((cell, torch.bfloat16) for cell in (*CELLS, *LONG)), *((cell, torch.float32) for cell in (*WIDE, *LONG))],
+)
 @torch.no_grad()
-def test_against_the_recurrence(walking, cell):
+def test_against_the_recurrence(walking, cell, g_dtype):
     case, dtype = (CELLS | LONG)[cell], torch.bfloat16
-    x = make_inputs(case, KDA, dtype)
+    x = inputs_of(case, g_dtype)
     wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
     wanted = recurrence(KDA, wide, x)
     with products_in(dtype):
         reference = KDA.op(**x, backend="torch")
-    on_gpu = make_inputs(case, KDA, dtype, "cuda")
+    on_gpu = inputs_of(case, g_dtype, "cuda")
     assert flash_delta.explain(KDA.op, **on_gpu).backend == "hopper"
     results = KDA.op(**on_gpu)
     for got, want, rounded in zip(results, wanted, reference, strict=True):
         assert relative_error(got.cpu(), want) <= allowed(relative_error(rounded, want), dtype)
     for _ in range(20):
         assert all(map(torch.equal, KDA.op(**on_gpu), results))
+
+
+@pytest.mark.parametrize("cell", LONG_TRAINING)
+def test_gradients(cell):
+    case, g_dtype = LONG_TRAINING[cell]
+    want = truth(KDA, inputs_of(case, g_dtype))
+    with products_in(torch.bfloat16):
+        reference = run_op(KDA, inputs_of(case, g_dtype), "torch")
+    on_gpu = inputs_of(case, g_dtype, "cuda")
+    got, like = run_op(KDA, on_gpu, "hopper"), run_op(KDA, on_gpu, "triton")
+    for tensor, value in want.items():
+        limit = allowed(relative_error(reference[tensor], value), torch.bfloat16)
+        limit = max(limit, 1.2 * relative_error(like[tensor].cpu(), value))  # sums of one number a head scatter
+        assert relative_error(got[tensor].cpu(), value) <= limit, tensor
+    for _ in range(20):
+        assert all(map(torch.equal, run_op(KDA, on_gpu, "hopper").values(), got.values()))
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -148,6 +148,8 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/*-segments/factor_chunks", HOPPER, "lint", "the same", 4),
     Allowed(f"{BY_HAND}/channel*/prepare", HOPPER, "lint", "the same", 4),
     Allowed(f"{BY_HAND}/channel-rows/prepare", HOPPER, "spill", "addresses, the same for all chunks", 60, "3.9"),
+    Allowed(f"{BY_HAND}/channel-free/prepare", HOPPER, "spill", "mostly in the branch of steep chunks", 70, "3.6"),
+    Allowed(f"{BY_HAND}/channel-logs*/prepare", HOPPER, "spill", "the same", 120),
     Allowed(f"{BY_HAND}/*-segments/walk_segments", HOPPER, "spill", "what comes before the loop", 80),
     Allowed(f"{BY_HAND}/saving-segments/walk_segments", HOPPER, "spill", "what is saved beside it", 180, "3.9"),
     Allowed(f"{BY_HAND}/saving-256-whole/walk_segments", HOPPER, "spill", "what is saved beside it", 150, "3.9"),

@@ -24,7 +24,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Prepared, Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import Channels, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -43,9 +43,12 @@ def alike() -> tuple[Problem, Inputs]:
     return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
 
 
-def channels(*, packed: bool) -> tuple[Problem, Inputs]:
-    """A bounded decay per channel. Batch rows have neither norms nor logits, and no states at first."""
-    p, x = problem_of(RuleCase(gate="channel", raw=True, lower_bound=-5.0))
+def channels(
+    *, packed: bool, raw: bool = True, lower_bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
+) -> tuple[Problem, Inputs]:
+    """A decay per channel. Batch rows have neither norms nor logits, and no states at first."""
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=lower_bound))
+    p, x = p._replace(g_dtype=g_dtype), x._replace(g=x.g.to(g_dtype))
     if packed:
         return p, x
     p = p._replace(N=1, packed=False, l2norm=False, raw_beta=False, state_v_first=True)
@@ -93,7 +96,16 @@ CASES = {
     "saving-64": partial(training, 64, saving=True),
     "saving-256": partial(training, 256, saving=True),
 }
-CHANNELS = {"channel": partial(channels, packed=True), "channel-rows": partial(channels, packed=False)}
+CHANNELS = {
+    "channel": partial(channels, packed=True, lower_bound=-5.0),
+    "channel-rows": partial(channels, packed=False, lower_bound=-5.0),
+    "channel-free": partial(channels, packed=True),
+    "channel-logs": partial(channels, packed=True, raw=False),
+    "channel-logs-float32": partial(channels, packed=False, raw=False, g_dtype=torch.float32),
+    "channel-promised-float32": partial(channels, packed=False, raw=False, lower_bound=-5.0, g_dtype=torch.float32),
+}
+# For the backward pass: what `prepare` writes, of A and of L.
+CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
@@ -115,6 +127,15 @@ def call_channels(case: str) -> None:
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o)
     run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
+
+
+def call_prepare(case: str, form: str) -> None:
+    """What training launches of it."""
+    p, x = CHANNELS[case]()
+    c, (finds, keeps) = make_call(p, x, ("launches", form))._replace(direct=False), CHANNELS_BACK[form]
+    w, s, channels_ = Workspace(p, Prepared, Solved, Channels).views()
+    o = torch.empty_like(x.v) if form == "training" else None
+    run_prepare(c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s)
 
 
 def call_pool(case: str, t: LoopTile) -> None:
@@ -187,6 +208,9 @@ def launches(target: str) -> Iterator[Launch]:
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for case in CHANNELS:
         yield Launch(case, partial(call_channels, case))
+    for case in ("channel", "channel-logs-float32"):
+        for form in CHANNELS_BACK:
+            yield Launch(f"{case}-{form}", partial(call_prepare, case, form))
     yield Launch("pool-back", partial(call_prompt, "pool", back=True))
     for case, described_pool in POOLS.items():
         yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))

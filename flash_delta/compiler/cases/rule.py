@@ -98,8 +98,8 @@ def describe(
     N = x.cu_seqlens.numel() - 1 if packed else B
     return Problem(
         "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5,
-        lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_gate=raw,
-        lower_bound=lower_bound, raw_beta=raw,
+        g_dtype=None if x.g is None else x.g.dtype, lengths=None if packed else (T,) * B, packed=packed, l2norm=raw,
+        raw_gate=raw, lower_bound=lower_bound, raw_beta=raw,
     )  # fmt: skip
 
 

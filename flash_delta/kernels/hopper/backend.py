@@ -7,8 +7,8 @@ first, and `walk_segments` takes whole sequences. Values wider than keys are wal
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
-With a decay per channel, bounded and made of raw gates, `prepare` does all that a chunk's tokens are to each other, and
-`walk_channels` walks where there are few states; else `scan` of the ``triton`` backend does (channel/).
+With a decay per channel `prepare` does all that a chunk's tokens are to each other, also for the backward pass of
+``triton``, and `walk_channels` walks where there are few states; else `scan` of that backend does (channel/).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
@@ -98,6 +98,8 @@ def preference(p: Problem) -> tuple[int, str | None]:
     """
     if p.device.type != "cuda" or not (isinstance(p.HV, int) and isinstance(p.K, int)):
         return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
+    if p.gate == "channel" and p.needs_grad:
+        return 0, "with a decay per channel a training step takes 1 % longer on it (32 heads, H200)"
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     return 2, None
@@ -165,6 +167,8 @@ def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
+    if p.gate == "channel" and p.N * p.T:
+        return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
     name = triton.name_back(p, x, saved, do, dfinal)
@@ -219,7 +223,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 def _for_backward(p: Problem) -> Workspace:
     """What forward saves: for the backward pass by hand, or for that of ``triton``."""
-    return by_hand.for_backward(p) if by_hand.unsupported(p) is None else triton.for_backward(p)
+    own = p.gate != "channel" and by_hand.unsupported(p) is None
+    return by_hand.for_backward(p) if own else triton.for_backward(p)
 
 
 def _lengths(p: Problem) -> Lengths:

@@ -9,9 +9,10 @@ backward pass, and with ``disable_recompute`` the rest. Where a caller wants the
 writes what it would write for the backward pass.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -153,11 +154,14 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
 
 def backward(
-    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
-) -> Inputs:
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None,
+    prepare: Callable[[Call, list[Any], bool], None] | None = None,
+) -> Inputs:  # fmt: skip
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
-    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
+    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again. ``prepare`` comes instead of
+    `channel` and `solve`: it gets the call, the tensors ``Solved``, ``Factors`` and ``Channels``, and whether nothing
+    was saved.
     """
     name = name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
@@ -176,9 +180,11 @@ def backward(
     def kernels(c: Call) -> None:
         solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
         (do, dfinal), sums = c.more, (d.g, d.A_log, d.dt_bias)
-        if p.gate == "channel" and recompute:
+        if prepare is not None and recompute:
+            prepare(c, [group for w in memory for group in w.views()][:3], anew)
+        elif p.gate == "channel" and recompute:
             run_channel(c, solved, channels)
-        if anew:
+        if prepare is None and anew:
             run_solve(c, channels, solved)
         if p.gate != "channel" and recompute:
             run_factor(c, solved, factors, follows=anew)
@@ -200,7 +206,7 @@ def backward(
             run_gates(c, solved, scores, *sums)
 
     with on(p.device):
-        kind = "backward", anew, kept
+        kind = "backward", prepare is None, anew, kept
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
         spare = *(w.buffer for w in memory[len(saved) :]), *memory_of(segments)
         run(call, kernels, *d, left=saved, spare=spare)

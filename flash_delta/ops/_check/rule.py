@@ -56,7 +56,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
-        scale=K**-0.5 if scale is None else scale,
+        scale=K**-0.5 if scale is None else scale, g_dtype=None if x.g is None else x.g.dtype,
         lower_bound=options.lower_bound if raw_gate or options.safe_gate else None,
         beta_range=2.0 if options.neg_eigval else 1.0, erase_keys=x.p is not None, lengths=lengths,
         checkpoint_every=options.checkpoint_every or 0,

@@ -86,7 +86,8 @@ def _describe(
     (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
     problem = Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
-        device=x.q.device, erase_keys=x.p is not None, lengths=lengths, packed=packed, **fields._asdict(),
+        device=x.q.device, g_dtype=None if x.g is None else x.g.dtype, erase_keys=x.p is not None, lengths=lengths,
+        packed=packed, **fields._asdict(),
     )  # fmt: skip
     return problem, load_backend(choose_backend(problem, wish))
 

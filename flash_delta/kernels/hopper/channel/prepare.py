@@ -7,12 +7,16 @@ the other.
 L is P with k for q and without the scale, i > j. The same as `channel` and `solve` of the ``triton`` backend write:
 norms, r, are in P and A but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
 
-Log decays are made of raw gates, lower_bound sigmoid(e^A_log (a + dt_bias)), so that 16 tokens fall by 80 nats at most
-(scores.py). Exponents are in bits (log2).
+For the backward pass L is written, with norms and without b, and where A is saved already it is not found again.
+
+Log decays are given, or made of raw gates (gates.py). With a bound of -5 or more 16 tokens fall by 80 nats at most, and
+scores are products (scores.py). Otherwise a chunk may need some scores once more (steep.py). Exponents are in
+bits (log2).
 
 The copy engine loads q, k and g. First the gates of all tokens are summed up; then, 32 tokens at a time, decayed q and
 k are written over q, k and g, and beside them what scores are made of. Tokens after a sequence's end do not decay.
-While A is found, the next chunk is on its way.
+While A is found, the next chunk is on its way. Gates in float32 also take the place of ``far``, and so inverting does
+not.
 """
 
 from torch import Tensor
@@ -23,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import blocks, ragged, squares, strides
+from flash_delta.kernels.hopper.channel.gates import BITS, rest_living, sum_gates
 from flash_delta.kernels.hopper.channel.scores import (
     OWN,
     K,
@@ -32,32 +37,26 @@ from flash_delta.kernels.hopper.channel.scores import (
     products,
     put,
     reciprocal_lengths,
-    rest_living,
     take,
     weighted,
 )
+from flash_delta.kernels.hopper.channel.steep import CLAMP, is_steep, store_halved_scores, with_halved_scores
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.state_copies import beside
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
+from flash_delta.kernels.hopper.layouts import FLOATS, HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box
 from flash_delta.kernels.hopper.segments.bounds import find_segment, load_bound
 from flash_delta.kernels.hopper.tiles import PREPARE, PREPARES
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
-from flash_delta.kernels.runtime.workspace import Prepared
+from flash_delta.kernels.runtime.workspace import Prepared, Solved
 
-BITS = gl.constexpr(1.4426950408889634)
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of a half, and channel
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ZEROS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128]
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -80,7 +79,8 @@ def next_chunk(item, items, o, cu_seqlens, N, T, HV, PACKED: gl.constexpr):
     _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
     if PACKED:
         while (item < items) & (token >= stop):
-            store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
+            if o is not None:
+                store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
             item += step
             _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
     return item, row, start, gl.where(item < items, stop - start, 0), token - start
@@ -92,7 +92,7 @@ def ask(item, row, start, size, first, given):
     HV, group, descs, tiles, full, tokens, heads = given
     hv = item % HV
     h = hv // group
-    mbarrier.expect(full.index(0), C * K * 2)
+    mbarrier.expect(full.index(0), C * K * (4 if descs[2].dtype == gl.float32 else 2))
     load_box(descs[2], row * tokens[2] + start, size, first, hv * heads[2], full.index(0), tiles[2].index(0), K)
     mbarrier.expect(full.index(1), 2 * C * K * 2)
     load_box(descs[0], row * tokens[0] + start, size, first, h * heads[0], full.index(1), tiles[0].index(0), K)
@@ -118,46 +118,42 @@ def parameters(item, row, start, size, first, own):
 
 
 @gluon.jit
-def sum_gates(sg, totals, A, bias, lower_bound):
-    """The sums of log decays from each block's start, for both halves, and ``middle``, which they all have been moved
-    up by. ``totals``: of whole blocks, as they are."""
-    rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: times the activation -inf it has to be inf
-    shift = (bias * rate)[None, :].expand_dims(1)
-    m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
-    inverse, middle = -1.0 / (lower_bound * BITS), lower_bound * BITS * -8.0
-    sums = ()
-    for h in gl.static_range(2):
-        # the square of a reciprocal root needs no division; a square is added by one instruction
-        root = gl.rsqrt(inverse + inverse * gl.exp2(take(sg, h) * rate + shift))
-        decay = root * root * -1.0
-        s = gl.associative_scan(gl.where(m == 0, decay + middle, decay), 1, add)
-        last = gl.sum(gl.where(m == 15, s, -0.0), 1)  # to add -0.0 is no instruction
-        totals.slice(2 * h, 2, 0).store(last - middle)
-        sums += (s,)
-    return sums, middle
-
-
-@gluon.jit
-def vectors(sq, sk, weights, norms, rates, b, left, scale, beta_top, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Writes ``rates``: norms, with the scale, and b; and for `weighted` those of rows and columns."""
-    i = gl.arange(0, C, layout=THREADS)
+def vectors(sq, sk, of_rows, norms, out, item, b, left, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+    """Writes ``rates``, norms, with the scale, and b, and what is saved of them; and for `weighted` those of rows and
+    columns: of L with -b, unless that has a place of its own."""
+    rates, saved_b, saved_norms = out
+    weights, strengths = of_rows
+    HV, group, scale, beta_top = own
+    head, i = item.to(gl.int64), gl.arange(0, C, layout=THREADS)
     if RAW_BETA:
         b = beta_top / (1.0 + gl.exp2(b * -BITS))
     b = gl.where(i < left, b, 0.0)
     of_q, of_k = gl.full([C], scale, gl.float32, THREADS), gl.full([C], 1.0, gl.float32, THREADS)
     if NORM:
-        of_q *= reciprocal_lengths(sq)
+        r_q = reciprocal_lengths(sq)
+        of_q *= r_q
         of_k = reciprocal_lengths(sk)
         norms.store(of_k.reshape([1, C]))
-    gl.store(rates + i, of_q)
-    gl.store(rates + C + i, of_k)
-    gl.store(rates + 2 * C + i, b)
+        if saved_norms is not None:  # every value head writes the same numbers
+            at = saved_norms + (head // HV * (HV // group) + item % HV // group) * (3 * C) + i
+            gl.store(at, r_q)
+            gl.store(at + C, of_k)
+            gl.store(at + 2 * C, of_k)
+    if saved_b is not None:
+        gl.store(saved_b + head * 4 * C + 2 * C + i, b)
+    gl.store(rates + head * 4 * C + i, of_q)
+    gl.store(rates + head * 4 * C + C + i, of_k)
+    gl.store(rates + head * 4 * C + 2 * C + i, b)
     weights.slice(0, 32, 1).store(of_q.reshape([2, 32]))
-    weights.slice(32, 32, 1).store((of_k * b * -1.0).reshape([2, 32]))
+    if strengths is None:
+        of_k *= b * -1.0
+    else:
+        strengths.store((b * -1.0).reshape([1, C]))
+    weights.slice(32, 32, 1).store(of_k.reshape([2, 32]))
 
 
 @gluon.jit
-def store_half(tiles, s, middle, totals, h: gl.constexpr):
+def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr):
     """Half h of Qg, Kg, Kd, over q, k and g, and what its scores are made of."""
     sq, sk, sg, rows, columns, far = tiles
     t0, t1 = totals.slice(0, 1, 0).load(SUMS), totals.slice(1, 1, 0).load(SUMS)
@@ -171,13 +167,18 @@ def store_half(tiles, s, middle, totals, h: gl.constexpr):
         later = 0.0
     e_start = gl.exp2(start - middle).expand_dims(1)
     kk, e = take(sk, h), gl.exp2(s)
-    own = kk * gl.exp2(s * -1.0)
-    put(columns, 0, own)
-    put(columns, 1, own * gl.exp2(block).expand_dims(1))
+    if BOUNDED:
+        near, since = kk * gl.exp2(s * -1.0), block + rest
+        put(columns, 0, near)
+        put(columns, 1, near * gl.exp2(block).expand_dims(1))
+    else:  # one exponential more
+        put(columns, 0, kk * gl.exp2(gl.minimum(s * -1.0, CLAMP)))
+        near, since = kk * gl.exp2(block.expand_dims(1) - s), rest
+        put(columns, 1, near)
     if h == 0:
-        put(far, 0, own * gl.exp2(block + rest).expand_dims(1))
-        put(far, 1, own * gl.exp2(block + rest + t2).expand_dims(1))
-    put(sg, h, own * gl.exp2(block + rest + later + middle).expand_dims(1))
+        put(far, 0, near * gl.exp2(since).expand_dims(1))
+        put(far, 1, near * gl.exp2(since + t2).expand_dims(1))
+    put(sg, h, near * gl.exp2(since + later + middle).expand_dims(1))
     kk = kk * e
     put(rows, 1, kk)
     put(sk, h, kk * e_start)
@@ -193,28 +194,62 @@ def store_scores(tile, upper, zeros, across, lower):
     tile.slice(32, 32, 1).store(beside(across, lower).to(tile.dtype).reshape([2, 32, C]))
 
 
+@gluon.jit
+def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NORM: gl.constexpr):
+    """The scores of half h with itself."""
+    own, near = both(scores)
+    if exact is not None:  # noqa: SIM102 (a constant; the other is none)
+        if steep:
+            own = with_halved_scores(own, exact, lowest)
+    return weighted(near_scores(own, near), h, 32 * h, weights, norms, NORM)
+
+
+@gluon.jit
+def store_inverse(rows, columns, strengths, a_desc, at):
+    """Finds A of what `store_scores` has left in ``columns``, and stores it."""
+    ty: gl.constexpr = a_desc.dtype
+    M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
+    if strengths is not None:
+        M *= strengths.permute([1, 0]).load(ROWS)
+    scratch = reinterpret(rows, gl.float16, [4, C, C // 2], HALF)
+    sD = reinterpret(columns, gl.float16, [2, 2, 16, 16], PAIRS)
+    left_part, right_part = invert(M, None, scratch.index(2), scratch.index(3), sD, True)
+    sa = reinterpret(columns, ty, [C, C], TILE)
+    sa.store(beside(left_part, right_part).to(ty))
+    fence_async_shared()
+    barrier()  # all warps of the program: A is whole in shared memory
+    tma_store(a_desc, [at, 0], sa)
+
+
 @gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"])
 def prepare(
-    q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, a_desc, gamma, rates, beta, A_log, dt_bias, cu_seqlens,
-    o, N, T, items, q_batch, k_batch, g_batch, heads, group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides,
-    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
+    q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
+    A_log, dt_bias, cu_seqlens, o, N, T, items, q_batch, k_batch, g_batch, heads, group, HV, scale, lower_bound,
+    beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
+    RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """``items``: slots times value heads. After the last packed sequence zeros are written to o."""
+    """``items``: slots times value heads. After the last packed sequence zeros are written to o, if it is given."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     sk1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
-    sg1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    sg2 = gl.allocate_shared_memory(ty, [2, C, K], TILE)  # g, and then Kd; far
     rows1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     columns1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
-    far1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     totals = gl.allocate_shared_memory(gl.float32, [4, K], LINE)
     weights = gl.allocate_shared_memory(gl.float32, [2, C], LINE)
     norms = gl.allocate_shared_memory(gl.float32, [1, C], LINE)
+    strengths, exact, lowest = None, None, None
+    if l_desc is not None:
+        strengths = gl.allocate_shared_memory(gl.float32, [1, C], LINE)
+    if not BOUNDED:
+        exact = gl.allocate_shared_memory(gl.float32, [C, C // 2], LINE)
+        lowest = gl.allocate_shared_memory(gl.float32, [1, C], LINE)
     full = barriers(2, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, sg1), full, (q_batch, k_batch, g_batch), heads)
+    gates1 = reinterpret(sg2, gl.float32, [1, C, K], FLOATS) if g_desc.dtype == gl.float32 else sg2
+    given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
     own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
     item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, PACKED)
     if item < items:
@@ -224,28 +259,36 @@ def prepare(
     while item < items:
         # 0, but the compiler does not know: it would keep the tiles' addresses in registers over the loop.
         z = t >> 16
-        sq, sk, sg = sq1.index(z), sk1.index(z), sg1.index(z)
-        rows, columns, far = rows1.index(z), columns1.index(z), far1.index(z)
+        sq, sk, gates, sg, far = sq1.index(z), sk1.index(z), gates1.index(z), sg2.index(z), sg2.index(z + 1)
+        rows, columns = rows1.index(z), columns1.index(z)
         tiles = (sq, sk, sg, rows, columns, far)
         left = gl.minimum(size - first, C)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
-        if left < C:
-            rest_living(sg, left)
-        sums, middle = sum_gates(sg, totals, A, bias, lower_bound)
+        if RAW_GATE:  # noqa: SIM102 (one of the two is a constant); else the copy engine has left zeros there
+            if left < C:
+                rest_living(gates, left)
+        sums, middle = sum_gates(gates, totals, A, bias, lower_bound, RAW_GATE, BOUNDED)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q and k are there
-        head = item.to(gl.int64)
-        vectors(sq, sk, weights, norms, rates + head * 4 * C, b, left, scale, beta_top, NORM, RAW_BETA)
+        out, of_rows = (rates, saved_b, saved_norms), (weights, strengths)
+        vectors(sq, sk, of_rows, norms, out, item, b, left, (HV, group, scale, beta_top), NORM, RAW_BETA)
         tma.store_wait(0)  # the copy engine has read P and A of the chunk before
         barrier()  # all warps of the program: sums of blocks are there, and the norms have read q and k
-        store_half(tiles, sums[0], middle, totals, 0)
+        steep = False
+        if not BOUNDED:
+            steep = is_steep(totals)
+            if steep:
+                store_halved_scores(tiles, sums[0], exact, lowest, 0)
+        store_half(tiles, sums[0], middle, totals, 0, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there
         scores = products(rows, columns)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        owns, near = both(scores)
-        upper = weighted(near_scores(owns, near), 0, 0, weights, norms, NORM)
+        upper = own_scores(scores, exact, lowest, weights, norms, 0, steep, NORM)
         barrier()  # all warps of the program: the products above have read rows and columns
-        store_half(tiles, sums[1], middle, totals, 1)
+        if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+            if steep:
+                store_halved_scores(tiles, sums[1], exact, lowest, 1)
+        store_half(tiles, sums[1], middle, totals, 1, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there, and Qg, Kg and Kd
         at = item * C
@@ -256,12 +299,11 @@ def prepare(
         c = gl.arange(0, K, layout=gl.SliceLayout(0, CHANNELS))[None, :]
         total = totals.slice(0, 1, 0).load(CHANNELS) + totals.slice(1, 1, 0).load(CHANNELS)
         total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
-        gl.store(gamma + head * K + c, gl.exp2(total))
+        gl.store(gamma + item.to(gl.int64) * K + c, gl.exp2(total))
         step = gl.num_programs(0)
         item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, PACKED)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
-        owns, near = both(scores)
-        lower = weighted(near_scores(owns, near), 1, 32, weights, norms, NORM)
+        lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)
         across = weighted(far_scores(second, third), 1, 0, weights, norms, NORM)
         tma.store_wait(0)  # the copy engine has read Qg, Kg and Kd
@@ -276,28 +318,26 @@ def prepare(
         fence_async_shared()
         barrier()  # all warps of the program: P and L are there
         tma_store(p_desc, [at, 0], reinterpret(rows, ty, [C, C], TILE))
-        M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
-        scratch = reinterpret(far, gl.float16, [4, C, C // 2], HALF)
-        sD = reinterpret(scratch.index(2), gl.float16, [2, 2, 16, 16], PAIRS)
-        left_part, right_part = invert(M, None, scratch.index(0), scratch.index(1), sD, True)
-        sa = reinterpret(columns, ty, [C, C], TILE)
-        sa.store(beside(left_part, right_part).to(ty))
-        fence_async_shared()
-        barrier()  # all warps of the program: A is whole in shared memory
-        tma_store(a_desc, [at, 0], sa)
+        if l_desc is not None:
+            tma_store(l_desc, [at, 0], reinterpret(columns, gl.float16, [2, C, C], TILE).index(1))
+        if a_desc is not None:
+            store_inverse(rows, columns, strengths, a_desc, at)
         t += 1
     tma.store_wait(0)
 
 
-def run_prepare(c: Call, out: Prepared, o: Tensor) -> None:
-    """``o`` gets zeros after the last packed sequence."""
+def run_prepare(c: Call, out: Prepared, o: Tensor | None, L: Tensor | None = None, s: Solved | None = None) -> None:
+    """``o`` gets zeros after the last packed sequence. For the backward pass there are ``L``, and what is saved."""
     p, x = c.p, c.x
     items = count_slots(p) * p.HV
     *batches, heads = strides(x.q, x.k, x.g)
     arguments = (
         *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
-        squares(out.P), squares(out.A), out.gamma, out.rates, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, p.N, p.T,
-        items, *batches, heads, p.HV // p.H, p.HV, p.scale, p.lower_bound, p.beta_range, batch(x.beta), tokens(x.beta),
+        *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
+        *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, p.N, p.T,
+        items, *batches, heads, p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta),
+        tokens(x.beta),
     )  # fmt: skip
-    constants, programs = constants_of(c, prepare, arguments), min(items, PREPARES * c.shape.chip.processors)
+    constants = constants_of(c, prepare, arguments)
+    programs = min(items, PREPARES * c.shape.chip.processors)
     launch_described(c, prepare, DescribedPlan((programs,), arguments, constants), **PREPARE)

@@ -1,4 +1,7 @@
-"""The forward pass with a decay per key channel: which calls it runs, and its launches."""
+"""A decay per key channel: which calls it runs, and its launches. The backward pass is that of ``triton``, for which
+`prepare` comes instead of `channel` and `solve`."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +22,16 @@ from flash_delta.kernels.triton.tiles import plan_segments
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 
 FORWARD = ("hopper", "channel")  # the kind of these calls
-LOWEST = -5.0  # nats: sixteen tokens fall by 80 then, which bfloat16 holds
 
 
 def unsupported(p: Problem) -> str | None:
     """Why it cannot run ``p``, a problem with a decay per channel."""
-    if p.needs_grad:
-        return "with a decay per channel it runs calls without gradients"
     if p.pool is not None:
         return "with a decay per channel it runs no prompts on a pool"
-    if not p.raw_gate or p.lower_bound is None or p.lower_bound < LOWEST:
-        return f"a decay per channel it makes of raw gates with a lower_bound, of {LOWEST:g} or more"
     if p.dtype != torch.bfloat16 or (p.K, p.V) != (128, 128):
         return f"with a decay per channel it runs heads of 128 in bfloat16; they are {p.K} and {p.V} in {p.dtype}"
+    if p.g_dtype not in (torch.bfloat16, torch.float32):
+        return f"with a decay per channel g has to be torch.bfloat16 or torch.float32, it is {p.g_dtype}"
     return None
 
 
@@ -39,44 +39,89 @@ def remark(p: Problem) -> str:
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
     if split is not None:
-        walk = f"'triton' walks sequences in segments of {split.length} tokens"
+        said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
-        walk = "it walks half a state per program" if walks_by_hand(p, chip) else "'triton' walks the states"
-    return f"{walk}; 'triton' runs all of it if g is of another dtype than q"
+        said = ["it walks half a state per program" if _walks(p) else "'triton' walks the states"]
+    if p.needs_grad:
+        said.append("its backward pass is that of 'triton', from chunks that are prepared by hand")
+    return "; ".join(said)
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """With tokens and sequences. What gates of other types than bfloat16 need is left to ``triton``."""
-    if x.g.dtype != p.dtype:
-        return triton.forward(p, x, known)
-    made = again(known, (p.lengths, *FORWARD), x)
+    """With tokens and sequences."""
+    kind = *FORWARD, p.needs_grad, p.writes_states
+    made = again(known, (p.lengths, *kind), x)
     if made is not None:
-        return Outputs(*made)
+        return Outputs(*made[:2], made[2:])
     given = as_taken(x, "g")
     if given is not x:
         return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
+    saved = triton.for_backward(p) if p.needs_grad else None
+    buffers = () if saved is None else (saved.buffer,)
     split = plan_segments(p, chip_of(p.device))
-    memory, segments = Workspace(p, Prepared), new_segmented_scan(p, split)
+    handed, segments = None if p.writes_states else Workspace(p, Prepared), new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
-        run_prepare(c, memory.views()[0], o)
-        _walk(c, memory, o, final, segments)
+        groups = [] if saved is None else saved.views()
+        if handed is None:
+            solved, _, channels, _ = groups
+            run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
+        else:
+            run_prepare(c, _with_saved(*handed.views(), *groups), o, None, *groups)
+        _walk(c, handed, saved, o, final, segments)
 
     with on(p.device):
-        call = make_call(p, x, FORWARD, known=known, name=(*FORWARD, split))
-        run(call, kernels, o, final, spare=(memory.buffer, *(segments or ())[1:]))
-    remember(call, x, known, (p.lengths, *FORWARD))
-    return Outputs(o, final)
+        call = make_call(p, x, kind, known=known, name=(*kind, split))
+        spare = (*(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
+        run(call, kernels, o, final, *buffers, spare=spare)
+    remember(call, x, known, (p.lengths, *kind))
+    return Outputs(o, final, buffers)
 
 
-def _walk(c: Call, memory: Workspace, o: Tensor, final: Tensor, segments: SegmentedScan | None) -> None:
+def backward(
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Inputs:
+    """Gradients of every input."""
+    given = as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
+    return triton.backward(p, given, saved, do, dfinal, known, _prepare_again)
+
+
+def _prepare_again(c: Call, groups: list[Any], anew: bool) -> None:
+    """For the backward pass. A has been saved, if anything has."""
+    solved, _, channels = groups
+    out = _prepared(channels, solved)
+    run_prepare(c, out if anew else out._replace(A=None), None, channels.L, solved)
+
+
+def _prepared(channels: Channels, solved: Solved) -> Prepared:
+    """Where `prepare` writes what `channel` and `solve` would."""
+    return Prepared(*channels[:4], solved.A, channels.gamma, channels.rates)
+
+
+def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
+    return w if solved is None else w._replace(A=solved.A)
+
+
+def _walks(p: Problem) -> bool:
+    """Whether `walk_channels` walks the states where they are not split."""
+    return walks_by_hand(p, chip_of(p.device)) and not p.writes_states
+
+
+def _walk(
+    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor, segments: SegmentedScan | None
+) -> None:
     """Launches what walks the states; while compiling, all that a call of other sizes may launch."""
-    by_hand = walks_by_hand(c.p, c.shape.chip)
+    kept = [] if saved is None else c.parts(saved)
+    if handed is None:
+        solved, factors, channels, residual = kept
+        run_scan(c, channels, solved, factors, o, final, residual)
+        return
+    by_hand = _walks(c.p)
     if every(c) or (segments is None and by_hand):
-        run_walk_channels(c, memory.views()[0], o, final)
-    (w,) = c.parts(memory)
+        run_walk_channels(c, _with_saved(*handed.views(), *([] if saved is None else saved.views())), o, final)
+    w = _with_saved(*c.parts(handed), *kept)
     channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
     given = c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final
     if every(c) or (segments is None and not by_hand):

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from flash_delta.kernels.hopper.forward.state_copies import apart
-from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROWS, THREADS, C
 
 K = gl.constexpr(128)
@@ -36,16 +35,6 @@ def take(tile, h: gl.constexpr):
 @gluon.jit
 def put(tile, h: gl.constexpr, x):
     tile.slice(32 * h, 32, 0).store(x.to(tile.dtype).reshape([32, K]))
-
-
-@gluon.jit
-def rest_living(sg, left):
-    """Gives tokens from ``left`` on the activation whose log decay is 0."""
-    for h in gl.static_range(2):
-        i = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, TOKENS))[:, None]
-        half = sg.slice(32 * h, 32, 0)
-        half.store(gl.where(i < left, half.load(TOKENS).to(gl.float32), float("-inf")).to(sg.dtype))
-    barrier()  # all warps of the program: it reads what others have written
 
 
 @gluon.jit
