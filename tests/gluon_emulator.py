@@ -74,6 +74,7 @@ for _name in (
     "xor",
     "rshift",
     "and",
+    "or",
     "gt",
     "ge",
     "lt",
@@ -266,6 +267,12 @@ def maximum(a, b):
     return Number(max(a, b))
 
 
+def minimum(a, b):
+    if isinstance(a, Value):
+        return Value(a.t.clamp(max=b)) if isinstance(b, float) else Value(torch.minimum(a.t, b.t))
+    return Number(min(a, b))
+
+
 def choose(c, a, b):
     return Value(torch.where(c.t, bare(a), bare(b))) if isinstance(c, Value) else (a if c else b)
 
@@ -287,6 +294,11 @@ def largest(x, axis):
     return Value(x.t.amax(axis)) if x.t.ndim > 1 else x.t.max().item()
 
 
+def smallest(x, axis):
+    """A number, of a tensor with one axis."""
+    return Value(x.t.amin(axis)) if x.t.ndim > 1 else x.t.min().item()
+
+
 LANGUAGE = {
     "constexpr": lambda x: x, "allocate_shared_memory": allocate, "warp_specialize": specialize, "static_range": range,
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16,
@@ -302,7 +314,7 @@ LANGUAGE = {
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
     "store": lambda p, x, **mask: p.store(x, **mask), "load": lambda p, **mask: p.load(**mask),
     "log2": lambda x: Value(x.t.log2()),
-    "minimum": lambda a, b: Number(min(a, b)), "maximum": maximum, "max": largest,
+    "minimum": minimum, "maximum": maximum, "max": largest, "min": smallest,
     "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
     "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
     "SwizzledSharedLayout": layout, "SliceLayout": layout, "DotOperandLayout": layout,

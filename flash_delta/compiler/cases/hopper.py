@@ -14,6 +14,7 @@ from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kern
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
+from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
@@ -24,7 +25,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Prepared, Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -50,6 +51,13 @@ def channels(*, packed: bool) -> tuple[Problem, Inputs]:
         return p, x
     p = p._replace(N=1, packed=False, l2norm=False, raw_beta=False, state_v_first=True)
     return p, x._replace(cu_seqlens=None, initial_state=None)
+
+
+def channel_gradients(*, raw: bool, bound: float | None = None) -> tuple[Problem, Inputs]:
+    """As many key heads as value heads; log decays are float32."""
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
+    x = x._replace(q=x.v, k=x.v, g=x.g if raw else x.g.float())
+    return p._replace(H=p.HV, needs_grad=True), x
 
 
 def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
@@ -94,6 +102,12 @@ CASES = {
     "saving-256": partial(training, 256, saving=True),
 }
 CHANNELS = {"channel": partial(channels, packed=True), "channel-rows": partial(channels, packed=False)}
+GRADIENTS = {
+    "channel-back": partial(channel_gradients, raw=False),
+    "channel-back-raw": partial(channel_gradients, raw=True),
+    "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0),
+    "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0),
+}
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
@@ -115,6 +129,16 @@ def call_channels(case: str) -> None:
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o)
     run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
+
+
+def call_channel_back(case: str) -> None:
+    p, x = GRADIENTS[case]()
+    c, d = make_call(p, x, ("launches",))._replace(direct=False), new_gradients(x)
+    solved, channels, residual, chain = Workspace(p, Solved, Channels, Residual, Chain).views()
+    dA_log, ddt_bias = (
+        None if t is None else torch.empty(count_slots(p), p.HV, p.K, device="meta") for t in (x.A_log, x.dt_bias)
+    )
+    run_chunk_back(c, channels, solved, residual, chain, torch.empty_like(x.v), d, dA_log, ddt_bias)
 
 
 def call_pool(case: str, t: LoopTile) -> None:
@@ -187,6 +211,8 @@ def launches(target: str) -> Iterator[Launch]:
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for case in CHANNELS:
         yield Launch(case, partial(call_channels, case))
+    for case in GRADIENTS:
+        yield Launch(case, partial(call_channel_back, case))
     for name, back in (("pool-segments", False), ("pool-back", True)):
         yield Launch(name, partial(call_prompt, "pool", back=back))
     for case, described_pool in POOLS.items():

@@ -10,6 +10,9 @@ Prompts on a pool are walked by the loop, which reads and writes the slots. A si
 With a decay per channel, bounded and made of raw gates, `prepare` does all that a chunk's tokens are to each other, and
 `walk_channels` walks where there are few states; else `scan` of the ``triton`` backend does (channel/).
 
+With gradients ``triton`` runs the forward pass of these calls and walks the states; `chunk_back` does all that is left of
+the backward pass (channel_backward/).
+
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
 """
@@ -22,6 +25,7 @@ from torch import Tensor
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.boxes import describable, described
 from flash_delta.kernels.hopper.channel import run as by_channel
+from flash_delta.kernels.hopper.channel_backward import run as channels_back
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
@@ -67,7 +71,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.keep_states:
         return "it does not return the states of chunks"
     if problem.gate == "channel":
-        return by_channel.unsupported(problem)
+        return (channels_back if problem.needs_grad else by_channel).unsupported(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     if problem.K not in WIDTHS or problem.V % problem.K or problem.V > MOST_VALUES:
@@ -111,7 +115,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.gate == "channel" and p.N * p.T:
-        return by_channel.forward(p, x, known)
+        return triton.forward(p, x, known) if p.needs_grad else by_channel.forward(p, x, known)
     if p.V != p.K:
         return joined(p, forward(*as_heads(p, x), known))
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
@@ -165,6 +169,8 @@ def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
+    if p.gate == "channel":
+        return channels_back.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
     given = x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
@@ -216,7 +222,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 def _for_backward(p: Problem) -> Workspace:
     """What forward saves: for the backward pass by hand, or for that of ``triton``."""
-    return by_hand.for_backward(p) if by_hand.unsupported(p) is None else triton.for_backward(p)
+    own = p.gate != "channel" and by_hand.unsupported(p) is None
+    return by_hand.for_backward(p) if own else triton.for_backward(p)
 
 
 def _lengths(p: Problem) -> Lengths:
@@ -248,7 +255,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 def remark(p: Problem) -> str | None:
     """What `explain` adds: whether sequences are split, and who runs the backward pass."""
     if p.gate == "channel":
-        return by_channel.remark(p)
+        return (channels_back if p.needs_grad else by_channel).remark(p)
     said = [] if p.V == p.K else [f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}"]
     walked = p._replace(HV=p.HV * p.V // p.K, V=p.K, needs_grad=p.needs_grad and p.V == p.K)
     length, back = _lengths(walked)

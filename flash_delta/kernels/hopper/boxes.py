@@ -40,9 +40,10 @@ def ragged(t: Tensor, width: int) -> Descriptor:
     third axis add up to 2^34 numbers of 2 bytes, and 2^30 times that is 0 modulo 2^64 (the trick of
     ``triton.tools.ragged_tma``).
     """
+    box = layouts.FLOAT_BOX if t.dtype == torch.float32 else layouts.BOX
     _, token, head, _ = t.stride()
     shape = [0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3]]
-    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], layouts.BOX.value)
+    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], box.value)
 
 
 def lines(t: Tensor) -> Descriptor:

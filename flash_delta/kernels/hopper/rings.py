@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flash_delta.kernels.hopper.gluon_compat import reinterpret, tma_load
-from flash_delta.kernels.hopper.layouts import BOX, RAGGED, C
+from flash_delta.kernels.hopper.layouts import BOX, FLOAT_BOX, RAGGED, C
 
 
 @gluon.jit
@@ -21,7 +21,7 @@ def rate(sr, s, row: gl.constexpr):
 @gluon.jit
 def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr):
     """Asks for [64, COLUMNS] of a sequence that begins at ``row``; zeros come from after its end."""
-    box = reinterpret(tile, desc.dtype, [1, 1, C, COLUMNS], BOX)
+    box = reinterpret(tile, desc.dtype, [1, 1, C, COLUMNS], FLOAT_BOX if desc.dtype == gl.float32 else BOX)
     tma_load(desc, [RAGGED, row + length, RAGGED - length + token, column], bar, box)
 
 

@@ -9,8 +9,10 @@ backward pass, and with ``disable_recompute`` the rest. Where a caller wants the
 writes what it would write for the backward pass.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -146,9 +148,41 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     return _outputs(p, o, final, saved, shown)
 
 
+class Finder(NamedTuple):
+    """Who finds the gradients of a chunk's tokens, once its states and their gradients are known."""
+
+    name: str
+    hands: tuple[type, ...]  # the groups of tensors by which its kernels hand each other results
+    find: Callable[[Call, tuple[Workspace, ...], Inputs, Tensor | None, Tensor | None], None]
+    """Gets the call, its memory, and where gradients go: of A_log and dt_bias as sums per chunk."""
+
+
+def _find_gradients(
+    c: Call, memory: tuple[Workspace, ...], d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None
+) -> None:
+    p, do = c.p, c.more[0]
+    solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
+    run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
+    if p.gate == "channel":
+        if p.dtype == torch.bfloat16:
+            run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
+        if needs_halving(p):
+            run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
+        run_key_head_gradients(c, solved, heads, d)
+        return
+    run_query_gradients(c, solved, factors, residual, do, d.q, scores)
+    run_key_gradients(c, solved, factors, residual, chain, d, scores)
+    if p.gate == "scalar":
+        run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
+
+
+FINDER = Finder("triton", (Scores, HeadGradients), _find_gradients)
+
+
 def backward(
-    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
-) -> Inputs:
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
+    known: KnownCall | None = None, finder: Finder = FINDER,
+) -> Inputs:  # fmt: skip
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
@@ -157,14 +191,14 @@ def backward(
     recompute = again or not kept
     x = with_flat_parameters(x)
     own = () if kept else (Factors, Channels, Residual)
-    memory = for_backward(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
+    memory = for_backward(p, *saved), Workspace(p, *own, Chain, *finder.hands)
     d, widths, split = new_gradients(x), (p.K,) if p.gate == "channel" else (), plan_back(p, chip_of(p.device))
     segments = new_segmented_back(p, split)
     new = partial(torch.empty, count_slots(p), p.HV, *widths, dtype=torch.float32, device=p.device)
     dA_log, ddt_bias = (None if t is None else new() for t in (x.A_log, x.dt_bias))
 
     def kernels(c: Call) -> None:
-        solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
+        solved, factors, channels, residual, chain = c.parts(*memory)[:5]
         do, dfinal = c.more
         if p.gate == "channel" and recompute:
             run_channel(c, solved, channels)
@@ -176,21 +210,10 @@ def backward(
         if segments is None or every(c):
             run_scan_backward(*walked, recompute=recompute)
         run_segmented_back(*walked, segments, recompute=recompute)
-        run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
-        if p.gate == "channel":
-            if p.dtype == torch.bfloat16:
-                run_channel_gradients(c, scores, heads, d.g, dA_log, ddt_bias)
-            if needs_halving(p):
-                run_halved_gradients(c, solved, residual, chain, do, scores, heads, d.g, dA_log, ddt_bias)
-            run_key_head_gradients(c, solved, heads, d)
-            return
-        run_query_gradients(c, solved, factors, residual, do, d.q, scores)
-        run_key_gradients(c, solved, factors, residual, chain, d, scores)
-        if p.gate == "scalar":
-            run_gates(c, solved, scores, d.g, dA_log, ddt_bias)
+        finder.find(c, memory, d, dA_log, ddt_bias)
 
     with on(p.device):
-        kind = "backward", again, kept
+        kind = "backward", finder.name, again, kept
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
         own = *d, dA_log, ddt_bias, *(w.buffer for w in memory)
         run(call, kernels, *own, spare=memory_of(segments))
