@@ -308,9 +308,9 @@ def test_sizes_of_models(dtype):
         [random(8192, 32, 128, dtype=dtype), random(128, dtype=dtype), random(8192, 32, 128, dtype=dtype, seed=4)],
         dtype,
     )
-    gates(random(8192, 32, dtype=dtype), dtype=dtype)
-    gates(random(2, 4096, 32, 128, dtype=dtype), 128, -5.0, dtype)
-    gates(random(3, 1000, 6, 100, dtype=dtype), 100, None, dtype)
+    gates(random(8192, 32, dtype=dtype), dtype=dtype, output_dtype=dtype)
+    gates(random(2, 4096, 32, 128, dtype=dtype), 128, -5.0, dtype, output_dtype=dtype)
+    gates(random(3, 1000, 6, 100, dtype=dtype), 100, None, dtype, output_dtype=dtype)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches otherwise")
