@@ -10,8 +10,8 @@ Prompts on a pool are walked by the loop, which reads and writes the slots. A si
 With a decay per channel, bounded and made of raw gates, `prepare` does all that a chunk's tokens are to each other, and
 `walk_channels` walks where there are few states; else `scan` of the ``triton`` backend does (channel/).
 
-With gradients ``triton`` runs the forward pass of these calls and walks the states; `chunk_back` does all that is left of
-the backward pass (channel_backward/).
+With gradients and a decay per channel ``triton`` runs the forward pass and walks the states back; `chunk_back` does all
+that is left of the backward pass (channel_backward/).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.

@@ -180,13 +180,20 @@ FINDER = Finder("triton", (Scores, HeadGradients), _find_gradients)
 
 
 def backward(
-    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
-    known: KnownCall | None = None, finder: Finder = FINDER,
-) -> Inputs:  # fmt: skip
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Inputs:
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
     ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
+    return backward_by(FINDER, p, x, saved, do, dfinal, known)
+
+
+def backward_by(
+    finder: Finder, p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
+    known: KnownCall | None,
+) -> Inputs:  # fmt: skip
+    """`backward`, with somebody's own kernels after the walks."""
     again, kept = not saved, p.disable_recompute
     recompute = again or not kept
     x = with_flat_parameters(x)

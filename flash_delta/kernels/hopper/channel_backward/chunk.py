@@ -1,5 +1,5 @@
-"""Of a chunk with a decay per channel: what its tokens get once the products over values are there, 16 tokens at a time,
-from right to left (blocks.py)."""
+"""With a decay per channel: what the tokens of a chunk get once the products over values are there, 16 tokens at a
+time, from right to left (blocks.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,7 +65,8 @@ def decayed_keys(sk, sg, W, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: 
         w = written[I] * line_of(lines, 2, I) * gl.exp2(D - SHIFT)[:, None]
         all_written += k * w
         D += first + fall
-        sums, keys, z, opens, falls = (s,) + sums, (k,) + keys, (w,) + z, (first,) + opens, (fall,) + falls
+        sums, keys, z = (s,) + sums, (k,) + keys, (w,) + z  # noqa: RUF005 (Gluon knows no star)
+        opens, falls = (first,) + opens, (fall,) + falls  # noqa: RUF005
     return sums, keys, z, opens, falls, gl.sum(all_written, 1), D
 
 
@@ -115,7 +116,7 @@ def chunk_gradients(
         dq, dk = e * aq, gl.exp2((fall + SHIFT)[:, None] - s) * own - e * ap
         y = q_rows * aq + p_rows * ap - kd * own
         a, gates, live = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
-        if not BOUNDED:
+        if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
             if some_deep:
                 xq, xk, xy = levels(q, k, gates, sP.index(5 * I), sM.index(5 * I), fall < -MILD)
                 dq, dk, y = dq + xq, dk + xk, y + xy
@@ -129,7 +130,7 @@ def chunk_gradients(
             d = gl.where(a < gate[2], 0.0, d)
         sg.slice(16 * I, 16, 0).permute([1, 0]).store(d.to(sg.dtype))
         if NORM:
-            dqs, dks = (dq,) + dqs, (dk,) + dks
+            dqs, dks = (dq,) + dqs, (dk,) + dks  # noqa: RUF005
         else:
             sq.slice(16 * I, 16, 0).permute([1, 0]).store(dq.to(sq.dtype))
             sk.slice(16 * I, 16, 0).permute([1, 0]).store(dk.to(sk.dtype))

@@ -167,8 +167,12 @@ def store_scores(P, M, sL, sP, sM, lines):
     taken = gl.sum(gl.where(i > j, M * sL.load(SQUARE).to(gl.float32), 0.0), 1)
     P = gl.where(i >= j, P * of_k, 0.0) * of_rows(lines, 0, SQUARE)
     M = M * of_k * of_rows(lines, 1, SQUARE)
-    reinterpret(sP, sP.dtype, [4, 4, 16, 16], SCORES).store(P.to(sP.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3]))
-    reinterpret(sM, sM.dtype, [4, 4, 16, 16], SCORES).store(M.to(sM.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3]))
+    reinterpret(sP, sP.dtype, [4, 4, 16, 16], SCORES).store(
+        P.to(sP.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3])
+    )
+    reinterpret(sM, sM.dtype, [4, 4, 16, 16], SCORES).store(
+        M.to(sM.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3])
+    )
     return taken
 
 
@@ -179,7 +183,9 @@ def store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_
     i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
     lam, b = slam.load(ROWS).to(gl.float32), of_rows(lines, 3, ROWS)
     line, some = (row.to(gl.int64) * T + start + first + i) * HV + item % HV, first + i < size
-    gl.store(dv + line[:, None] * K + c[None, :], (lam * b).to(dv.dtype.element_ty), mask=some[:, None] & (c >= 0)[None, :])
+    gl.store(
+        dv + line[:, None] * K + c[None, :], (lam * b).to(dv.dtype.element_ty), mask=some[:, None] & (c >= 0)[None, :]
+    )
     if dbeta is not None:
         db = gl.sum(lam * sr.load(ROWS).to(gl.float32), 1) - gl.convert_layout(taken, gl.SliceLayout(1, ROWS))
         if RAW_BETA:

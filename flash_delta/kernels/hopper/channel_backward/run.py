@@ -29,9 +29,7 @@ def remark(p: Problem) -> str:
     return "'triton' runs the forward pass and walks the states; gradients of a chunk are found by hand"
 
 
-def find(
-    c: Call, memory: tuple[Workspace, ...], d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None
-) -> None:
+def find(c: Call, memory: tuple[Workspace, ...], d: Inputs, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
     solved, _, channels, residual, chain = (group for w in memory for group in w.views())
     run_chunk_back(c, channels, solved, residual, chain, c.more[0], d, dA_log, ddt_bias)
 
@@ -46,4 +44,4 @@ def backward(
     if p.N * p.T == 0:
         return triton.backward(p, x, saved, do, dfinal, known)
     x = x._replace(**{name: described(getattr(x, name)) for name in ("q", "k", "g")})
-    return triton.backward(p, x, saved, described(do), dfinal, known, FINDER)
+    return triton.backward_by(FINDER, p, x, saved, described(do), dfinal, known)
