@@ -74,6 +74,7 @@ for _name in (
     "xor",
     "rshift",
     "and",
+    "or",
     "gt",
     "ge",
     "lt",

@@ -41,6 +41,10 @@ ALLOWED = (
         "addresses of tiles, the same for all chunks, beside accumulators: a state group has 144 registers", 960,
     ),
     Allowed(
+        f"{BY_HAND}/channel-back*/chunk_back", HOPPER, "spill",
+        "eight warps hold three products of [128, 64] in float32 beside what they make of them", 1200,
+    ),
+    Allowed(
         f"{LIBRARY}/kda-128-segments-back/scan_backward", HOPPER, "spill",
         "two walks in one kernel, each with 128 columns of a state", 40, "3.6",
     ),

@@ -14,6 +14,7 @@ from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kern
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
+from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
@@ -24,7 +25,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Channels, Prepared, Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -53,6 +54,13 @@ def channels(
         return p, x
     p = p._replace(N=1, packed=False, l2norm=False, raw_beta=False, state_v_first=True)
     return p, x._replace(cu_seqlens=None, initial_state=None)
+
+
+def channel_gradients(*, raw: bool, bound: float | None = None) -> tuple[Problem, Inputs]:
+    """As many key heads as value heads; log decays are float32."""
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
+    x = x._replace(q=x.v, k=x.v, g=x.g if raw else x.g.float())
+    return p._replace(H=p.HV, needs_grad=True), x
 
 
 def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
@@ -106,6 +114,12 @@ CHANNELS = {
 }
 # For the backward pass: what `prepare` writes, of A and of L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
+GRADIENTS = {
+    "channel-back": partial(channel_gradients, raw=False),
+    "channel-back-raw": partial(channel_gradients, raw=True),
+    "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0),
+    "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0),
+}
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
@@ -136,6 +150,13 @@ def call_prepare(case: str, form: str) -> None:
     w, s, channels_ = Workspace(p, Prepared, Solved, Channels).views()
     o = torch.empty_like(x.v) if form == "training" else None
     run_prepare(c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s)
+
+
+def call_channel_back(case: str) -> None:
+    p, x = GRADIENTS[case]()
+    c, d = make_call(p, x, ("launches",))._replace(direct=False), new_gradients(p, x)
+    solved, channels, residual, chain = Workspace(p, Solved, Channels, Residual, Chain).views()
+    run_chunk_back(c, channels, solved, residual, chain, torch.empty_like(x.v), d)
 
 
 def call_pool(case: str, t: LoopTile) -> None:
@@ -211,6 +232,8 @@ def launches(target: str) -> Iterator[Launch]:
     for case in ("channel", "channel-logs-float32"):
         for form in CHANNELS_BACK:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))
+    for case in GRADIENTS:
+        yield Launch(case, partial(call_channel_back, case))
     yield Launch("pool-back", partial(call_prompt, "pool", back=True))
     for case, described_pool in POOLS.items():
         yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))

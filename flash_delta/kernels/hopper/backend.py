@@ -10,6 +10,9 @@ Prompts on a pool are walked by the loop, which reads and writes the slots. A si
 With a decay per channel `prepare` does all that a chunk's tokens are to each other, also for the backward pass of
 ``triton``, and `walk_channels` walks where there are few states; else `scan` of that backend does (channel/).
 
+With gradients and a decay per channel ``triton`` runs the forward pass and walks the states back; `chunk_back` does all
+that is left of the backward pass (channel_backward/).
+
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
 """
@@ -113,7 +116,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.gate == "channel" and p.N * p.T:
-        return by_channel.forward(p, x, known)
+        return triton.forward(p, x, known) if p.needs_grad else by_channel.forward(p, x, known)
     if p.V != p.K:
         return joined(p, forward(*as_heads(p, x), known))
     kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute

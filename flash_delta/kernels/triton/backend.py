@@ -12,7 +12,7 @@ writes what it would write for the backward pass.
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -153,60 +153,88 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     return _outputs(p, o, final, *buffers)
 
 
+class Chunks(NamedTuple):
+    """Who does what of a backward pass concerns one chunk only, before and after the states are walked."""
+
+    name: str
+    hands: tuple[type, ...]  # the groups of tensors by which the kernels of ``find`` hand each other results
+    prepare: Callable[[Call, tuple[Workspace, ...], bool], None]
+    """Finds again what walks need of chunks. It gets the call, its memory, and whether nothing was saved."""
+    find: Callable[[Call, tuple[Workspace, ...], Inputs], None]
+    """Gets the call, its memory, and where gradients go: of A_log and dt_bias as sums per chunk."""
+
+
+def _prepare_chunks(c: Call, memory: tuple[Workspace, ...], anew: bool) -> None:
+    solved, factors, channels = c.parts(*memory)[:3]
+    if c.p.gate == "channel":
+        run_channel(c, solved, channels)
+    if anew:
+        run_solve(c, channels, solved)
+    if c.p.gate != "channel":
+        run_factor(c, solved, factors, follows=anew)
+
+
+def _find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
+    p, do, sums = c.p, c.more[0], (d.g, d.A_log, d.dt_bias)
+    solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
+    run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
+    if p.gate == "channel":
+        if p.dtype == torch.bfloat16:
+            run_channel_gradients(c, scores, heads, *sums)
+        if needs_halving(p):
+            run_halved_gradients(c, solved, residual, chain, do, scores, heads, *sums)
+        run_key_head_gradients(c, solved, heads, d)
+        return
+    run_query_gradients(c, solved, factors, residual, do, d.q, scores)
+    run_key_gradients(c, solved, factors, residual, chain, d, scores)
+    if p.gate == "scalar":
+        run_gates(c, solved, scores, *sums)
+
+
+CHUNKS = Chunks("triton", (Scores, HeadGradients), _prepare_chunks, _find_gradients)
+
+
 def backward(
-    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None,
-    prepare: Callable[[Call, list[Any], bool], None] | None = None,
-) -> Inputs:  # fmt: skip
+    p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Inputs:
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
-    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again. ``prepare`` comes instead of
-    `channel` and `solve`: it gets the call, the tensors ``Solved``, ``Factors`` and ``Channels``, and whether nothing
-    was saved.
+    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
     """
+    return backward_by(CHUNKS, p, x, saved, do, dfinal, known)
+
+
+def backward_by(
+    chunks: Chunks, p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
+    known: KnownCall | None,
+) -> Inputs:  # fmt: skip
+    """`backward`, with somebody's own kernels before and after the walks."""
     name = name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
         return gradients_of(x, made)
     given = with_flat_parameters(x)
     if given is not x:
-        return backward(p, given, saved, do, dfinal, known)
+        return backward_by(chunks, p, given, saved, do, dfinal, known)
     anew, kept = not saved, p.disable_recompute
     recompute = anew or not kept
     own = () if kept else (Factors, Channels, Residual)
-    memory = for_backward(p, *saved), Workspace(p, *own, Chain, Scores, HeadGradients)
+    memory = for_backward(p, *saved), Workspace(p, *own, Chain, *chunks.hands)
     d, split = new_gradients(p, x), plan_back(p, chip_of(p.device))
     segments = new_segmented_back(p, split)
 
     def kernels(c: Call) -> None:
-        solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
-        (do, dfinal), sums = c.more, (d.g, d.A_log, d.dt_bias)
-        if prepare is not None and recompute:
-            prepare(c, [group for w in memory for group in w.views()][:3], anew)
-        elif p.gate == "channel" and recompute:
-            run_channel(c, solved, channels)
-        if prepare is None and anew:
-            run_solve(c, channels, solved)
-        if p.gate != "channel" and recompute:
-            run_factor(c, solved, factors, follows=anew)
+        (do, dfinal), (solved, factors, channels, residual, chain, *_) = c.more, c.parts(*memory)
+        if recompute:
+            chunks.prepare(c, memory, anew)
         walked = (c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state)
         if segments is None or every(c):
             run_scan_backward(*walked, recompute=recompute)
         run_segmented_back(*walked, segments, recompute=recompute)
-        run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
-        if p.gate == "channel":
-            if p.dtype == torch.bfloat16:
-                run_channel_gradients(c, scores, heads, *sums)
-            if needs_halving(p):
-                run_halved_gradients(c, solved, residual, chain, do, scores, heads, *sums)
-            run_key_head_gradients(c, solved, heads, d)
-            return
-        run_query_gradients(c, solved, factors, residual, do, d.q, scores)
-        run_key_gradients(c, solved, factors, residual, chain, d, scores)
-        if p.gate == "scalar":
-            run_gates(c, solved, scores, *sums)
+        chunks.find(c, memory, d)
 
     with on(p.device):
-        kind = "backward", prepare is None, anew, kept
+        kind = "backward", chunks.name, anew, kept
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
         spare = *(w.buffer for w in memory[len(saved) :]), *memory_of(segments)
         run(call, kernels, *d, left=saved, spare=spare)

@@ -1,14 +1,16 @@
-"""A decay per key channel: which calls it runs, and its launches. The backward pass is that of ``triton``, for which
-`prepare` comes instead of `channel` and `solve`."""
+"""A decay per key channel: which calls it runs, and its launches.
 
-from typing import Any
+In the backward pass ``triton`` walks the states. Before it comes `prepare`, in place of `channel` and `solve`, and after
+it, where it can, `chunk_back` (channel_backward/).
+"""
 
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.hopper.boxes import as_taken
+from flash_delta.kernels.hopper.boxes import as_taken, described
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
+from flash_delta.kernels.hopper.channel_backward import run as by_chunk
 from flash_delta.kernels.hopper.tiles import walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
@@ -43,7 +45,7 @@ def remark(p: Problem) -> str:
     else:
         said = ["it walks half a state per program" if _walks(p) else "'triton' walks the states"]
     if p.needs_grad:
-        said.append("its backward pass is that of 'triton', from chunks that are prepared by hand")
+        said.append(f"'triton' walks the states back{_found(p)}")
     return "; ".join(said)
 
 
@@ -85,12 +87,21 @@ def backward(
 ) -> Inputs:
     """Gradients of every input."""
     given = as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
-    return triton.backward(p, given, saved, do, dfinal, known, _prepare_again)
+    chunks = triton.CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
+    if by_chunk.unsupported(p) is None:
+        chunks, do = triton.Chunks("hopper", (), _prepare_again, by_chunk.find_gradients), described(do)
+    return triton.backward_by(chunks, p, given, saved, do, dfinal, known)
 
 
-def _prepare_again(c: Call, groups: list[Any], anew: bool) -> None:
+def _found(p: Problem) -> str:
+    """What `remark` says of the kernels after that walk."""
+    reason = by_chunk.unsupported(p)
+    return ", and finds the gradients of chunks: " + reason if reason else ""
+
+
+def _prepare_again(c: Call, memory: tuple[Workspace, ...], anew: bool) -> None:
     """For the backward pass. A has been saved, if anything has."""
-    solved, _, channels = groups
+    solved, _, channels = [group for w in memory for group in w.views()][:3]
     out = _prepared(channels, solved)
     run_prepare(c, out if anew else out._replace(A=None), None, channels.L, solved)
 

@@ -1,0 +1,160 @@
+"""What the tokens of a chunk say to each other with a decay per channel: tiles, gates and products of 16 tokens.
+
+A tile is [128, 16]: channels are the rows of accumulators, 16 for each of eight warps. So decayed copies go into the
+next product from registers, and what they are multiplied with, the same for all channels, waits in shared memory.
+
+A pair's decay is taken apart at the end of the column's block and at the first token of the row's block:
+
+    k_j e^{G_i - G_j} = e^{G_i - first_I} . e^{first_I - end_J} . (e^{end_J - G_j} k_j)
+
+The factor in the middle is one number a channel, which products get when they are added up. So a block's keys and
+queries are decayed and rounded once, whatever they meet, and what a pair adds to the gates of both its tokens cancels
+in gates before them up to float32's rounding. No factor is above 1, except the middle one of a block with itself,
+which is as large as a channel falls there. Copies carry 2^SHIFT, so that neither they nor their products become too
+small. Channels that fall by more than MILD within a block are done by `levels`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+K = gl.constexpr(128)
+BITS = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-128.0)  # nats per token, as in device/channel_gate.py
+MILD = gl.constexpr(110.0)  # bits
+SHIFT = gl.constexpr(32.0)
+CHANNELS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8]))  # [128, 16]
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # [128, 64]: a chunk
+OF_CHANNELS = gl.constexpr(gl.SliceLayout(1, CHANNELS))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, CHANNELS, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, CHANNELS, 2))  # [16, 16]
+
+
+@gluon.jit
+def load_block(tile, I: gl.constexpr):
+    """The tokens of block I of a tile [64, 128], channels first."""
+    return tile.slice(16 * I, 16, 0).permute([1, 0]).load(CHANNELS).to(gl.float32)
+
+
+@gluon.jit
+def empty_tile():
+    return gl.zeros([K, 16], gl.float32, CHANNELS)
+
+
+@gluon.jit
+def token():
+    """Of every column of a tile its token in the block."""
+    return gl.arange(0, 16, layout=gl.SliceLayout(0, CHANNELS))[None, :]
+
+
+@gluon.jit
+def places():
+    """Rows and columns of a matrix [16, 16] that tiles are multiplied with."""
+    r = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))[:, None]
+    return r, gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT))[None, :]
+
+
+@gluon.jit
+def rounded(x):
+    """As bfloat16 rounds it, in float32. Converted back and forth, numbers would not be converted two at once."""
+    return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def operand(x):
+    return gl.convert_layout(x.to(gl.bfloat16), LEFT)
+
+
+@gluon.jit
+def sum_over(x, carried, PARTS: gl.constexpr):
+    """Of every column t the sum of those columns of x whose row of ``carried`` has t: products of parts of 8 bits with
+    zeros and ones are exact."""
+    ones = gl.where(carried, 1.0, 0.0).to(gl.bfloat16)
+    out = empty_tile()
+    for _ in gl.static_range(PARTS - 1):
+        part = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+        out = mma_v2(operand(part), ones, out)
+        x -= part
+    return mma_v2(operand(x), ones, out)
+
+
+@gluon.jit
+def softplus(x):
+    """As in device/activation.py."""
+    e = gl.exp2(gl.maximum(x, x * -1.0) * -BITS)
+    quotient = 0.005232691299170256 * e - 0.029505226761102676
+    quotient = quotient * e + 0.07822593301534653
+    quotient = quotient * e - 0.13663244247436523
+    quotient = quotient * e + 0.19106006622314453
+    quotient = quotient * e - 0.2484298199415207
+    quotient = quotient * e + 0.3331909775733948
+    quotient = quotient * e - 0.4999949336051941
+    quotient = quotient * e + 0.9999999403953552
+    return gl.maximum(x, 0.0) + e * quotient
+
+
+@gluon.jit
+def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Log decays in bits, as in device/channel_gate.py; those of tokens that are not there are 0."""
+    if not RAW_GATE:  # from after the end come zeros
+        return gl.maximum(a, lower_bound if BOUNDED else LEAST) * BITS
+    elif BOUNDED:
+        inverse, turned = -1.0 / (lower_bound * BITS), rate * -BITS
+        root = gl.rsqrt(inverse + inverse * gl.exp2(a * turned[:, None] + (bias * turned)[:, None]))
+        return gl.where(live, root * root * -1.0, 0.0)
+    else:
+        return gl.where(live, gl.maximum(softplus(a + bias[:, None]) * (rate * -1.0)[:, None], LEAST) * BITS, 0.0)
+
+
+@gluon.jit
+def gate_backward(d, decay, a, live, rate, bias, BOUNDED: gl.constexpr):
+    """The gradients of activations and, element by element, of A_log, from that of log decays; ``decay`` in bits."""
+    x, d, decay = a + bias[:, None], gl.where(live, d, 0.0), decay * (1.0 / BITS)
+    if BOUNDED:
+        up = gl.exp2(gl.minimum(x * rate[:, None], 80.0) * BITS)
+        da = d * decay * rate[:, None] / (up + 1.0)
+        return da, da * x
+    else:
+        up = gl.exp2(gl.minimum(x * -1.0, 80.0) * BITS)
+        return d * (rate * -1.0)[:, None] / (up + 1.0), d * decay
+
+
+@gluon.jit
+def between(aq, ap, z, factor, kd, qe, pe, dP, dL):
+    """Adds what rows of one block and columns of another, or of the same, say to each other: to rows before their own
+    decay, with dp's sign turned, and to columns before theirs."""
+    rows_of_P, rows_of_L = dP.permute([1, 0]).load(RIGHT), dL.permute([1, 0]).load(RIGHT)
+    aq += factor * mma_v2(kd, rows_of_P, empty_tile())
+    ap += factor * mma_v2(kd, rows_of_L, empty_tile())
+    z += factor * mma_v2(pe, dL.load(RIGHT), mma_v2(qe, dP.load(RIGHT), empty_tile()))
+    return aq, ap, z
+
+
+@gluon.jit
+def levels(q, k, gates, dP, dL, deep):
+    """What a block says to itself, to be added to dq, dk and dg's terms, of the channels that are ``deep``; for others
+    0. The block is halved again and again, and a pair's decay is taken apart where its tokens part: no factor is above
+    1, whatever a channel falls by."""
+    r, t = places()
+    q, k = gl.where(deep[:, None], q, 0.0), gl.where(deep[:, None], k, 0.0)
+    P, L = dP.load(RIGHT), dL.load(RIGHT)
+    Pt, Lt = dP.permute([1, 0]).load(RIGHT), dL.permute([1, 0]).load(RIGHT)
+    dq, dk, y = empty_tile(), empty_tile(), empty_tile()
+    for level in range(5):
+        half = (1 << level) >> 1  # 0: a token with itself
+        middle, least = (t & -half) | half, gl.minimum(half, 1)
+        carried = (((middle < r) & (r <= t)) | ((t < r) & (r <= middle))) & (r < 16 * half)
+        e = gl.exp2(sum_over(gates, carried, 2))
+        parted, last = ((r ^ t) & -half) == half, half + half - least
+        below = parted & (r - t >= least) & (r - t <= last)
+        above = parted & (t - r >= least) & (t - r <= last)
+        qe, ke = rounded(q * e), rounded(k * e)
+        qb, kb = operand(qe), operand(ke)
+        aq = mma_v2(kb, gl.where(above, Pt, 0.0).to(gl.bfloat16), empty_tile())
+        ap = mma_v2(kb, gl.where(above, Lt, 0.0).to(gl.bfloat16), empty_tile())
+        back = mma_v2(qb, gl.where(below, P, 0.0).to(gl.bfloat16), empty_tile())
+        back -= mma_v2(kb, gl.where(below, L, 0.0).to(gl.bfloat16), empty_tile())
+        dq += e * aq
+        dk += e * (back - ap)
+        y += qe * aq - ke * (back + ap)
+    return dq, dk, y

@@ -1,0 +1,148 @@
+"""With a decay per channel: what the tokens of a chunk get once the products over values are there, 16 tokens at a
+time, from right to left (blocks.py)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flash_delta.kernels.hopper.channel_backward.blocks import (
+    CHANNELS,
+    MILD,
+    SHIFT,
+    WIDE,
+    between,
+    empty_tile,
+    gate_backward,
+    levels,
+    load_block,
+    log_decay,
+    operand,
+    places,
+    rounded,
+    sum_over,
+    token,
+)
+from flash_delta.kernels.hopper.forward.state_copies import apart_all, beside_all
+
+
+@gluon.jit
+def tiles_of(x):
+    """[128, 64] as the tiles of four blocks."""
+    a, b, c, d = apart_all(x, 4)
+    return (
+        gl.convert_layout(a, CHANNELS), gl.convert_layout(b, CHANNELS), gl.convert_layout(c, CHANNELS),
+        gl.convert_layout(d, CHANNELS),
+    )  # fmt: skip
+
+
+@gluon.jit
+def line_of(lines, n: gl.constexpr, I: gl.constexpr):
+    """Line n for the tokens of block I, [1, 16]."""
+    return lines.slice(n, 1, 0).slice(16 * I, 16, 1).load(CHANNELS)
+
+
+@gluon.jit
+def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Activations of a block, their log decays, and which tokens are there."""
+    rate, bias, lower_bound = gate
+    a, live = load_block(sg, I), token() < left - 16 * I
+    return a, log_decay(a, live, rate, bias, lower_bound, RAW_GATE, BOUNDED), live
+
+
+@gluon.jit
+def decayed_keys(sk, sg, W, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Of every block the sums of gates after its first token, the keys decayed to its end, what they write after the
+    chunk, decayed from there to their block's end, the gate of the first token, and the sum of the others. Of all the
+    sum of what is written."""
+    r, t = places()
+    written = tiles_of(W)
+    sums, keys, z, opens, falls = (), (), (), (), ()
+    D, all_written = gl.sum(empty_tile(), 1), empty_tile()
+    for I in gl.static_range(3, -1, -1):
+        _, gates, _ = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
+        s = sum_over(gates, (r > 0) & (r <= t), 2)
+        fall, first = gl.min(s, 1), gl.sum(gl.where(token() == 0, gates, 0.0), 1)
+        k = rounded(load_block(sk, I) * gl.exp2((fall + SHIFT)[:, None] - s))
+        w = written[I] * line_of(lines, 2, I) * gl.exp2(D - SHIFT)[:, None]
+        all_written += k * w
+        D += first + fall
+        sums, keys, z = (s,) + sums, (k,) + keys, (w,) + z  # noqa: RUF005 (Gluon knows no star)
+        opens, falls = (first,) + opens, (fall,) + falls  # noqa: RUF005
+    return sums, keys, z, opens, falls, gl.sum(all_written, 1), D
+
+
+@gluon.jit
+def reach(opens, falls, I: gl.constexpr, J: gl.constexpr):
+    """From the end of block J to the first token of block I."""
+    D = opens[I]
+    for m in gl.static_range(J + 1, I):
+        D += opens[m] + falls[m]
+    return D
+
+
+@gluon.jit
+def chunk_gradients(
+    X, Y, W, through, sq, sk, sg, sP, sM, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Overwrites q, k and g with their gradients; returns those of A_log and of biases."""
+    r, t = places()
+    sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, lines, left, gate, RAW_GATE, BOUNDED)
+    rest += through * gl.exp2(D)
+    if not BOUNDED:
+        lowest = gl.minimum(gl.minimum(falls[0], falls[1]), gl.minimum(falls[2], falls[3]))
+        some_deep = gl.min(lowest, 0) < -MILD
+    reads, erases, dqs, dks = tiles_of(X), tiles_of(Y), (), ()
+    dA, dbias = rest * 0.0, rest * 0.0
+    for I in gl.static_range(3, -1, -1):
+        s, fall, kd = sums[I], falls[I], keys[I]
+        e, q, k = gl.exp2(s + SHIFT), load_block(sq, I), load_block(sk, I)
+        q_rows, p_rows = rounded(q * e), rounded(k * (e * -1.0))
+        qe, pe, start = operand(q_rows), operand(p_rows), gl.exp2(reach(opens, falls, I, -1) - SHIFT)[:, None]
+        aq, ap = reads[I] * line_of(lines, 0, I) * start, erases[I] * line_of(lines, 1, I) * start
+        grown = gl.exp2(fall * -1.0 - 2.0 * SHIFT)
+        if not BOUNDED:
+            grown = gl.where(fall < -MILD, 0.0, grown)
+        aq, ap, own = between(
+            aq, ap, z[I], grown[:, None], operand(kd), qe, pe, sP.index(5 * I), sM.index(5 * I)
+        )  # fmt: skip
+        earlier = ()
+        for J in gl.static_range(I):
+            factor = gl.exp2(reach(opens, falls, I, J) - 2.0 * SHIFT)[:, None]
+            aq, ap, zj = between(
+                aq, ap, z[J], factor, operand(keys[J]), qe, pe, sP.index(4 * I + J), sM.index(4 * I + J)
+            )  # fmt: skip
+            earlier += (zj,)
+        z = earlier
+        dq, dk = e * aq, gl.exp2((fall + SHIFT)[:, None] - s) * own - e * ap
+        y = q_rows * aq + p_rows * ap - kd * own
+        a, gates, live = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
+        if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+            if some_deep:
+                xq, xk, xy = levels(q, k, gates, sP.index(5 * I), sM.index(5 * I), fall < -MILD)
+                dq, dk, y = dq + xq, dk + xk, y + xy
+        d = sum_over(y, r >= t, 3) + rest[:, None]
+        rest += gl.sum(y, 1)
+        if RAW_GATE:
+            d, of_A_log = gate_backward(d, gates, a, live, gate[0], gate[1], BOUNDED)
+            dA += gl.sum(of_A_log, 1)
+            dbias += gl.sum(d, 1)
+        elif BOUNDED:
+            d = gl.where(a < gate[2], 0.0, d)
+        sg.slice(16 * I, 16, 0).permute([1, 0]).store(d.to(sg.dtype))
+        if NORM:
+            dqs, dks = (dq,) + dqs, (dk,) + dks  # noqa: RUF005
+        else:
+            sq.slice(16 * I, 16, 0).permute([1, 0]).store(dq.to(sq.dtype))
+            sk.slice(16 * I, 16, 0).permute([1, 0]).store(dk.to(sk.dtype))
+    if NORM:
+        store_normed(sq, dqs, lines.slice(4, 1, 0))
+        store_normed(sk, dks, lines.slice(5, 1, 0))
+    return dA, dbias
+
+
+@gluon.jit
+def store_normed(tile, parts, square):
+    """Overwrites x with ``z - x r^2 <x, z>``, r^2 being ``square`` and z given as ``parts``."""
+    z, x = gl.convert_layout(beside_all(parts, 0, 4), WIDE), tile.permute([1, 0]).load(WIDE).to(gl.float32)
+    along = gl.sum(x * z, 0)[None, :] * square.load(WIDE)
+    tile.permute([1, 0]).store((z - x * along).to(tile.dtype))

@@ -1,0 +1,85 @@
+"""Gradients of Kimi Delta Attention on the Hopper backend, on a CPU: `chunk_back` is emulated, Triton's interpreter
+runs all else."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flash_delta.kernels.hopper.channel_backward import gradients
+from flash_delta.kernels.hopper.channel_backward import run as by_chunk
+from flash_delta.kernels.triton import backend as triton
+from flash_delta.ops import _backend, _function
+from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, run, truth
+from flash_delta.testing.cases import Case
+from tests.gluon_emulator import Kernel, emulated
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+KDA = MEMBERS["kda"]
+RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+BOUNDED = RAW | {"lower_bound": -5.0}
+# Empty sequences, whole and partial chunks, one of one token, and guard rows.
+PACKED = Case("", "", B=1, T=290, H=1, HV=1, K=128, V=128, lengths=(0, 1, 150, 0, 64, 65, 0))
+ROWS = replace(PACKED, B=2, T=100, H=2, HV=2, lengths=None)
+ROW = replace(ROWS, B=1, H=1, HV=1)
+CELLS = {
+    "packed": PACKED,
+    "rows": ROWS,
+    "bounded": replace(PACKED, H=3, HV=3, options=BOUNDED),
+    "raw": replace(ROWS, options=RAW),
+    "promised": replace(ROW, options={"lower_bound": -5.0, "safe_gate": True}),
+    "strong-decay": replace(ROW, T=130, decay="strong"),
+    "extreme-decay": replace(ROW, T=130, decay="extreme"),
+    "extreme-raw": replace(ROW, H=3, HV=3, T=70, decay="extreme", options=RAW),
+    "v-first": replace(ROW, options=BOUNDED | {"state_v_first": True}),
+    "no-initial-state": replace(ROW, initial_state=False),
+    "correlated-keys": replace(ROW, keys="correlated", options=BOUNDED | {"allow_neg_eigval": True}),
+    "zero-keys": replace(ROW, keys="some zero"),
+    "left-by-forward": replace(ROW, T=130, options=BOUNDED | {"disable_recompute": True}),
+    "all-empty": replace(PACKED, T=4, lengths=(0, 0)),
+}
+
+SCATTERS = {"dA_log": 0.02}  # one number a head; `triton` is as far off
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    def chosen():
+        made = emulated("flash_delta.kernels.hopper", "channel_backward.gradients")
+        monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
+        chunks = triton.CHUNKS._replace(hands=(), find=by_chunk.find_gradients)
+        taken = SimpleNamespace(
+            forward=triton.forward, backward=partial(triton.backward_by, chunks), unsupported=lambda p: None,
+            preference=lambda p: (0, None),
+        )  # fmt: skip
+        monkeypatch.setattr(_function, "load_backend", lambda name: taken)
+        monkeypatch.setattr(_backend, "_find", lambda name, on_cpu, load: taken)
+
+    return chosen
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_against_the_recurrence(on_cpu, cell):
+    x = make_inputs(CELLS[cell], KDA, torch.bfloat16)
+    wanted = truth(KDA, x)
+    with products_in(torch.bfloat16):
+        reference = run(KDA, x, backend="torch")
+    on_cpu()
+    results = run(KDA, x)
+    assert results.keys() == wanted.keys()
+    for tensor, got in results.items():
+        error, rounded = (relative_error(t, wanted[tensor]) for t in (got, reference[tensor]))
+        assert error <= max(allowed(rounded, torch.bfloat16), SCATTERS.get(tensor, 0.0)), tensor
+
+
+def test_grouped_heads_and_low_bounds_are_left_to_triton():
+    p = SimpleNamespace(H=1, HV=2, lower_bound=None)
+    assert "as many key heads as value heads; there are 1 and 2" in by_chunk.unsupported(p)
+    p.HV, p.lower_bound = 1, -8.0
+    assert "lower_bound of -5 or more, it is -8" in by_chunk.unsupported(p)
