@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.backward.chunks import CHUNKS
 from flash_delta.ops import _backend, _function
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -53,7 +54,7 @@ def on_cpu(monkeypatch):
     def chosen():
         made = emulated("flash_delta.kernels.hopper", "channel_backward.gradients")
         monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
-        chunks = triton.CHUNKS._replace(hands=(), find=by_chunk.find_gradients)
+        chunks = CHUNKS._replace(hands=(), find=by_chunk.find_gradients)
         taken = SimpleNamespace(
             forward=triton.forward, backward=partial(triton.backward_by, chunks), unsupported=lambda p: None,
             preference=lambda p: (0, None),

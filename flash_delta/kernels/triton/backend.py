@@ -9,10 +9,9 @@ backward pass, and with ``disable_recompute`` the rest. Where a caller wants the
 writes what it would write for the backward pass.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,18 +28,12 @@ from flash_delta.kernels.runtime.workspace import (
     Chain,
     Channels,
     Factors,
-    HeadGradients,
     Residual,
-    Scores,
     Solved,
     Workspace,
     count_bytes,
 )
-from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
-from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gradients, run_query_gradients
-from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
-from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
-from flash_delta.kernels.triton.backward.pairs import run_pairs
+from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import memory_of, new_segmented_back, run_segmented_back
 from flash_delta.kernels.triton.forward.channel import run_channel
@@ -151,47 +144,6 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         run(call, kernels, o, final, *buffers, spare=spare)
     remember(call, x, known, (p.lengths, *kind))
     return _outputs(p, o, final, *buffers)
-
-
-class Chunks(NamedTuple):
-    """Who does what of a backward pass concerns one chunk only, before and after the states are walked."""
-
-    name: str
-    hands: tuple[type, ...]  # the groups of tensors by which the kernels of ``find`` hand each other results
-    prepare: Callable[[Call, tuple[Workspace, ...], bool], None]
-    """Finds again what walks need of chunks. It gets the call, its memory, and whether nothing was saved."""
-    find: Callable[[Call, tuple[Workspace, ...], Inputs], None]
-    """Gets the call, its memory, and where gradients go: of A_log and dt_bias as sums per chunk."""
-
-
-def _prepare_chunks(c: Call, memory: tuple[Workspace, ...], anew: bool) -> None:
-    solved, factors, channels = c.parts(*memory)[:3]
-    if c.p.gate == "channel":
-        run_channel(c, solved, channels)
-    if anew:
-        run_solve(c, channels, solved)
-    if c.p.gate != "channel":
-        run_factor(c, solved, factors, follows=anew)
-
-
-def _find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
-    p, do, sums = c.p, c.more[0], (d.g, d.A_log, d.dt_bias)
-    solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
-    run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
-    if p.gate == "channel":
-        if p.dtype == torch.bfloat16:
-            run_channel_gradients(c, scores, heads, *sums)
-        if needs_halving(p):
-            run_halved_gradients(c, solved, residual, chain, do, scores, heads, *sums)
-        run_key_head_gradients(c, solved, heads, d)
-        return
-    run_query_gradients(c, solved, factors, residual, do, d.q, scores)
-    run_key_gradients(c, solved, factors, residual, chain, d, scores)
-    if p.gate == "scalar":
-        run_gates(c, solved, scores, *sums)
-
-
-CHUNKS = Chunks("triton", (Scores, HeadGradients), _prepare_chunks, _find_gradients)
 
 
 def backward(

@@ -1,6 +1,6 @@
 """A decay per key channel: which calls it runs, and its launches.
 
-In the backward pass ``triton`` walks the states. Before it comes `prepare`, in place of `channel` and `solve`, and after
+In the backward pass ``triton`` walks the states. Before that comes `prepare`, in place of `channel` and `solve`; after
 it, where it can, `chunk_back` (channel_backward/).
 """
 
@@ -18,6 +18,7 @@ from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Prepared, Solved, Workspace
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.segments import SegmentedScan, new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.tiles import plan_segments
@@ -87,9 +88,9 @@ def backward(
 ) -> Inputs:
     """Gradients of every input."""
     given = as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
-    chunks = triton.CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
+    chunks = CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
     if by_chunk.unsupported(p) is None:
-        chunks, do = triton.Chunks("hopper", (), _prepare_again, by_chunk.find_gradients), described(do)
+        chunks, do = Chunks("hopper", (), _prepare_again, by_chunk.find_gradients), described(do)
     return triton.backward_by(chunks, p, given, saved, do, dfinal, known)
 
 

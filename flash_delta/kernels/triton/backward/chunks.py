@@ -1,0 +1,59 @@
+"""What a backward pass does with each chunk by itself, before and after the states are walked: which kernels run."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.workspace import HeadGradients, Scores, Workspace
+from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
+from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gradients, run_query_gradients
+from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
+from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
+from flash_delta.kernels.triton.backward.pairs import run_pairs
+from flash_delta.kernels.triton.forward.channel import run_channel
+from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.solve import run_solve
+from flash_delta.problem import Inputs
+
+
+class Chunks(NamedTuple):
+    """Who does what of a backward pass concerns one chunk only, before and after the states are walked."""
+
+    name: str
+    hands: tuple[type, ...]  # the groups of tensors by which the kernels of ``find`` hand each other results
+    prepare: Callable[[Call, tuple[Workspace, ...], bool], None]
+    """Finds again what walks need of chunks. It gets the call, its memory, and whether nothing was saved."""
+    find: Callable[[Call, tuple[Workspace, ...], Inputs], None]
+    """Gets the call, its memory, and where gradients go: of A_log and dt_bias as sums per chunk."""
+
+
+def prepare_chunks(c: Call, memory: tuple[Workspace, ...], anew: bool) -> None:
+    solved, factors, channels = c.parts(*memory)[:3]
+    if c.p.gate == "channel":
+        run_channel(c, solved, channels)
+    if anew:
+        run_solve(c, channels, solved)
+    if c.p.gate != "channel":
+        run_factor(c, solved, factors, follows=anew)
+
+
+def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
+    p, do, sums = c.p, c.more[0], (d.g, d.A_log, d.dt_bias)
+    solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
+    run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
+    if p.gate == "channel":
+        if p.dtype == torch.bfloat16:
+            run_channel_gradients(c, scores, heads, *sums)
+        if needs_halving(p):
+            run_halved_gradients(c, solved, residual, chain, do, scores, heads, *sums)
+        run_key_head_gradients(c, solved, heads, d)
+        return
+    run_query_gradients(c, solved, factors, residual, do, d.q, scores)
+    run_key_gradients(c, solved, factors, residual, chain, d, scores)
+    if p.gate == "scalar":
+        run_gates(c, solved, scores, *sums)
+
+
+CHUNKS = Chunks("triton", (Scores, HeadGradients), prepare_chunks, find_gradients)
