@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel import prepare, run, walk
+from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.accuracy import run as run_op
@@ -69,7 +70,7 @@ def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call; `walk_channels` walks, or `scan`."""
-    for module, name in ((prepare, "prepare"), (walk, "walk_channels")):
+    for module, name in ((prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back")):
         path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
         kernel = Kernel(getattr(emulated("flash_delta.kernels.hopper", path), name))
         monkeypatch.setattr(module, name, kernel)
@@ -149,7 +150,8 @@ def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu):
 
 @pytest.mark.parametrize(("cell", "saved"), [*((cell, True) for cell in TRAINING), ("logs", False)])
 def test_gradients(on_cpu, monkeypatch, cell, saved):
-    """What `prepare` leaves for the backward pass of ``triton``, or makes for it where nothing has been saved."""
+    """What `prepare` leaves for the backward pass, or makes for it where nothing has been saved; `chunk_back` or
+    ``triton`` finds the gradients."""
     case, g_dtype = TRAINING[cell]
     want = truth(KDA, inputs_of(case, g_dtype))
     with products_in(torch.bfloat16):
