@@ -72,13 +72,14 @@ def test_triton_is_right_or_refuses(gate, erase, own, steps):
 
 
 @CALL
-def test_hopper_takes_what_its_loop_knows(gate, erase, own, steps, monkeypatch):
-    """Which tests/test_hopper_loop.py and, on a GPU, test_hopper_gpu.py compare: gates per head, keys that erase."""
+def test_hopper_takes_what_its_kernels_know(gate, erase, own, steps, monkeypatch):
+    """Which tests/test_hopper_loop.py, test_hopper_kda.py and, on a GPU, test_hopper_gpu.py and test_hopper_kda_gpu.py
+    compare: keys that erase what they write."""
     backend = pytest.importorskip("flash_delta.kernels.hopper.backend", reason="Triton is not installed")
     monkeypatch.setattr(backend, "chip_of", lambda device: SimpleNamespace(target="sm_90"))
     p = problem(inputs(gate, erase, own), gate, erase, steps)
     p = p._replace(device=torch.device("cuda", 0), dtype=torch.bfloat16, K=128, V=128)
-    takes = gate != "channel" and erase == "decayed" and not own and not steps
+    takes = erase == "decayed" and not own and not steps
     assert (backend.unsupported(p) is None) == takes
     assert (backend.unsupported(p._replace(pool=torch.float32)) is None) == (takes and gate == "scalar")
 
