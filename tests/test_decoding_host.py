@@ -8,11 +8,11 @@ import struct
 import sys
 from collections import Counter
 from importlib.util import find_spec
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from example_output import EXAMPLES, printed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
 ]
 
-EXAMPLES = str(Path(__file__).parent.parent / "examples")
 OURS = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "gated norm"}
 MOST = 35  # Python functions that all three call, which takes most of their time
 LAUNCHES = 3
@@ -131,19 +130,8 @@ def test_a_known_step_gets_its_own_addresses(process, tmp_path, gradients):
         assert len({*given}) == 8
 
 
-def printed():
-    sys.path.append(EXAMPLES)
-    import decoding_step
-    import typer
-    from typer.testing import CliRunner
-
-    app = typer.Typer()
-    app.command()(decoding_step.main)
-    return CliRunner().invoke(app, ["--pretend", "--steps", "20", "--profile", "5"]).output
-
-
 def test_the_split_is_printed(process):
-    out = process.submit(printed).result()
+    out = process.submit(printed, "decoding_step", "--pretend", "--steps", "20", "--profile", "5").result()
     times = {name: float(us) for name, us in re.findall(r"│ +([\w' ()]+?) +│ +(-?[\d.]+) │", out)}
     assert times.keys() == OURS | {"ours", "transformers' own", "with enable()"}, out
     assert times["ours"] == pytest.approx(sum(times[name] for name in OURS), abs=0.2)

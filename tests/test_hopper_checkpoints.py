@@ -32,7 +32,7 @@ def split(launched, monkeypatch):
 
 
 def prompt(length=330, every=64, **changes):
-    """A prompt with NaN behind it, and a table with room for a checkpoint more than it leaves."""
+    """A prompt. NaN comes after its tokens, and its table has a slot more than it needs."""
     x = make_prefill("gdn-raw", (length,), behind=9, slots=16, **(TINY | changes))
     for name in TOKENS:
         x[name][:, length:] = float("nan")

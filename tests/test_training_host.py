@@ -7,11 +7,11 @@ import shutil
 import struct
 import sys
 from collections import Counter
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from example_output import EXAMPLES, printed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -20,7 +20,6 @@ pytestmark = [
 ]
 
 PACKED = 2  # of training_step.ROWS
-EXAMPLES = str(Path(__file__).parent.parent / "examples")
 MOST, BOUNDS = 30, 22  # Python functions of ours in both passes; in checking bounds that lie on the host
 MEMORY = 11  # tensors: o, final state, what is saved, maps of segments, five gradients, and once for each pass the rest
 
@@ -111,19 +110,10 @@ def test_a_known_backward_pass_gets_its_own_addresses(process, tmp_path, contigu
         assert all(addresses)
 
 
-def printed():
-    sys.path.append(EXAMPLES)
-    import training_step
-    import typer
-    from typer.testing import CliRunner
-
-    app = typer.Typer()
-    app.command()(training_step.main)
-    return CliRunner().invoke(app, ["--pretend", "--steps", "5", "--new-lengths", "--one-thread"]).output
-
-
 def test_the_split_is_printed(process):
-    out = process.submit(printed).result()
+    out = process.submit(
+        printed, "training_step", "--pretend", "--steps", "5", "--new-lengths", "--one-thread"
+    ).result()
     rows = [[float(us) for us in re.findall(r"│ +([\d.]+) +", line)] for line in out.splitlines() if "│" in line]
     assert [len(row) for row in rows] == [4] * 5, out
     for forward, backward, ours, step in rows:

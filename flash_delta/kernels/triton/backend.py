@@ -36,12 +36,10 @@ from flash_delta.kernels.runtime.workspace import (
 from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import memory_of, new_segmented_back, run_segmented_back
-from flash_delta.kernels.triton.forward.channel import run_channel
-from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
-from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.kernels.triton.serving.prompts import (
@@ -133,7 +131,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*saved, *handed, *shown), None)[:4]
-        _chunks(c, solved, factors, channels)
+        run_chunks(c, solved, factors, channels)
         if walk is None or every(c):
             run_scan(c, channels, solved, factors, o, final, residual)
         run_segmented_scan(c, channels, solved, factors, o, final, walk)
@@ -264,7 +262,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
-        _chunks(rule, solved, factors, channels)
+        run_chunks(rule, solved, factors, channels)
         run_scan(rule, channels, solved, factors, o, None, None, slots=slots)
         if not p.batch_invariant:
             run_decode(rule, o)
@@ -283,15 +281,6 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
     rule = with_convolved(x, new_convolved(p._replace(device=torch.device("meta"))))
     return count_bytes(p, *HANDED) + convolved_bytes(p) + scratch_bytes(p, rule, chip_of(p.device))
-
-
-def _chunks(c: Call, solved: Solved, factors: Factors, channels: Channels) -> None:
-    """Every chunk as a map of the state."""
-    if c.p.gate == "channel":
-        run_channel(c, solved, channels)
-    run_solve(c, channels, solved)
-    if c.p.gate != "channel":
-        run_factor(c, solved, factors)
 
 
 def _cannot_decode(p: Problem) -> str | None:

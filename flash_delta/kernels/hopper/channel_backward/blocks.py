@@ -18,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from flash_delta.kernels.hopper.channel.gates import BITS, LEAST, softplus_bits
+
 K = gl.constexpr(128)
-BITS = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-128.0)  # nats per token, as in device/channel_gate.py
 MILD = gl.constexpr(110.0)  # bits
 SHIFT = gl.constexpr(32.0)
 CHANNELS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8]))  # [128, 16]
@@ -79,23 +79,8 @@ def sum_over(x, carried, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def softplus(x):
-    """As in device/activation.py."""
-    e = gl.exp2(gl.maximum(x, x * -1.0) * -BITS)
-    quotient = 0.005232691299170256 * e - 0.029505226761102676
-    quotient = quotient * e + 0.07822593301534653
-    quotient = quotient * e - 0.13663244247436523
-    quotient = quotient * e + 0.19106006622314453
-    quotient = quotient * e - 0.2484298199415207
-    quotient = quotient * e + 0.3331909775733948
-    quotient = quotient * e - 0.4999949336051941
-    quotient = quotient * e + 0.9999999403953552
-    return gl.maximum(x, 0.0) + e * quotient
-
-
-@gluon.jit
 def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Log decays in bits, as in device/channel_gate.py; those of tokens that are not there are 0."""
+    """Log decays in bits, as channel/gates.py has them; those of tokens that are not there are 0."""
     if not RAW_GATE:  # from after the end come zeros
         return gl.maximum(a, lower_bound if BOUNDED else LEAST) * BITS
     elif BOUNDED:
@@ -103,7 +88,8 @@ def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED:
         root = gl.rsqrt(inverse + inverse * gl.exp2(a * turned[:, None] + (bias * turned)[:, None]))
         return gl.where(live, root * root * -1.0, 0.0)
     else:
-        return gl.where(live, gl.maximum(softplus(a + bias[:, None]) * (rate * -1.0)[:, None], LEAST) * BITS, 0.0)
+        softplus = softplus_bits(a * BITS + (bias * BITS)[:, None])
+        return gl.where(live, gl.maximum(softplus * (rate * -1.0)[:, None], LEAST * BITS), 0.0)
 
 
 @gluon.jit

@@ -12,14 +12,12 @@ from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gra
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
 from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
 from flash_delta.kernels.triton.backward.pairs import run_pairs
-from flash_delta.kernels.triton.forward.channel import run_channel
-from flash_delta.kernels.triton.forward.factor import run_factor
-from flash_delta.kernels.triton.forward.solve import run_solve
+from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.problem import Inputs
 
 
 class Chunks(NamedTuple):
-    """Who does what of a backward pass concerns one chunk only, before and after the states are walked."""
+    """The kernels of a backward pass that work on one chunk at a time, before and after the states are walked."""
 
     name: str
     hands: tuple[type, ...]  # the groups of tensors by which the kernels of ``find`` hand each other results
@@ -30,13 +28,7 @@ class Chunks(NamedTuple):
 
 
 def prepare_chunks(c: Call, memory: tuple[Workspace, ...], anew: bool) -> None:
-    solved, factors, channels = c.parts(*memory)[:3]
-    if c.p.gate == "channel":
-        run_channel(c, solved, channels)
-    if anew:
-        run_solve(c, channels, solved)
-    if c.p.gate != "channel":
-        run_factor(c, solved, factors, follows=anew)
+    run_chunks(c, *c.parts(*memory)[:3], saved=not anew)
 
 
 def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:

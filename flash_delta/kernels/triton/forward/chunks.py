@@ -1,0 +1,17 @@
+"""Every chunk as a map of the state: which kernels make it."""
+
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
+from flash_delta.kernels.triton.forward.channel import run_channel
+from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.solve import run_solve
+
+
+def run_chunks(c: Call, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> None:
+    """``saved``: what `solve` makes is there."""
+    if c.p.gate == "channel":
+        run_channel(c, solved, channels)
+    if not saved:
+        run_solve(c, channels, solved)
+    if c.p.gate != "channel":
+        run_factor(c, solved, factors, follows=not saved)
