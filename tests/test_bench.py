@@ -251,7 +251,7 @@ class Stub:
 
     process = None
 
-    def __init__(self, contestant, device, timeout_s):
+    def __init__(self, contestant, device, timeout_s, keep_caches):
         self.contestant = contestant
 
     def call(self, question, *arguments):
@@ -436,6 +436,11 @@ def test_the_command_measures_resumes_and_compares(tmp_path):
     before = file.read_text()
     assert bench(*rows, "--results", tmp_path, "--resume").exit_code == 0
     assert file.read_text() == before, "there was nothing left to measure"
+    assert bench(*rows, "--results", tmp_path / "kept", "--keep-caches").exit_code == 0
+    (kept,) = Group.read(tmp_path / "kept" / "cpu" / "cpu.json").results
+    assert kept.ms is not None
+    assert kept.first_call_s is None
+    assert result.first_call_s > 0
     old = Group.read(file)
     old.results[0].eager_ms = Spread(1e-6, 1e-6, 1e-6)
     old.write(tmp_path / "old" / "cpu.json")

@@ -197,11 +197,12 @@ def _pictures(group: Group) -> Iterator[Picture]:
             "The same times over the row's floor. 1 would be a kernel that does nothing but what it must.",
             lambda: figures.floor_figure(group),
         )
-        yield picture(
-            "First call",
-            "What a process waits for the first time it sees a row: compilation and tuning. The topmost row found "
-            "empty caches, the others what the rows above had left.",
-            lambda: figures.first_call_figure(group),
-        )
+        if any(result.first_call_s is not None for result in group.results):
+            yield picture(
+                "First call",
+                "What a process waits for the first time it sees a row: compilation and tuning. The topmost row found "
+                "empty caches, the others what the rows above had left.",
+                lambda: figures.first_call_figure(group),
+            )
     if figures.scaling_figure(group) is not None:
         yield picture("Scaling", "Time over length (decoding: over batch size).", lambda: figures.scaling_figure(group))
