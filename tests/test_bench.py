@@ -76,6 +76,9 @@ def rows(group):
         ("gdn-prefill", "16/32 1x32768", 0.196),
         ("gdn-prefill", "2/8 8x1024", 0.0122),
         ("kda-forward", "96/96 1x8192", 0.237),
+        ("kda-gates", "64/64 8x1024, dt_bias = 0", 0.171),
+        ("kda-gates", "64/64 8x1024, log decays", 0.203),
+        ("kda-training", "64/64 8x1024", 0.532),
         ("gdn-training", "16/32 1x8192", 0.212),
         ("decode", "16/32 batch 128", 0.125),
         ("decode", "16/32 batch 128, bfloat16 states", 0.0629),
@@ -509,7 +512,9 @@ def test_decoding_is_measured_by_the_copy_rate(group):
 def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("serving", group.versions).keys() == {"flash_delta", "plain"}
     assert taking_part("decode", group.versions) == group.versions
-    installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "transformers"), "1.0")
+    installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "flash_kda", "transformers"), "1.0")
+    assert taking_part("kda-gates", installed) == installed
+    assert "flash_kda" not in taking_part("gdn-prefill", installed)
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert eager(group).rows == []
     results = [
