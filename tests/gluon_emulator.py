@@ -208,6 +208,8 @@ class Pointer:
 
     def store(self, value, mask=None):
         at = bare(self.at)
+        if isinstance(at, int):  # one number
+            at, value = torch.tensor(at), Value(torch.as_tensor(bare(value)))
         assert at.shape == value.t.shape
         if mask is not None:
             at, value = at[mask.t], Value(value.t[mask.t])

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
+from flash_delta.kernels.runtime.workspace import Deep
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS
 from flash_delta.ops import _backend, _function
@@ -54,7 +55,7 @@ def on_cpu(monkeypatch):
     def chosen():
         made = emulated("flash_delta.kernels.hopper", "channel_backward.gradients")
         monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
-        chunks = CHUNKS._replace(hands=(), find=by_chunk.find_gradients)
+        chunks = CHUNKS._replace(hands=(Deep,), find=by_chunk.find_gradients)
         taken = SimpleNamespace(
             forward=triton.forward, backward=partial(triton.backward_by, chunks), unsupported=lambda p: None,
             preference=lambda p: (0, None),

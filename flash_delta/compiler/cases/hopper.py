@@ -25,7 +25,7 @@ from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Prepared, Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -152,11 +152,11 @@ def call_prepare(case: str, form: str) -> None:
     run_prepare(c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s)
 
 
-def call_channel_back(case: str) -> None:
+def call_channel_back(case: str, *, rest: bool) -> None:
     p, x = GRADIENTS[case]()
     c, d = make_call(p, x, ("launches",))._replace(direct=False), new_gradients(p, x)
-    solved, channels, residual, chain = Workspace(p, Solved, Channels, Residual, Chain).views()
-    run_chunk_back(c, channels, solved, residual, chain, torch.empty_like(x.v), d)
+    solved, *groups = Workspace(p, Solved, Channels, Residual, Chain, Deep).views()
+    run_chunk_back(c, groups[0], solved, *groups[1:], torch.empty_like(x.v), d, rest=rest)
 
 
 def call_pool(case: str, t: LoopTile) -> None:
@@ -233,7 +233,9 @@ def launches(target: str) -> Iterator[Launch]:
         for form in CHANNELS_BACK:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))
     for case in GRADIENTS:
-        yield Launch(case, partial(call_channel_back, case))
+        yield Launch(case, partial(call_channel_back, case, rest=False))
+        if GRADIENTS[case]()[0].lower_bound is None:
+            yield Launch(f"{case}-deep", partial(call_channel_back, case, rest=True))
     yield Launch("pool-back", partial(call_prompt, "pool", back=True))
     for case, described_pool in POOLS.items():
         yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))

@@ -93,14 +93,12 @@ def preference(p: Problem) -> tuple[int, str | None]:
     """Before ``triton``, or after it and why. No length and no number of sequences may change that: the other backend
     would have to be compiled in the middle of the work.
 
-    As measured on an H200 with 132 multiprocessors (docs/notes): this backend is ahead of ``triton``, except for one
-    sequence of some 2,000 tokens on few heads of 128. On a pool it walks half a state's chunk in 1.73 us, for which
-    ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
+    As measured on an H200 (training with a decay per channel: on an H100), with 132 multiprocessors (docs/notes): this
+    backend is ahead of ``triton``, except for one sequence of some 2,000 tokens on few heads of 128. On a pool it walks
+    half a state's chunk in 1.73 us, for which ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
     """
     if p.device.type != "cuda" or not (isinstance(p.HV, int) and isinstance(p.K, int)):
         return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
-    if p.gate == "channel" and p.needs_grad:
-        return 0, "with a decay per channel its backward pass has not been timed"
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     return 2, None

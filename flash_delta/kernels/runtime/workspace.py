@@ -101,6 +101,12 @@ class HeadGradients(NamedTuple):
     fallen: Any  # [slots, HV, K] float32
 
 
+class Deep(NamedTuple):
+    """What `chunk_back` of `hopper` writes for its second launch."""
+
+    chunks: Any  # [slots, HV] int32: whether a channel of the chunk may fall by very much
+
+
 class Part(NamedTuple):
     """One tensor: per slot, where it begins and what it is."""
 
@@ -169,6 +175,7 @@ def _layout(
         Residual: (state, rows, rows),
         Chain: (state, rows),
         Scores: (square, square, vectors if gate == "scalar" else None),
+        Deep: (((HV,), torch.int32),),
         HeadGradients: (key_heads, key_heads, *products) if gate == "channel" else (None,) * 5,
     }
     start, placed = 0, []

@@ -16,7 +16,7 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import again, remember, run
-from flash_delta.kernels.runtime.workspace import Channels, Factors, Prepared, Solved, Workspace
+from flash_delta.kernels.runtime.workspace import Channels, Deep, Factors, Prepared, Solved, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
@@ -90,7 +90,7 @@ def backward(
     given = as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
     chunks = CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
     if by_chunk.unsupported(p) is None:
-        chunks, do = Chunks("hopper", (), _prepare_again, by_chunk.find_gradients), described(do)
+        chunks, do = Chunks("hopper", (Deep,), _prepare_again, by_chunk.find_gradients), described(do)
     return triton.backward_by(chunks, p, given, saved, do, dfinal, known)
 
 

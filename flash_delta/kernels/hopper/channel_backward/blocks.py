@@ -11,7 +11,7 @@ The factor in the middle is one number a channel, which products get when they a
 queries are decayed and rounded once, whatever they meet, and what a pair adds to the gates of both its tokens cancels
 in gates before them up to float32's rounding. No factor is above 1, except the middle one of a block with itself,
 which is as large as a channel falls there. Copies carry 2^SHIFT, so that neither they nor their products become too
-small. Channels that fall by more than MILD within a block are done by `levels`.
+small. Channels that fall by more than MILD within a block are done by `deep_part`.
 """
 
 from triton.experimental import gluon
@@ -133,15 +133,15 @@ def between(aq, ap, z, factor, kd, qe, pe, dP, dL):
 
 
 @gluon.jit
-def levels(q, k, gates, dP, dL, deep):
-    """What a block says to itself, to be added to dq, dk and dg's terms, of the channels that are ``deep``; for others
-    0. The block is halved again and again, and a pair's decay is taken apart where its tokens part: no factor is above
-    1, whatever a channel falls by."""
+def deep_part(sq, sk, gates, dP, dL, deep, I: gl.constexpr, PART: gl.constexpr):
+    """What block I says to itself, of the channels that are ``deep``; for others 0. It is to be added to dq (PART 0),
+    dk (1) or dg's terms (2), one after the other: registers are few, and such chunks are rare.
+
+    The block is halved again and again, and a pair's decay is taken apart where its tokens part: no factor is above 1,
+    whatever a channel falls by."""
     r, t = places()
-    q, k = gl.where(deep[:, None], q, 0.0), gl.where(deep[:, None], k, 0.0)
-    P, L = dP.load(RIGHT), dL.load(RIGHT)
-    Pt, Lt = dP.permute([1, 0]).load(RIGHT), dL.permute([1, 0]).load(RIGHT)
-    dq, dk, y = empty_tile(), empty_tile(), empty_tile()
+    q, k = gl.where(deep[:, None], load_block(sq, I), 0.0), gl.where(deep[:, None], load_block(sk, I), 0.0)
+    out = empty_tile()
     for level in range(5):
         half = (1 << level) >> 1  # 0: a token with itself
         middle, least = (t & -half) | half, gl.minimum(half, 1)
@@ -150,13 +150,21 @@ def levels(q, k, gates, dP, dL, deep):
         parted, last = ((r ^ t) & -half) == half, half + half - least
         below = parted & (r - t >= least) & (r - t <= last)
         above = parted & (t - r >= least) & (t - r <= last)
-        qe, ke = rounded(q * e), rounded(k * e)
-        qb, kb = operand(qe), operand(ke)
-        aq = mma_v2(kb, gl.where(above, Pt, 0.0).to(gl.bfloat16), empty_tile())
-        ap = mma_v2(kb, gl.where(above, Lt, 0.0).to(gl.bfloat16), empty_tile())
-        back = mma_v2(qb, gl.where(below, P, 0.0).to(gl.bfloat16), empty_tile())
-        back -= mma_v2(kb, gl.where(below, L, 0.0).to(gl.bfloat16), empty_tile())
-        dq += e * aq
-        dk += e * (back - ap)
-        y += qe * aq - ke * (back + ap)
-    return dq, dk, y
+        ke = rounded(k * e)
+        kb = operand(ke)
+        if PART == 0:
+            out += e * parted_product(kb, dP.permute([1, 0]), above)
+        else:
+            qe = rounded(q * e)
+            back = parted_product(operand(qe), dP, below) - parted_product(kb, dL, below)
+            erased = parted_product(kb, dL.permute([1, 0]), above)
+            if PART == 1:
+                out += e * (back - erased)
+            else:
+                out += qe * parted_product(kb, dP.permute([1, 0]), above) - ke * (back + erased)
+    return out
+
+
+@gluon.jit
+def parted_product(x, scores, some):
+    return mma_v2(x, gl.where(some, scores.load(RIGHT), 0.0).to(gl.bfloat16), empty_tile())

@@ -10,12 +10,11 @@ from flash_delta.kernels.hopper.channel_backward.blocks import (
     SHIFT,
     WIDE,
     between,
+    deep_part,
     empty_tile,
     gate_backward,
-    levels,
     load_block,
     log_decay,
-    may_be_deep,
     operand,
     places,
     rounded,
@@ -99,38 +98,15 @@ def reach(opens, falls, I: gl.constexpr, J: gl.constexpr):
 @gluon.jit
 def chunk_gradients(
     X, Y, W, through, sq, sk, sg, sP, sM, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
-    BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """Overwrites q, k and g with their gradients; returns those of A_log and of biases."""
-    read, erase = last_tile(X, parking, 0), last_tile(Y, parking, 3)
-    tiles = sq, sk, sg, sP, sM
-    if BOUNDED:
-        return block_gradients(
-            read, erase, W, through, tiles, parking, lines, left, gate, NORM, RAW_GATE, True, False
-        )  # fmt: skip
-    else:
-        if may_be_deep(sg, gate, RAW_GATE):  # apart from the others: one code for both would have too few registers
-            dA, dbias = block_gradients(
-                read, erase, W, through, tiles, parking, lines, left, gate, NORM, RAW_GATE, False, True
-            )  # fmt: skip
-        else:
-            dA, dbias = block_gradients(
-                read, erase, W, through, tiles, parking, lines, left, gate, NORM, RAW_GATE, False, False
-            )  # fmt: skip
-        return dA, dbias
-
-
-@gluon.jit
-def block_gradients(
-    read, erase, W, through, tiles, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
-    """The same, block by block. DEEP: a channel may fall by more than MILD within a block."""
-    sq, sk, sg, sP, sM = tiles
+    """Overwrites q, k and g with their gradients; returns those of A_log and of biases. DEEP: a channel may fall by
+    more than MILD within a block."""
     r, t = places()
+    read, erase = last_tile(X, parking, 0), last_tile(Y, parking, 3)
     sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE, BOUNDED)
     rest += through * gl.exp2(D)
-    dA, dbias, dqs, dks = rest * 0.0, rest * 0.0, (), ()
+    dA, dbias = rest * 0.0, rest * 0.0
     for I in gl.static_range(3, -1, -1):
         if I < 3:
             read, erase = parked(parking, I), parked(parking, 3 + I)
@@ -158,8 +134,10 @@ def block_gradients(
         y = q_rows * aq + p_rows * ap - kd * own
         a, gates, live = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
         if DEEP:
-            xq, xk, xy = levels(q, k, gates, sP.index(5 * I), sM.index(5 * I), fall < -MILD)
-            dq, dk, y = dq + xq, dk + xk, y + xy
+            own_P, own_M = sP.index(5 * I), sM.index(5 * I)
+            dq += deep_part(sq, sk, gates, own_P, own_M, fall < -MILD, I, 0)
+            dk += deep_part(sq, sk, gates, own_P, own_M, fall < -MILD, I, 1)
+            y += deep_part(sq, sk, gates, own_P, own_M, fall < -MILD, I, 2)
         d = sum_over(y, r >= t, 3) + rest[:, None]
         rest += gl.sum(y, 1)
         if RAW_GATE:
@@ -169,20 +147,25 @@ def block_gradients(
         elif BOUNDED:
             d = gl.where(a < gate[2], 0.0, d)
         sg.slice(16 * I, 16, 0).permute([1, 0]).store(d.to(sg.dtype))
-        if NORM:
-            dqs, dks = (dq,) + dqs, (dk,) + dks  # noqa: RUF005
+        if NORM and I < 3:  # where the products were
+            park(parking, I, dq)
+            park(parking, 3 + I, dk)
+        elif NORM:
+            last_dq, last_dk = dq, dk
         else:
             sq.slice(16 * I, 16, 0).permute([1, 0]).store(dq.to(sq.dtype))
             sk.slice(16 * I, 16, 0).permute([1, 0]).store(dk.to(sk.dtype))
     if NORM:
-        store_normed(sq, dqs, lines.slice(4, 1, 0))
-        store_normed(sk, dks, lines.slice(5, 1, 0))
+        store_normed(sq, parking, 0, last_dq, lines.slice(4, 1, 0))
+        store_normed(sk, parking, 3, last_dk, lines.slice(5, 1, 0))
     return dA, dbias
 
 
 @gluon.jit
-def store_normed(tile, parts, square):
-    """Overwrites x with ``z - x r^2 <x, z>``, r^2 being ``square`` and z given as ``parts``."""
+def store_normed(tile, parking, first: gl.constexpr, last, square):
+    """Overwrites x with ``z - x r^2 <x, z>``, r^2 being ``square``. z: three tiles, parked from ``first`` on, and
+    ``last``."""
+    parts = parked(parking, first), parked(parking, first + 1), parked(parking, first + 2), last
     z, x = gl.convert_layout(beside_all(parts, 0, 4), WIDE), tile.permute([1, 0]).load(WIDE).to(gl.float32)
     along = gl.sum(x * z, 0)[None, :] * square.load(WIDE)
     tile.permute([1, 0]).store((z - x * along).to(tile.dtype))

@@ -15,6 +15,9 @@ First the products over values, by wgmma: those with the states leave [128 chann
 to shared memory. Then all else, 16 tokens at a time, from right to left (chunk.py). While that is done the copy engine
 loads what the next chunk's products need. q, k and g of a chunk are overwritten by their gradients.
 
+Chunks in which a channel falls by very much are rare, and their code needs more registers. So one launch does all the
+others and notes which these are, and another one does them (DEEP).
+
 Where dS1, R and L lay, tiles wait meanwhile (parking.py). So these are asked for last. They are also needed last.
 
 Barriers: ``full`` has three, which the copy engine completes: the tiles of the products are there; q, k and g are
@@ -36,7 +39,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import blocks, ragged, squares, strides
-from flash_delta.kernels.hopper.channel_backward.blocks import BITS, CHANNELS, OF_CHANNELS, WIDE, K, empty_tile
+from flash_delta.kernels.hopper.channel_backward.blocks import (
+    BITS,
+    CHANNELS,
+    OF_CHANNELS,
+    WIDE,
+    K,
+    empty_tile,
+    may_be_deep,
+)
 from flash_delta.kernels.hopper.channel_backward.chunk import chunk_gradients
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, FLOAT_BOX, FLOATS, RAGGED, TILE, C
@@ -45,7 +56,7 @@ from flash_delta.kernels.hopper.segments.bounds import find_segment, load_bound
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Residual, Solved
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Residual, Solved
 from flash_delta.problem import Inputs
 
 # In registers, of eight warps.
@@ -90,15 +101,31 @@ def store_sums(head, sums, dA, dbias):
 
 
 @gluon.jit
-def next_chunk(item, work, results, sums, PACKED: gl.constexpr):
+def next_deep(item, items, deep):
+    """The program's next item from ``item`` on that is noted down."""
+    found, step, n = items, gl.num_programs(0), gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    while (item < items) & (found >= items):
+        some = item + n * step
+        noted = gl.load(deep + some, mask=some < items, other=0)
+        found = gl.min(gl.where(noted > 0, some, items), 0)
+        item += 256 * step
+    return found
+
+
+@gluon.jit
+def next_chunk(item, work, results, sums, deep, PACKED: gl.constexpr, DEEP: gl.constexpr):
     """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
     length, and the chunk's first token in the sequence."""
     items, cu_seqlens, N, T, HV = work
     step = gl.num_programs(0)
+    if DEEP:
+        item = next_deep(item, items, deep)
     _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
-    if PACKED:
+    if PACKED and not DEEP:
         while (item < items) & (first >= stop):
             store_nothing(item // HV, item % HV, results, sums, cu_seqlens, N, T, HV)
+            if deep is not None:
+                gl.store(deep + item, 0)
             item += step
             _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
     return item, row, start, gl.where(item < items, stop - start, 0), first - start
@@ -241,11 +268,13 @@ def store_box(desc, tile, row, size, first, column):
 @gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "do_batch", "do_head", "HV"])
 def chunk_back(
     q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
-    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
     q_batch, k_batch, g_batch, do_batch, heads, HV, scale, lower_bound, beta_top,
     PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    DEEP: gl.constexpr,
 ):  # fmt: skip
-    """``items``: slots times heads."""
+    """``items``: slots times heads. ``deep``: of every one whether it is left to the launch with DEEP; None if none
+    is."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sdo1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -269,7 +298,7 @@ def chunk_back(
     values, last = (do_desc, u_desc, lam_desc, s_desc), (ds_desc, r_desc, l_desc)
     keys, of_keys, of_values = (q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads[3])
     gdc_wait()  # the kernels before this one have ended: what they wrote is there
-    where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), PACKED)
+    where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
     if where[0] < items:
         ask_values(
             where, values, (sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0)), full.index(0), of_values, HV
@@ -300,26 +329,32 @@ def chunk_back(
         through = state_sums(ss, sds)
         X, Y, W = warpgroup_mma_wait(0, deps=[X, Y, W])
         item, row, start, size, first = where
-        where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), PACKED)
+        where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
         barrier()  # all warps of the program: they have read the tiles of the products, and scores are there
         if where[0] < items:
             ask_values(where, values, (sdo, su, slam, ss), full.index(0), of_values, HV)
         factors = load_factors(gl.minimum(where[0], items - 1), vectors, norms, NORM)
         rate, bias = load_parameters(A_log, dt_bias, item, HV)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q, k and g are there
-        dA, dbias = chunk_gradients(
-            X, Y, W, through, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines, gl.minimum(size - first, C),
-            (rate, bias, lower_bound), NORM, RAW_GATE, BOUNDED,
-        )  # fmt: skip
-        store_sums(item, (dA_log, ddt_bias), dA, dbias)
-        fence_async_shared()
+        gate, left_out = (rate, bias, lower_bound), False
+        if deep is not None and not DEEP:
+            left_out = may_be_deep(sg, gate, RAW_GATE)
+            gl.store(deep + item, gl.where(left_out, 1, 0))
+        if not left_out:
+            dA, dbias = chunk_gradients(
+                X, Y, W, through, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines, gl.minimum(size - first, C), gate,
+                NORM, RAW_GATE, BOUNDED, DEEP,
+            )  # fmt: skip
+            store_sums(item, (dA_log, ddt_bias), dA, dbias)
+            fence_async_shared()
         barrier()  # all warps of the program: the gradients are there; they have read lines, scores and parked tiles
         if where[0] < items:
             ask_last(where[0], last, (sds, sr, sl), full.index(2))
-        end = row * T + start + size
-        store_box(dq_desc, sq, end, size, first, item % HV * K)
-        store_box(dk_desc, sk, end, size, first, item % HV * K)
-        store_box(dg_desc, sg, end, size, first, item % HV * K)
+        if not left_out:
+            end = row * T + start + size
+            store_box(dq_desc, sq, end, size, first, item % HV * K)
+            store_box(dk_desc, sk, end, size, first, item % HV * K)
+            store_box(dg_desc, sg, end, size, first, item % HV * K)
         store_factors(factors, lines, scale, NORM)
         tma.store_wait(0)  # the copy engine has read the gradients
         barrier()  # all warps of the program: none asks before that
@@ -328,9 +363,11 @@ def chunk_back(
         t += 1
 
 
-def run_chunk_back(c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs) -> None:
+def run_chunk_back(
+    c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, deep: Deep, do: Tensor, d: Inputs, *, rest: bool
+) -> None:
     """Launches `chunk_back` for all of ``d`` except the initial state's: of A_log and dt_bias for every chunk, [slots,
-    HV, K]."""
+    HV, K]. ``rest``: for the chunks that the launch without it has left out. With a known bound there are none."""
     p, x = c.p, c.x
     items, K = count_slots(p) * p.HV, p.K
     *batches, heads = strides(x.q, x.k, x.g, do)
@@ -338,8 +375,8 @@ def run_chunk_back(c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, 
     arguments = (
         *(ragged(t, K) for t in (x.q, x.k, x.g, do)), *(blocks(t, K) for t in tiles), blocks(r.states, K, K),
         blocks(chain.dstates, K, K), squares(ch.L), *(ragged(t, K) for t in (d.q, d.k, d.g)), d.q, d.k, d.v, d.g,
-        d.beta, d.A_log, d.dt_bias, s.vectors, s.norms, x.A_log, x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches,
-        heads, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range,
+        d.beta, d.A_log, d.dt_bias, deep.chunks if p.lower_bound is None else None, s.vectors, s.norms, x.A_log,
+        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range,
     )  # fmt: skip
-    constants, programs = constants_of(c, chunk_back, arguments), min(items, c.shape.chip.processors)
+    constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.shape.chip.processors)
     launch_described(c, chunk_back, DescribedPlan((programs,), arguments, constants), num_warps=8)

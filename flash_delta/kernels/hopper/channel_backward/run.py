@@ -18,6 +18,9 @@ def unsupported(p: Problem) -> str | None:
 
 
 def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
-    """Launches `chunk_back`."""
-    solved, _, channels, residual, chain = (group for w in memory for group in w.views())
-    run_chunk_back(c, channels, solved, residual, chain, c.more[0], d)
+    """Launches `chunk_back`, once more where chunks may be left."""
+    solved, _, channels, residual, chain, deep = (group for w in memory for group in w.views())
+    given = c, channels, solved, residual, chain, deep, c.more[0], d
+    run_chunk_back(*given, rest=False)
+    if c.p.lower_bound is None:
+        run_chunk_back(*given, rest=True)
