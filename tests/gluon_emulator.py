@@ -298,7 +298,9 @@ def largest(x, axis):
 
 def smallest(x, axis):
     """A number, of a tensor with one axis."""
-    return Value(x.t.amin(axis)) if x.t.ndim > 1 else x.t.min().item()
+    if x.t.ndim > 1:
+        return Value(x.t.amin(axis))
+    return x.t.min().item() if x.dtype.is_floating_point else Number(x.t.min())
 
 
 LANGUAGE = {
