@@ -73,6 +73,7 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
 PREPARES = 2  # programs share a multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
+CHANNEL_LOOP = {"NR": 3, "NV": 3, "NX": 3, "NO": 2, "REGISTERS": 160}
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:
@@ -80,6 +81,11 @@ def walks_by_hand(p: Problem, chip: Chip) -> bool:
     one. On an H200 8,192 tokens of 32 heads then take 0.334 ms and not 0.354; of 64 heads they take 0.527 and 0.514.
     No other sequence may decide where it would change bits."""
     return not p.batch_invariant and chip.processors >= 4 * p.N * p.HV
+
+
+def loops_channels(p: Problem, chip: Chip) -> bool:
+    """Whether one kernel walks the states and makes all that it needs on the way, instead of `prepare` before it."""
+    return not p.batch_invariant and chip.processors * 2 <= 3 * p.N * p.HV
 
 
 # The backward pass. RETRACE is `walk_segments` without outputs.

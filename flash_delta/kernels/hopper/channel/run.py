@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper.boxes import as_taken, described
+from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.tiles import walks_by_hand
+from flash_delta.kernels.hopper.tiles import loops_channels, walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
@@ -41,6 +42,8 @@ def unsupported(p: Problem) -> str | None:
 def remark(p: Problem) -> str:
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
+    if _loops(p):
+        return "one kernel does it all"
     if split is not None:
         said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
@@ -66,7 +69,13 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     split = plan_segments(p, chip_of(p.device))
     handed, segments = None if p.writes_states else Workspace(p, Prepared), new_segmented_scan(p, split)
 
+    looped = _loops(p)
+
     def kernels(c: Call) -> None:
+        if looped or (every(c) and _can_loop(p)):
+            run_channel_loop(c, o, final)
+        if looped and not every(c):
+            return
         groups = [] if saved is None else saved.views()
         if handed is None:
             solved, _, channels, _ = groups
@@ -76,7 +85,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         _walk(c, handed, saved, o, final, segments)
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, split))
+        call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
         spare = (*(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
         run(call, kernels, o, final, *buffers, spare=spare)
     remember(call, x, known, (p.lengths, *kind))
@@ -114,6 +123,15 @@ def _prepared(channels: Channels, solved: Solved) -> Prepared:
 
 def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
     return w if solved is None else w._replace(A=solved.A)
+
+
+def _can_loop(p: Problem) -> bool:
+    """Whether `channel_loop` can run it: with bounded gates in 16 bits, and where nothing is saved."""
+    return p.lower_bound is not None and p.g_dtype == torch.bfloat16 and not (p.needs_grad or p.writes_states)
+
+
+def _loops(p: Problem) -> bool:
+    return _can_loop(p) and loops_channels(p, chip_of(p.device))
 
 
 def _walks(p: Problem) -> bool:

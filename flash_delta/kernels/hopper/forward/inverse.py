@@ -58,16 +58,10 @@ def halves(odd, even_left, odd_left, right):
 
 
 @gluon.jit
-def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
-    """A diag(b), or with KEEP A: columns 0 to 31 and 32 to 63, each [64, 32] in registers.
-
-    M: [64, 64] with layout ROWS; its diagonal and what is above are ignored. b: [1, 64] in shared memory.
-    sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
-    returns, some warps may still use it: the caller needs a barrier before it writes there.
-    """
-    sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
+def invert_pairs(D, B, sD):
+    """The inverses of two blocks of 32 rows, [64, 32]. D: for every warp its block of 16 on the diagonal, of which what
+    is on it and above is ignored; B: for warps 1 and 3 the block to the left of it. sD: as in `invert`."""
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
-    D, B = own_blocks(M)
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
     D = gl.where(r > c, D, 0.0)
@@ -83,7 +77,20 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     At_before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs)[0]
     At_before = gl.convert_layout(At_before.reshape([4, 16, 16]), BLOCKS)
     odd = (gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))) % 2 == 1)[:, None, None]
-    A = halves(odd, A, product(A, product(At_before, B, zero), zero), A)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
+    return halves(odd, A, product(A, product(At_before, B, zero), zero), A)
+
+
+@gluon.jit
+def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
+    """A diag(b), or with KEEP A: columns 0 to 31 and 32 to 63, each [64, 32] in registers.
+
+    M: [64, 64] with layout ROWS; its diagonal and what is above are ignored. b: [1, 64] in shared memory.
+    sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
+    returns, some warps may still use it: the caller needs a barrier before it writes there.
+    """
+    sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
+    D, B = own_blocks(M)
+    A = invert_pairs(D, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
     # 32 -> 64: what is missing are rows from 32 on, columns up to 31.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
     scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)
