@@ -38,16 +38,21 @@ def put(tile, h: gl.constexpr, x):
 
 
 @gluon.jit
-def reciprocal_lengths(tile):
-    """``(sum x^2 + eps)^{-1/2}`` of 32 or 64 rows: the diagonal of x x^T, of which warps multiply 16 rows each."""
+def squared_lengths(tile):
+    """Of 32 or 64 rows: the diagonal of x x^T, of which warps multiply 16 rows each."""
     x = tile.load(gl.DotOperandLayout(0, WARPS, 2)).reshape([tile.shape[0] // 16, 16, K])
     rows = gl.convert_layout(x, gl.DotOperandLayout(0, BLOCKS, 2))
     columns = gl.convert_layout(gl.permute(x, [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
     squares = mma_v2(rows, columns, gl.zeros([tile.shape[0] // 16, 16, 16], gl.float32, BLOCKS))
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-    sums = gl.sum(gl.where(r == c, squares, 0.0), 2).reshape([tile.shape[0]])
-    return gl.rsqrt(gl.convert_layout(sums, THREADS) + 1e-6)
+    return gl.sum(gl.where(r == c, squares, 0.0), 2).reshape([tile.shape[0]])
+
+
+@gluon.jit
+def reciprocal_lengths(tile):
+    """``(sum x^2 + eps)^{-1/2}`` of 64 rows."""
+    return gl.rsqrt(gl.convert_layout(squared_lengths(tile), THREADS) + 1e-6)
 
 
 @gluon.jit
