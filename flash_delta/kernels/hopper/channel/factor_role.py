@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_delta.kernels.hopper.channel.gates import BITS, add, gate_constants, log_decays, rest_living
-from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths, take
+from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
 from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
 from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier
@@ -69,9 +69,9 @@ def store_vectors(sq, sk, b, left, vectors, numbers, NORM: gl.constexpr, RAW_BET
         b = beta_top / (1.0 + gl.exp2(b * -BITS))
     strengths.store(gl.where(i % STEP < left, b, 0.0).reshape([1, 2 * STEP]))
     if NORM:
-        of_k = gl.rsqrt(squared_lengths(sk) + 1e-6)
-        of_q = gl.rsqrt(squared_lengths(sq) + 1e-6) * scale
-        norms.store(gl.join(of_k, of_q).permute([1, 0]).reshape([1, 2 * STEP]))
+        lengths = gl.rsqrt(squared_lengths_of_two(sk, sq) + 1e-6)
+        of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, lengths.type.layout))[:, None] == 1
+        norms.store((lengths * gl.where(of_q, scale, 1.0)).reshape([1, 2 * STEP]))
     else:
         norms.store(gl.where(i < STEP, 1.0, scale).reshape([1, 2 * STEP]))
 
@@ -113,14 +113,14 @@ def store_decays(totals, before, lead, trail, begins):
 
 
 @gluon.jit
-def invert_first(scores, norms, strengths, sD):
+def invert_first(scores, norms, strengths, sD, z):
     """Of the scores of k, and then of q, with k: A of blocks of 16, what is left of them; P, in its rows."""
     P = scores * norms.permute([1, 0]).load(NARROW_ROWS) * norms.slice(0, STEP, 1).load(NARROW_ROWS)
     M = P * (strengths.permute([1, 0]).load(NARROW_ROWS) * -1.0)
     even, odd = M.reshape([4, 16, 2, 16]).permute([0, 1, 3, 2]).split()
     even, odd = gl.convert_layout(even, BLOCKS), gl.convert_layout(odd, BLOCKS)
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
-    row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] + z
     column = gl.arange(0, STEP, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
     P = gl.where(column <= row - STEP, P, 0.0)
     return invert_blocks(gl.where(w % 2 == 0, even, odd), sD), even.to(gl.float16), P
@@ -168,7 +168,7 @@ def factor_role(
             vectors = norms.index(x), strengths.index(x)
             store_vectors(sq.index(s), sk.index(s), b, left, vectors, numbers, NORM, RAW_BETA)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            first = invert_first(scores, norms.index(before), strengths.index(before), sD)
+            first = invert_first(scores, norms.index(before), strengths.index(before), sD, t >> 16)
             store_tiles(sq.index(s), sk.index(s), u, rows.index(x), columns.index(x))
             b = load_strengths(numbers, n, hv, start, token + STEP, length)
             fence_async_shared()
@@ -182,7 +182,7 @@ def factor_role(
     before = (t + NX - 1) % NX
     scores = products(rows.index(before), columns.index(before))
     scores = warpgroup_mma_wait(0, deps=[scores])
-    first = invert_first(scores, norms.index(before), strengths.index(before), sD)
+    first = invert_first(scores, norms.index(before), strengths.index(before), sD, t >> 16)
     barrier()  # all warps of the factor group: transposed inverses are there
     store_maps(first, maps.index(before), sD)
     fence_async_shared()
