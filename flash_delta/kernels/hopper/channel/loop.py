@@ -147,10 +147,10 @@ def state_role(
             sb = gl.convert_layout(S.to(ty), wide_operand)
             EO = warpgroup_mma(sb, rows.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
             mbarrier.wait(vfull.index(y), (t // NV) & 1)  # signalled by the copy engine: v is there
-            R = sv.index(y).slice(v, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
-            weight = of_k.load(NARROW_ROWS)
             EO = warpgroup_mma_wait(0, deps=[EO])
             E, O = halves(EO)
+            R = sv.index(y).slice(v, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
+            weight = of_k.load(NARROW_ROWS)
             R = ((R - E * weight) * b.load(NARROW_ROWS)).to(ty)
             U = warpgroup_mma(gl.convert_layout(R, operand), A.permute([1, 0]), none, use_acc=False, is_async=True)
             O *= of_q.load(NARROW_ROWS)
