@@ -6,9 +6,6 @@ for the first 16 tokens and between -80 and 0 for the others,
     rows     k e^u, then q e^u          columns  k e^{-u}
 
 give all scores by one product, and the states need nothing else: they are kept decayed up to that middle (loop.py).
-
-A warp waits for one product of the inverse after the other. So it finds the inverse of 32 tokens while it makes rows
-and columns of the next ones.
 """
 
 from triton.experimental import gluon
@@ -21,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_delta.kernels.hopper.channel.gates import BITS, add, gate_constants, log_decays, rest_living
-from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
-from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
+from flash_delta.kernels.hopper.channel.scores import OWN, K, put, reciprocal_lengths, take
+from flash_delta.kernels.hopper.forward.inverse import invert_pairs
 from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, THREADS
@@ -48,10 +45,10 @@ def head_parameters(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def load_strengths(numbers, n, hv, start, token, length):
-    """What b of 32 tokens is made of, twice."""
+    """What b of 32 tokens is made of."""
     _, _, _, _, beta, beta_batch, beta_strides, _ = numbers
-    i = gl.arange(0, 2 * STEP, layout=THREADS) % STEP
-    b = gl.full([2 * STEP], 1.0, gl.float32, THREADS)
+    i = gl.arange(0, STEP, layout=THREADS)
+    b = gl.full([STEP], 1.0, gl.float32, THREADS)
     if beta is not None:
         at = ((i * 0).to(gl.int64) + n) * beta_batch + (start + token + i).to(gl.int64) * beta_strides[0]
         at += hv * beta_strides[1]
@@ -60,20 +57,22 @@ def load_strengths(numbers, n, hv, start, token, length):
 
 
 @gluon.jit
-def store_vectors(sq, sk, b, left, vectors, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Norms of k, and then those of q with the scale; b, twice."""
-    norms, strengths = vectors
+def store_vectors(sq, sk, b, left, line, weights, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+    """For the states norms of k, norms of q with the scale, and b; for the scores the weights of rows."""
     _, _, _, scale, _, _, _, beta_top = numbers
-    i = gl.arange(0, 2 * STEP, layout=THREADS)
+    i = gl.arange(0, STEP, layout=THREADS)
     if RAW_BETA:
         b = beta_top / (1.0 + gl.exp2(b * -BITS))
-    strengths.store(gl.where(i % STEP < left, b, 0.0).reshape([1, 2 * STEP]))
+    b = gl.where(i < left, b, 0.0)
+    of_k, of_q = gl.full([STEP], 1.0, gl.float32, THREADS), gl.full([STEP], scale, gl.float32, THREADS)
     if NORM:
-        lengths = gl.rsqrt(squared_lengths_of_two(sk, sq) + 1e-6)
-        of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, lengths.type.layout))[:, None] == 1
-        norms.store((lengths * gl.where(of_q, scale, 1.0)).reshape([1, 2 * STEP]))
-    else:
-        norms.store(gl.where(i < STEP, 1.0, scale).reshape([1, 2 * STEP]))
+        of_k = reciprocal_lengths(sk)
+        of_q *= reciprocal_lengths(sq)
+    line.slice(0, STEP, 1).store(of_k.reshape([1, STEP]))
+    line.slice(STEP, STEP, 1).store(of_q.reshape([1, STEP]))
+    line.slice(2 * STEP, STEP, 1).store(b.reshape([1, STEP]))
+    weights.slice(0, STEP, 1).store((of_k * b * -1.0).reshape([1, STEP]))
+    weights.slice(STEP, STEP, 1).store(of_q.reshape([1, STEP]))
 
 
 @gluon.jit
@@ -88,22 +87,6 @@ def sum_from_middle(sg, totals, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.c
 
 
 @gluon.jit
-def store_tiles(sq, sk, u, rows, columns):
-    """One store for all rows, for a second one would wait for the first."""
-    e, kk = gl.exp2(u), take(sk, 0)
-    put(columns, 0, kk * gl.exp2(u * -1.0))
-    k, q = (kk * e).to(rows.dtype), (take(sq, 0) * e).to(rows.dtype)
-    rows.store(gl.join(k, q).permute([3, 0, 1, 2]).reshape([2 * STEP, K]))
-
-
-@gluon.jit
-def products(rows, columns):
-    """The scores of 32 tokens, on their way."""
-    zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
-    return warpgroup_mma(rows, columns.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def store_decays(totals, before, lead, trail, begins):
     """What a state decays by from the middle of the 32 tokens before, or from the sequence's start, to the middle of
     these, as a root, for it may be e^-160; and from there to their end."""
@@ -113,25 +96,17 @@ def store_decays(totals, before, lead, trail, begins):
 
 
 @gluon.jit
-def invert_first(scores, norms, strengths, sD, z):
-    """Of the scores of k, and then of q, with k: A of blocks of 16, what is left of them; P, in its rows."""
-    P = scores * norms.permute([1, 0]).load(NARROW_ROWS) * norms.slice(0, STEP, 1).load(NARROW_ROWS)
-    M = P * (strengths.permute([1, 0]).load(NARROW_ROWS) * -1.0)
-    even, odd = M.reshape([4, 16, 2, 16]).permute([0, 1, 3, 2]).split()
+def store_maps(scores, tile, weights, norms, sD):
+    """A and P, of the scores of k and of q: the rows of a tile [64, 32]."""
+    scores = scores * weights.permute([1, 0]).load(NARROW_ROWS) * norms.load(NARROW_ROWS)
+    even, odd = scores.reshape([4, 16, 2, 16]).permute([0, 1, 3, 2]).split()
     even, odd = gl.convert_layout(even, BLOCKS), gl.convert_layout(odd, BLOCKS)
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
-    row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] + z
-    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
-    P = gl.where(column <= row - STEP, P, 0.0)
-    return invert_blocks(gl.where(w % 2 == 0, even, odd), sD), even.to(gl.float16), P
-
-
-@gluon.jit
-def store_maps(first, tile, sD):
-    """A, and below it P: [64, 32]."""
-    A, left, P = first
+    A = invert_pairs(gl.where(w % 2 == 0, even, odd), even, sD)
     row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
-    tile.store(gl.where(row < STEP, invert_pairs(A, left, sD), P).to(tile.dtype))
+    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    P = gl.where(column <= row - STEP, scores, 0.0)
+    tile.store(gl.where(row < STEP, A, P).to(tile.dtype))
 
 
 @gluon.jit
@@ -140,13 +115,14 @@ def factor_role(
     RAW_BETA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     scratch, given, made, bars, numbers, work = shared
-    totals, sD = scratch
+    totals, weights, sD = scratch
     sq, sk, sg = given
-    rows, columns, maps, norms, strengths, lead, trail = made
+    rows, columns, maps, lines, lead, trail = made
     gfull, full, left_given, ready, done = bars
     cu_seqlens, T, items = work
     NR: gl.constexpr = sq.shape[0]
     NX: gl.constexpr = rows.shape[0]
+    zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
@@ -155,9 +131,8 @@ def factor_role(
         constants = head_parameters(hv, numbers, RAW_GATE, BOUNDED)
         b = load_strengths(numbers, n, hv, start, n * 0, length)
         for token in range(0, length, STEP):
-            s, x, turn, before = t % NR, t % NX, t % 2, (t + NX - 1) % NX
+            s, x, turn = t % NR, t % NX, t % 2
             gates, left = sg.index(s), length - token
-            scores = products(rows.index(before), columns.index(before))  # before the first tokens of nothing
             mbarrier.wait(gfull.index(s), (t // NR) & 1)  # signalled by the copy engine: g is there
             if RAW_GATE:  # noqa: SIM102 (a constant; the other is none); else the copy engine has left zeros there
                 if left < STEP:
@@ -165,25 +140,20 @@ def factor_role(
             u = sum_from_middle(gates, totals.index(turn), constants, RAW_GATE, BOUNDED)
             mbarrier.wait(full.index(s), (t // NR) & 1)  # signalled by the copy engine: q and k are there
             wait_free(done, t, NX, NX)  # signalled by the state groups, which have left what lay here
-            vectors = norms.index(x), strengths.index(x)
-            store_vectors(sq.index(s), sk.index(s), b, left, vectors, numbers, NORM, RAW_BETA)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            first = invert_first(scores, norms.index(before), strengths.index(before), sD, t >> 16)
-            store_tiles(sq.index(s), sk.index(s), u, rows.index(x), columns.index(x))
-            b = load_strengths(numbers, n, hv, start, token + STEP, length)
+            line = lines.index(x)
+            store_vectors(sq.index(s), sk.index(s), b, left, line, weights, numbers, NORM, RAW_BETA)
+            e, kk = gl.exp2(u), take(sk.index(s), 0)
+            put(rows.index(x), 0, kk * e)
+            put(columns.index(x), 0, kk * gl.exp2(u * -1.0))
+            put(rows.index(x), 1, take(sq.index(s), 0) * e)
             fence_async_shared()
-            barrier()  # all warps of the factor group: rows, columns, sums and transposed inverses are there
+            barrier()  # all warps of the factor group: rows, columns and vectors are there
             mbarrier.arrive(left_given.index(s), count=1)
+            scores = warpgroup_mma(rows.index(x), columns.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
             store_decays(totals.index(turn), totals.index(1 - turn), lead.index(x), trail.index(x), token == 0)
-            store_maps(first, maps.index(before), sD)
+            b = load_strengths(numbers, n, hv, start, token + STEP, length)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            store_maps(scores, maps.index(x), weights, line.slice(0, STEP, 1), sD)
             fence_async_shared()
-            mbarrier.arrive(ready.index(before), count=1, pred=t > 0)
+            mbarrier.arrive(ready.index(x), count=1)
             t += 1
-    before = (t + NX - 1) % NX
-    scores = products(rows.index(before), columns.index(before))
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    first = invert_first(scores, norms.index(before), strengths.index(before), sD, t >> 16)
-    barrier()  # all warps of the factor group: transposed inverses are there
-    store_maps(first, maps.index(before), sD)
-    fence_async_shared()
-    mbarrier.arrive(ready.index(before), count=1, pred=t > 0)

@@ -116,7 +116,7 @@ def state_role(
     PACKED: gl.constexpr,
 ):  # fmt: skip
     o_desc, sv, made, bars, initial, final, work = shared
-    rows, columns, maps, norms, strengths, lead, trail = made
+    rows, columns, maps, lines, lead, trail = made
     vfull, ready, done = bars
     cu_seqlens, T, items = work
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
@@ -138,8 +138,8 @@ def state_role(
             S = load_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
         for token in range(0, length, STEP):
             x, y = t % NX, t % NV
-            of_k, of_q = norms.index(x).slice(0, STEP, 1), norms.index(x).slice(STEP, STEP, 1)
-            b = strengths.index(x).slice(0, STEP, 1)
+            of_k, of_q = lines.index(x).slice(0, STEP, 1), lines.index(x).slice(STEP, STEP, 1)
+            b = lines.index(x).slice(2 * STEP, STEP, 1)
             A, P = maps.index(x).slice(0, STEP, 0), maps.index(x).slice(STEP, STEP, 0)
             mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: all that it makes is there
             root = lead.index(x).load(WIDE_ROWS)
@@ -147,10 +147,10 @@ def state_role(
             sb = gl.convert_layout(S.to(ty), wide_operand)
             EO = warpgroup_mma(sb, rows.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
             mbarrier.wait(vfull.index(y), (t // NV) & 1)  # signalled by the copy engine: v is there
-            EO = warpgroup_mma_wait(0, deps=[EO])
-            E, O = halves(EO)
             R = sv.index(y).slice(v, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
             weight = of_k.load(NARROW_ROWS)
+            EO = warpgroup_mma_wait(0, deps=[EO])
+            E, O = halves(EO)
             R = ((R - E * weight) * b.load(NARROW_ROWS)).to(ty)
             U = warpgroup_mma(gl.convert_layout(R, operand), A.permute([1, 0]), none, use_acc=False, is_async=True)
             O *= of_q.load(NARROW_ROWS)
@@ -188,11 +188,11 @@ def channel_loop(
     rows = gl.allocate_shared_memory(ty, [NX, 2 * STEP, K], TILE)
     columns = gl.allocate_shared_memory(ty, [NX, STEP, K], TILE)
     maps = gl.allocate_shared_memory(ty, [NX, 2 * STEP, STEP], HALF)
-    norms = gl.allocate_shared_memory(gl.float32, [NX, 1, 2 * STEP], LINES)
-    strengths = gl.allocate_shared_memory(gl.float32, [NX, 1, 2 * STEP], LINES)
+    lines = gl.allocate_shared_memory(gl.float32, [NX, 1, 4 * STEP], LINES)
     lead = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)
     trail = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)
     totals = gl.allocate_shared_memory(gl.float32, [2, 2, K], LINE)
+    weights = gl.allocate_shared_memory(gl.float32, [1, 2 * STEP], LINE)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
@@ -200,9 +200,9 @@ def channel_loop(
     vfull, ready, done = barriers(NV, 1), barriers(NX, 1), barriers(NX, 2)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    work, given, made = (cu_seqlens, T, items), (sq, sk, sg), (rows, columns, maps, norms, strengths, lead, trail)
+    work, given, made = (cu_seqlens, T, items), (sq, sk, sg), (rows, columns, maps, lines, lead, trail)
     numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
-    factor = ((totals, sD), given, made, (gfull, full, left, ready, done), numbers, work)
+    factor = ((totals, weights, sD), given, made, (gfull, full, left, ready, done), numbers, work)
     state = (o_desc, sv, made, (vfull, ready, done), initial, final, work)
     places = ((q_batch, k_batch, g_batch), (heads[0], heads[1], heads[2]), group)
     # The first role gets the registers that the others do not ask for.
