@@ -76,6 +76,9 @@ def rows(group):
         ("gdn-prefill", "16/32 1x32768", 0.196),
         ("gdn-prefill", "2/8 8x1024", 0.0122),
         ("kda-forward", "96/96 1x8192", 0.237),
+        ("kda-gates", "64/64 8x1024, dt_bias = 0", 0.171),
+        ("kda-gates", "64/64 8x1024, log decays", 0.203),
+        ("kda-training", "64/64 8x1024", 0.532),
         ("gdn-training", "16/32 1x8192", 0.212),
         ("decode", "16/32 batch 128", 0.125),
         ("decode", "16/32 batch 128, bfloat16 states", 0.0629),
@@ -251,7 +254,7 @@ class Stub:
 
     process = None
 
-    def __init__(self, contestant, device, timeout_s):
+    def __init__(self, contestant, device, timeout_s, keep_caches):
         self.contestant = contestant
 
     def call(self, question, *arguments):
@@ -436,6 +439,11 @@ def test_the_command_measures_resumes_and_compares(tmp_path):
     before = file.read_text()
     assert bench(*rows, "--results", tmp_path, "--resume").exit_code == 0
     assert file.read_text() == before, "there was nothing left to measure"
+    assert bench(*rows, "--results", tmp_path / "kept", "--keep-caches").exit_code == 0
+    (kept,) = Group.read(tmp_path / "kept" / "cpu" / "cpu.json").results
+    assert kept.ms is not None
+    assert kept.first_call_s is None
+    assert result.first_call_s > 0
     old = Group.read(file)
     old.results[0].eager_ms = Spread(1e-6, 1e-6, 1e-6)
     old.write(tmp_path / "old" / "cpu.json")
@@ -504,7 +512,9 @@ def test_decoding_is_measured_by_the_copy_rate(group):
 def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("serving", group.versions).keys() == {"flash_delta", "plain"}
     assert taking_part("decode", group.versions) == group.versions
-    installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "transformers"), "1.0")
+    installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "flash_kda", "transformers"), "1.0")
+    assert taking_part("kda-gates", installed) == installed
+    assert "flash_kda" not in taking_part("gdn-prefill", installed)
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert eager(group).rows == []
     results = [

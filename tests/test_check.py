@@ -138,5 +138,7 @@ def test_a_peer_is_judged_on_the_same_inputs():
     assert right.reason is None
     assert {"o", "final_state", "dq", "dg", "dinitial_state"} <= right.errors.keys()
     assert max(right.errors.values()) < 1e-5
+    for name in ("in-kernel", "lower-bound"):  # KDA's gate in its two forms
+        assert max(peer.case("kda", by_name[name], "float32").errors.values()) < 1e-5
     assert peer.case("gdn", by_name["scale"], "float32") == PeerAnswer({}, "peers' ops have no words for it")
     assert "packed" in peer.case("gdn", by_name["packed"], "float32").reason

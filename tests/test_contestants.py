@@ -3,16 +3,20 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from flash_delta import chunk_kda
 from flash_delta.bench.contestants import NAMES, load
 from flash_delta.bench.contestants.call import NO_CHOICE
+from flash_delta.bench.runner import PEERS_ALLOWED
 from flash_delta.bench.workloads import WORKLOADS
-from flash_delta.testing import Workload, assert_accurate, judge_prompts, make_prompts, make_tensors, options
+from flash_delta.testing import Workload, assert_accurate, judge, judge_prompts, make_prompts, make_tensors, options
 
 ROOT = Path(__file__).parent.parent
 TINY = {"dtype": "float32", "K": 16, "V": 24}
@@ -22,6 +26,7 @@ ROWS = {
     "gdn training": Workload("t", "training", "gdn", 2, 4, 1, 100, packed=False, states=False, **TINY),
     "gdn decode": Workload("t", "decode", "gdn", 2, 4, 3, 1, packed=False, l2norm=True, raw=True, **TINY),
     "kda forward": Workload("t", "forward", "kda", 2, 2, 1, 100, l2norm=True, raw=True, **TINY),
+    "kda forward, unbounded": Workload("t", "forward", "kda", 2, 2, 1, 100, raw=True, gates="unbounded", **TINY),
     "kda training": Workload("t", "training", "kda", 2, 2, 1, 100, states=False, **TINY),
     "kda decode": Workload("t", "decode", "kda", 2, 2, 3, 1, packed=False, l2norm=True, raw=True, **TINY),
 }
@@ -112,6 +117,71 @@ def test_ours_takes_packed_sequences():
         assert_accurate(name, t.flatten(), results("flash_delta", ROWS["gdn forward"])[name].flatten(), torch.float32)
 
 
+KDA = Workload("t", "forward", "kda", 2, 2, 2, 70, l2norm=True, raw=True, K=16, V=16)
+GIVEN = replace(KDA, raw=False, gates="log decays")
+IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+
+
+def library(monkeypatch, module: str, function: str, stand_in) -> None:
+    """A module with one function, which takes what that of the real one documents."""
+    parts = module.split(".")
+    for i in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), ModuleType(parts[i]))
+    setattr(sys.modules[module], function, stand_in)
+
+
+def judged(name: str, row: Workload) -> float:
+    """The worst error."""
+    x = make_tensors(row, "cpu")
+    call = load(name).prepare(row, x)
+    call.run()
+    o, state = call.run()
+    results = {"o": o.view(x["v"].shape), "final_state": state.mT if call.state_v_first else state}
+    return max(error for error, _ in judge(row, x, results).values())
+
+
+def test_flash_kda_gets_what_it_documents(monkeypatch):
+    def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens):
+        assert (g.dtype, beta.dtype, cu_seqlens.dtype) == (torch.bfloat16, torch.bfloat16, torch.int64)
+        assert (A_log.dtype, dt_bias.dtype, dt_bias.shape) == (torch.float32, torch.float32, (2, 16))
+        chosen = {"scale": scale, "lower_bound": lower_bound, "A_log": A_log, "dt_bias": dt_bias.flatten(), **IN_KERNEL}
+        chosen |= {"initial_state": initial_state, "output_final_state": True, "cu_seqlens": cu_seqlens}
+        o, state = chunk_kda(q, k, v, g, beta, state_v_first=True, **chosen)
+        out.copy_(o)
+        final_state.copy_(state)
+
+    library(monkeypatch, "flash_kda", "fwd", fwd)
+    for row in (KDA, replace(KDA, gates="dt_bias = 0")):
+        assert judged("flash_kda", row) < PEERS_ALLOWED
+
+
+def test_cula_gets_what_it_documents(monkeypatch):
+    monkeypatch.setenv("FLA_USE_FAST_OPS", "1")  # which the adapter would set for good
+    prefill = partial(chunk_kda, state_v_first=True)
+    library(monkeypatch, "cula.kda.hopper_fused_fwd", "cula_kda_prefill", prefill)
+    for row in (KDA, GIVEN):
+        assert judged("cula", row) < PEERS_ALLOWED
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("cudnn", torch.float32), ("cudnn_bfloat16", torch.bfloat16)])
+def test_cudnn_gets_gates_in_both_forms(name, dtype, monkeypatch):
+    def kimi_delta_attention(
+        q, k, v, g, beta, cu_seqlens, safe_gate, gate_lower_bound, a_log, dt_bias, plan_name, **chosen
+    ):
+        assert g.dtype == beta.dtype == dtype
+        if safe_gate:
+            gate = {"lower_bound": gate_lower_bound, "A_log": a_log, "dt_bias": dt_bias.flatten()}
+            chosen |= {"use_gate_in_kernel": True, **gate}
+        x = (t.unsqueeze(0) for t in (q, k, v, g, beta))
+        o, state = chunk_kda(*x, cu_seqlens=cu_seqlens, state_v_first=True, **chosen)
+        return o.squeeze(0), state
+
+    monkeypatch.setenv("CUDA_HOME", "as it was")
+    library(monkeypatch, "cudnn.linear_attention.ops", "kimi_delta_attention", kimi_delta_attention)
+    for row in (KDA, GIVEN)[: 2 if dtype == torch.float32 else 1]:
+        assert judged(name, row) < PEERS_ALLOWED
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_runs_on_a_cpu(name):
     module = load(name)
@@ -131,13 +201,26 @@ def test_what_runs_on_a_cpu(name):
 
 WIDTHS = {"gdn-widths", "kda-widths"}
 OF_FLA = {f"fla-{member}-{kind}" for member in ("gdn", "kda") for kind in ("forward", "training")}
+GATES = {  # which rows of kda-gates each runs on such a GPU
+    "flash_delta": {"dt_bias = 0", "unbounded", "log decays"},
+    "fla": {"dt_bias = 0", "unbounded", "log decays"},
+    "cudnn": {"dt_bias = 0", "log decays"},
+    "cudnn_bfloat16": {"dt_bias = 0"},
+    "flash_kda": {"dt_bias = 0"},
+    "cula": {"dt_bias = 0", "log decays"},
+}
 OF_128 = {  # of these groups' rows, those that peers without other widths run
     ("flash_qla", "gdn", "forward"),
     ("flash_qla", "gdn", "training"),
     ("flashinfer", "gdn", "forward"),
     ("cudnn", "kda", "training"),
 }
-KEPT = {("gdn", "fla"), ("gdn", "flash_qla"), ("kda", "cudnn")}  # who leaves no choice of what is kept
+KEPT = {
+    ("gdn", "fla"),
+    ("gdn", "flash_qla"),
+    ("kda", "cudnn"),
+    ("kda", "cudnn_bfloat16"),
+}  # who leaves no choice of what is kept
 HOPPER = {  # the groups of rows that each runs on such a GPU
     "flash_delta": {
         "gdn-prefill",
@@ -171,6 +254,9 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
     "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts"},
     "cudnn": {"kda-forward", "kda-training"},
+    "cudnn_bfloat16": {"kda-forward"},
+    "flash_kda": {"kda-forward"},
+    "cula": {"kda-forward"},
 }
 
 
@@ -185,6 +271,8 @@ def test_what_runs_on_hopper(name, monkeypatch):
             assert reason == NO_CHOICE
         elif workload.group in WIDTHS and name not in ("flash_delta", "fla"):
             assert (reason is None) == (workload.K == 128 and (name, workload.member, workload.kind) in OF_128)
+        elif workload.group == "kda-gates":
+            assert (reason is None) == (workload.gates in GATES.get(name, ()))
         elif workload.group in HOPPER[name]:
             assert reason is None
             small = unsupported(replace(workload, K=64), device)
@@ -200,7 +288,7 @@ from flash_delta.bench.contestants import load
 before = set(sys.modules)
 for name in {NAMES!r}:
     load(name)
-heavy = {{"fla", "flash_qla", "flashinfer", "cudnn", "transformers", "tilelang", "cutlass"}}
+heavy = {{"fla", "flash_qla", "flashinfer", "cudnn", "flash_kda", "cula", "transformers", "tilelang", "cutlass"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert not {{"triton"}} & (set(sys.modules) - before)
 """

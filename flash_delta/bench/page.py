@@ -33,8 +33,13 @@ row take turns; a time of another run is marked.
   `fla` as transformers runs where fla is installed. Their floor counts the projections.
 * **GDN layer and KDA layer** rows time layers of fla: `fla` as they are, on fla's own kernels, and `flash_delta` after
   `register()`. No call of these is left to fla. Their floor counts the projections.
-* **Contestants** are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend and
-  transformers.
+* **Contestants** are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend,
+  flash_kda (FlashKDA), cuda-linear-attention (cuLA) and transformers.
+* **cuDNN** is there twice. `cudnn` gets gates and write strengths in float32, as its kernel reads them.
+  `cudnn_bfloat16` gets a bfloat16 model's own, as the others do, and converts them in every call.
+* **KDA gates** rows say what is special about their gates. With `dt_bias = 0` the mean log decay of a token is
+  -2.5, so that every channel soon forgets. `unbounded` gates are `-exp(A_log) * softplus(g + dt_bias)`. `log decays`
+  are given in float32, without a promise that they are bounded.
 * **Dates** are those of the runs. Runs before 23 November 2026 kept no date; theirs is the day on which the results
   were committed."""
 
@@ -45,6 +50,7 @@ TITLES = {
     "gdn-training": "Gated DeltaNet, forward and backward",
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
     "kda-training": "Kimi Delta Attention, forward and backward",
+    "kda-gates": "Kimi Delta Attention, forward with other gates",
     "gdn-widths": "Gated DeltaNet, heads of other widths",
     "kda-widths": "Kimi Delta Attention, forward and backward, heads of other widths",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
@@ -197,11 +203,12 @@ def _pictures(group: Group) -> Iterator[Picture]:
             "The same times over the row's floor. 1 would be a kernel that does nothing but what it must.",
             lambda: figures.floor_figure(group),
         )
-        yield picture(
-            "First call",
-            "What a process waits for the first time it sees a row: compilation and tuning. The topmost row found "
-            "empty caches, the others what the rows above had left.",
-            lambda: figures.first_call_figure(group),
-        )
+        if any(result.first_call_s is not None for result in group.results):
+            yield picture(
+                "First call",
+                "What a process waits for the first time it sees a row: compilation and tuning. The topmost row found "
+                "empty caches, the others what the rows above had left.",
+                lambda: figures.first_call_figure(group),
+            )
     if figures.scaling_figure(group) is not None:
         yield picture("Scaling", "Time over length (decoding: over batch size).", lambda: figures.scaling_figure(group))

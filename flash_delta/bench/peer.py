@@ -56,9 +56,10 @@ def _workload(name: str, case: Case, dtype: str) -> Workload | None:
     """The case as a workload; None if it asks for more than workloads describe."""
     raw, bound = case.options.get("use_gate_in_kernel", False), case.options.get("lower_bound")
     as_described = case.initial_state and case.options.keys() <= DESCRIBED
-    if name not in ("gdn", "kda") or not as_described or bound != (LOWER_BOUND if raw and name == "kda" else None):
+    if name not in ("gdn", "kda") or not as_described or bound not in (None, LOWER_BOUND):
         return None
     packed = case.lengths is not None
-    N, activations = len(case.lengths) if packed else case.B, {"l2norm": raw, "raw": raw}
+    gates = "unbounded" if name == "kda" and raw and bound is None else ""
+    N, activations = len(case.lengths) if packed else case.B, {"l2norm": raw, "raw": raw, "gates": gates}
     sizes = {"H": case.H, "HV": case.HV, "N": N, "T": case.T, "K": case.K, "V": case.V}
     return Workload("check", "training", name, **sizes, dtype=dtype, packed=packed, **activations)

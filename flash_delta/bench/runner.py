@@ -18,10 +18,11 @@ ROUNDS = 3  # of samples, the contestants taking turns: a machine that slows dow
 
 
 class Worker(Isolated):
-    """A contestant's process, whose compile caches are its own and empty at the start."""
+    """A contestant's process. Its compile caches are its own and empty at the start, or those that are there."""
 
-    def __init__(self, contestant: str, device: torch.device, timeout_s: float):
-        super().__init__(partial(Entry, contestant, device), timeout_s, contestants.load(contestant).CACHES)
+    def __init__(self, contestant: str, device: torch.device, timeout_s: float, keep_caches: bool = False):
+        caches = () if keep_caches else contestants.load(contestant).CACHES
+        super().__init__(partial(Entry, contestant, device), timeout_s, caches)
         self.contestant = contestant
 
 
@@ -31,9 +32,11 @@ def run_group(
     device: torch.device,
     ceilings: Ceilings | None,
     timeout_s: float,
+    keep_caches: bool = False,
 ) -> Iterator[Result]:
-    """Every contestant on every row, as they finish. A failure is a result with a reason."""
-    workers = {name: Worker(name, device, timeout_s) for name in names}
+    """Every contestant on every row, as they finish. A failure is a result with a reason. With ``keep_caches`` kernels
+    may be there that were compiled before, so that first calls have no time and no compilation is counted."""
+    workers = {name: Worker(name, device, timeout_s, keep_caches) for name in names}
     run = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     try:
         for number, workload in enumerate(workloads):
@@ -42,9 +45,11 @@ def run_group(
             able = {name: result for name, result in started.items() if result.reason is None}
             _sample({workers[name]: result for name, result in able.items()})
             for name, result in started.items():
+                if keep_caches:
+                    result.cold, result.first_call_s = False, None
                 if result.reason is None:
                     varied = name != contestants.PLAIN and (workload.of_fla or not workload.hidden)
-                    with_lengths = number == 0 and device.type == "cuda" and varied
+                    with_lengths = number == 0 and device.type == "cuda" and varied and not keep_caches
                     _finish(workers[name], result, with_lengths)
                 _drop(workers[name])
                 result.floor_ms, result.run = floor_ms, run

@@ -23,6 +23,7 @@ NAMES = {
     "gdn-training": "GDN training",
     "kda-forward": "KDA forward",
     "kda-training": "KDA training",
+    "kda-gates": "KDA gates",
     "gdn-mixed": "GDN mixed",
     "gdn-widths": "GDN widths",
     "kda-widths": "KDA widths",

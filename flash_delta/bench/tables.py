@@ -124,7 +124,7 @@ def costs(group: Group) -> Table:
     rows = []
     for name in contestants(group):
         results = [r for r in group.results if r.contestant == name and r.ms]
-        later = [r.first_call_s for r in results if not r.cold]
+        later = [r.first_call_s for r in results if not r.cold and r.first_call_s is not None]
         lengths = next((r.lengths for r in results if r.lengths), None)
         host = [r.costs.host_us for r in results if r.costs and r.costs.host_us is not None]
         eager = [r.eager_ms.median / r.graph_ms.median for r in results if r.graph_ms and r.eager_ms]

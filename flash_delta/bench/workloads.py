@@ -41,8 +41,22 @@ def _kda() -> Iterator[Workload]:
     for H in (32, 64, 96):
         for N, T in ((1, 8192), (8, 1024)):
             yield Workload("kda-forward", "forward", "kda", H, H, N, T, l2norm=True, raw=True)
-    for H in (32, 64, 96):
-        yield Workload("kda-training", "training", "kda", H, H, 1, 8192, states=False)
+    for N, T in ((1, 8192), (8, 1024)):
+        for H in (32, 64, 96):
+            yield Workload("kda-training", "training", "kda", H, H, N, T, states=False)
+
+
+def _kda_gates() -> Iterator[Workload]:
+    """With gates under which every channel soon forgets, with gates without a bound, and with given log decays whose
+    bound the caller does not promise."""
+
+    def row(gates: str, H: int, N: int, T: int) -> Workload:
+        raw = gates != "log decays"
+        return Workload("kda-gates", "forward", "kda", H, H, N, T, l2norm=True, raw=raw, gates=gates)
+
+    yield from (row("dt_bias = 0", H, N, T) for H, N, T in ((32, 1, 8192), (64, 1, 8192), (64, 8, 1024)))
+    for gates in ("unbounded", "log decays"):
+        yield from (row(gates, H, N, T) for H in (32, 64) for N, T in ((1, 8192), (8, 1024)))
 
 
 def _widths() -> Iterator[Workload]:
@@ -126,8 +140,8 @@ def _cpu() -> Iterator[Workload]:
 
 
 WORKLOADS = (
-    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_widths(), *_decode(), *_serving(),
-    *_prompts(), *_layer(), *_layers_of_fla(), *_cpu(),
+    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(), *_decode(),
+    *_serving(), *_prompts(), *_layer(), *_layers_of_fla(), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -31,6 +31,10 @@ def bench(
         typer.Option(help="Where the JSON goes; none: benchmarks/results, and nowhere for a part of a group.", **PATH),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Only the rows that the results file still lacks.")] = False,
+    keep_caches: Annotated[
+        bool,
+        typer.Option("--keep-caches", help="Compile into the caches that are there; first calls then get no time."),
+    ] = False,
     compare: Annotated[
         Path | None,
         typer.Option(help="Older results, a file or a folder like --results; exit code 1 if ours got slower.", **PATH),
@@ -65,7 +69,7 @@ def bench(
             workloads = group.missing(workloads)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(name, total=len(workloads) * len(group.versions))
-            for result in run_group(workloads, tuple(group.versions), where, rates, timeout):
+            for result in run_group(workloads, tuple(group.versions), where, rates, timeout, keep_caches):
                 group.results.append(result)
                 if path is not None:
                     group.write(path)

@@ -34,6 +34,7 @@ class Workload:
     states: bool = True  # an initial state comes in, a final one goes out
     l2norm: bool = False  # q and k are normalised inside the op; else they come normalised
     raw: bool = False  # the gate's and beta's activations run inside the op; else it gets log decays and strengths
+    gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # of KDA, in a group whose rows differ in them
     K: int = 128
     V: int = 128
     disable_recompute: bool = False  # all is kept for the backward pass; else it computes most of it again
@@ -56,7 +57,8 @@ class Workload:
         checkpoints = f", a checkpoint every {self.checkpoint_every}" if self.checkpoint_every else ""
         layer = f"{self.hidden} wide, " if self.hidden else ""
         widths = "" if self.K == self.V == 128 else f", K = {self.K}, V = {self.V}"
-        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}"
+        gates = f", {self.gates}" if self.gates else ""
+        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}"
 
     @property
     def tokens(self) -> int:
@@ -73,7 +75,7 @@ class Workload:
 
     @property
     def lower_bound(self) -> float | None:
-        return LOWER_BOUND if self.member == "kda" else None
+        return LOWER_BOUND if self.member == "kda" and self.gates != "unbounded" else None
 
     @property
     def op(self) -> Member:
@@ -85,8 +87,8 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     """Arguments of the library's own op by name, drawn as a freshly initialised model would see them.
 
     Gates: g = -A softplus(a + dt_bias) with A uniform in [0, 16] ([1, 16] for KDA), a standard normal, and
-    softplus(dt_bias) log-uniform in [0.001, 0.1]; KDA: g = lower_bound * sigmoid(A (a + dt_bias)). beta = sigmoid of a
-    standard normal.
+    softplus(dt_bias) log-uniform in [0.001, 0.1]; KDA, unless unbounded: g = lower_bound * sigmoid(A (a + dt_bias)).
+    With dt_bias = 0 the mean of g is -2.5: every channel soon forgets. beta = sigmoid of a standard normal.
     """
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -105,6 +107,7 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     x = {name: t.to(dtype) for name, t in x.items()}
     dt = uniform(math.log(0.001), math.log(0.1), math.prod(channels)).exp()
     dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus(dt_bias) = dt
+    dt_bias = torch.zeros_like(dt_bias) if w.gates == "dt_bias = 0" else dt_bias
     A = uniform(0.0 if w.member == "gdn" else 1.0, 16.0, w.HV)
     a, beta = randn(B, T, *channels), randn(B, T, w.HV)
     if w.raw:

@@ -20,7 +20,8 @@ from flash_delta import __version__  # the name flash_delta is that of a module 
 from flash_delta.testing import Workload
 
 OURS, PLAIN = "flash_delta", "plain"
-NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "transformers")
+NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "cudnn_bfloat16", "flash_kda", "cula", "transformers")
+OF_KDA = ("cudnn_bfloat16", "flash_kda", "cula")  # nothing of theirs is compared in other groups
 
 
 def load(name: str) -> ModuleType:
@@ -50,7 +51,7 @@ def versions(names: str | None = None) -> dict[str, str]:
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     """Of the contestants. What serving is compared with is this library, called otherwise; of layers, those of
     transformers, on whosever ops, or those of fla, on this library's or its own; of prompts with what is around them,
-    those whose rule packs sequences."""
+    those whose rule packs sequences. Who has Kimi Delta Attention alone has no row in other groups."""
     if group.startswith("fla-"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group == "layer":
@@ -58,7 +59,9 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     if group == "prompts":
         rules = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}
         return rules | {PLAIN: __version__}
-    return dict.fromkeys((OURS, PLAIN), __version__) if group == "serving" else installed
+    if group == "serving":
+        return dict.fromkeys((OURS, PLAIN), __version__)
+    return {name: installed[name] for name in installed if group.startswith("kda-") or name not in OF_KDA}
 
 
 def _version(name: str) -> str | None:

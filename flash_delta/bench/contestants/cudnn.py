@@ -1,8 +1,9 @@
 """The cuDNN frontend's linear attention on Hopper (CUDA C++, compiled at run time). Looked at: 1.32.0.
 
-KDA of packed sequences in bfloat16, K = V = 128; the backward takes log decays, normalised q and k, and as many value
-heads as key heads. No Gated DeltaNet on Hopper before CUDA 13.3, no decoding. A long sequence is cut in pieces, whose
-first state the plan does not compute: it reads so many tokens before them that decay makes up for the rest.
+KDA of packed sequences in bfloat16, K = V = 128; raw gates have a lower bound. The kernel reads gates and write
+strengths in float32. The backward takes log decays, normalised q and k, and as many value heads as key heads. No Gated
+DeltaNet on Hopper before CUDA 13.3, no decoding. A long sequence is cut in pieces, whose first state the plan does not
+compute: it reads so many tokens before them that decay makes up for the rest.
 """
 
 import os
@@ -38,6 +39,8 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return f"the backward of {PLAN} takes log decays, normalised q and k, and ungrouped heads only"
     if workload.disable_recompute:
         return NO_CHOICE
+    if workload.lower_bound is None:
+        return "its gate has a lower bound"
     return None
 
 
@@ -48,12 +51,17 @@ def ready_made(workload: Workload) -> str | None:
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    return call(workload, x, torch.float32)
+
+
+def call(workload: Workload, x: dict[str, Tensor], gates: torch.dtype) -> Call:
+    """With gates and write strengths in the dtype ``gates``: unless that is float32, it converts them in every call."""
     if Path(TOOLKIT, "include", "cuda_bf16.h").is_file():  # else it prefers headers that lie among Python's packages
         os.environ.setdefault("CUDA_HOME", TOOLKIT)
     from cudnn.linear_attention.ops import kimi_delta_attention
 
     inputs = {name: x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}  # [tokens, heads, width]
-    inputs |= {name: inputs[name].float() for name in ("g", "beta")}  # else it converts them in every call
+    inputs |= {name: inputs[name].to(gates) for name in ("g", "beta")}
     if workload.states:
         inputs["initial_state"] = x["initial_state"].mT.contiguous()  # [N, HV, V, K]
     if workload.raw:

@@ -48,8 +48,9 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.packed:
         inputs["cu_seqlens"] = x["cu_seqlens"].long()  # the dtype that it documents
         inputs["cu_seqlens_cpu"] = inputs["cu_seqlens"].cpu()
-    if workload.op.name == "chunk_kda":  # its faster path, for whoever knows that no log decay is below -5
-        chosen["safe_gate"] = workload.raw or bool((x["g"] >= workload.lower_bound).all())
+    bound = workload.lower_bound
+    if workload.op.name == "chunk_kda" and bound is not None:  # its faster path, if no log decay is below the bound
+        chosen["safe_gate"] = workload.raw or bool((x["g"] >= bound).all())
     return Call(lambda: op(**inputs, **chosen), inputs)
 
 

@@ -8,7 +8,7 @@ import inspect
 import torch
 from torch import Tensor
 
-from flash_delta import naive_gdn_gate, naive_kda_lowerbound_gate
+from flash_delta import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves
@@ -64,5 +64,5 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
 def _log_decay(workload: Workload, inputs: dict[str, Tensor]) -> Tensor:
     g, A_log, dt_bias = (inputs[name] for name in ("g", "A_log", "dt_bias"))
     if workload.lower_bound is None:
-        return naive_gdn_gate(g, A_log, dt_bias)
+        return (naive_kda_gate if workload.gate == "channel" else naive_gdn_gate)(g, A_log, dt_bias)
     return naive_kda_lowerbound_gate(g, A_log, dt_bias, workload.lower_bound)

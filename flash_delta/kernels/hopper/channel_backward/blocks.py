@@ -93,6 +93,22 @@ def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED:
 
 
 @gluon.jit
+def may_be_deep(tile, gate, RAW_GATE: gl.constexpr):
+    """Whether a channel may fall by more than MILD within a block. Of raw gates it takes a bound of softplus."""
+    rate, bias, _ = gate
+    most = rate * 0.0
+    for I in gl.static_range(4):
+        fall = load_block(tile, I)
+        if RAW_GATE:
+            x = fall + bias[:, None]
+            fall = gl.minimum(gl.exp2(x * BITS), gl.maximum(x, 0.0) + 0.7) * rate[:, None]
+        else:
+            fall = gl.maximum(fall, LEAST) * -1.0
+        most = gl.maximum(most, gl.sum(fall, 1))
+    return gl.max(most, 0) > MILD / BITS
+
+
+@gluon.jit
 def gate_backward(d, decay, a, live, rate, bias, BOUNDED: gl.constexpr):
     """The gradients of activations and, element by element, of A_log, from that of log decays; ``decay`` in bits."""
     x, d, decay = a + bias[:, None], gl.where(live, d, 0.0), decay * (1.0 / BITS)

@@ -15,13 +15,17 @@ from flash_delta.kernels.hopper.channel_backward.blocks import (
     levels,
     load_block,
     log_decay,
+    may_be_deep,
     operand,
     places,
     rounded,
     sum_over,
     token,
 )
+from flash_delta.kernels.hopper.channel_backward.parking import park, parked
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, beside_all
+
+PARKED_SUMS = gl.constexpr(2)  # blocks, from the first on, whose sums of gates are parked
 
 
 @gluon.jit
@@ -32,6 +36,15 @@ def tiles_of(x):
         gl.convert_layout(a, CHANNELS), gl.convert_layout(b, CHANNELS), gl.convert_layout(c, CHANNELS),
         gl.convert_layout(d, CHANNELS),
     )  # fmt: skip
+
+
+@gluon.jit
+def last_tile(x, parking, first: gl.constexpr):
+    """Of [128, 64] the last tile; parks the others, from place ``first`` on."""
+    tiles = tiles_of(x)
+    for I in gl.static_range(3):
+        park(parking, first + I, tiles[I])
+    return tiles[3]
 
 
 @gluon.jit
@@ -49,10 +62,10 @@ def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: g
 
 
 @gluon.jit
-def decayed_keys(sk, sg, W, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Of every block the sums of gates after its first token, the keys decayed to its end, what they write after the
-    chunk, decayed from there to their block's end, the gate of the first token, and the sum of the others. Of all the
-    sum of what is written."""
+def decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Of every block the sums of gates after its first token (parked for the first two blocks), the keys decayed to its
+    end, what they write after the chunk, decayed from there to their block's end, the gate of the first token, and the
+    sum of the others. Of all the sum of what is written."""
     r, t = places()
     written = tiles_of(W)
     sums, keys, z, opens, falls = (), (), (), (), ()
@@ -65,7 +78,11 @@ def decayed_keys(sk, sg, W, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: 
         w = written[I] * line_of(lines, 2, I) * gl.exp2(D - SHIFT)[:, None]
         all_written += k * w
         D += first + fall
-        sums, keys, z = (s,) + sums, (k,) + keys, (w,) + z  # noqa: RUF005 (Gluon knows no star)
+        if I < PARKED_SUMS:
+            park(parking, 6 + I, s)
+        else:
+            sums = (s,) + sums  # noqa: RUF005 (Gluon knows no star)
+        keys, z = (operand(k),) + keys, (w,) + z  # noqa: RUF005
         opens, falls = (first,) + opens, (fall,) + falls  # noqa: RUF005
     return sums, keys, z, opens, falls, gl.sum(all_written, 1), D
 
@@ -81,45 +98,68 @@ def reach(opens, falls, I: gl.constexpr, J: gl.constexpr):
 
 @gluon.jit
 def chunk_gradients(
-    X, Y, W, through, sq, sk, sg, sP, sM, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    X, Y, W, through, sq, sk, sg, sP, sM, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Overwrites q, k and g with their gradients; returns those of A_log and of biases."""
+    read, erase = last_tile(X, parking, 0), last_tile(Y, parking, 3)
+    tiles = sq, sk, sg, sP, sM
+    if BOUNDED:
+        return block_gradients(
+            read, erase, W, through, tiles, parking, lines, left, gate, NORM, RAW_GATE, True, False
+        )  # fmt: skip
+    else:
+        if may_be_deep(sg, gate, RAW_GATE):  # apart from the others: one code for both would have too few registers
+            dA, dbias = block_gradients(
+                read, erase, W, through, tiles, parking, lines, left, gate, NORM, RAW_GATE, False, True
+            )  # fmt: skip
+        else:
+            dA, dbias = block_gradients(
+                read, erase, W, through, tiles, parking, lines, left, gate, NORM, RAW_GATE, False, False
+            )  # fmt: skip
+        return dA, dbias
+
+
+@gluon.jit
+def block_gradients(
+    read, erase, W, through, tiles, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr, DEEP: gl.constexpr,
+):  # fmt: skip
+    """The same, block by block. DEEP: a channel may fall by more than MILD within a block."""
+    sq, sk, sg, sP, sM = tiles
     r, t = places()
-    sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, lines, left, gate, RAW_GATE, BOUNDED)
+    sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE, BOUNDED)
     rest += through * gl.exp2(D)
-    if not BOUNDED:
-        lowest = gl.minimum(gl.minimum(falls[0], falls[1]), gl.minimum(falls[2], falls[3]))
-        some_deep = gl.min(lowest, 0) < -MILD
-    reads, erases, dqs, dks = tiles_of(X), tiles_of(Y), (), ()
-    dA, dbias = rest * 0.0, rest * 0.0
+    dA, dbias, dqs, dks = rest * 0.0, rest * 0.0, (), ()
     for I in gl.static_range(3, -1, -1):
-        s, fall, kd = sums[I], falls[I], keys[I]
+        if I < 3:
+            read, erase = parked(parking, I), parked(parking, 3 + I)
+        s = parked(parking, 6 + I) if I < PARKED_SUMS else sums[I - PARKED_SUMS]
+        fall, kd = falls[I], gl.convert_layout(keys[I], CHANNELS).to(gl.float32)
         e, q, k = gl.exp2(s + SHIFT), load_block(sq, I), load_block(sk, I)
         q_rows, p_rows = rounded(q * e), rounded(k * (e * -1.0))
         qe, pe, start = operand(q_rows), operand(p_rows), gl.exp2(reach(opens, falls, I, -1) - SHIFT)[:, None]
-        aq, ap = reads[I] * line_of(lines, 0, I) * start, erases[I] * line_of(lines, 1, I) * start
+        aq, ap = read * line_of(lines, 0, I) * start, erase * line_of(lines, 1, I) * start
         grown = gl.exp2(fall * -1.0 - 2.0 * SHIFT)
-        if not BOUNDED:
+        if DEEP:
             grown = gl.where(fall < -MILD, 0.0, grown)
         aq, ap, own = between(
-            aq, ap, z[I], grown[:, None], operand(kd), qe, pe, sP.index(5 * I), sM.index(5 * I)
+            aq, ap, z[I], grown[:, None], keys[I], qe, pe, sP.index(5 * I), sM.index(5 * I)
         )  # fmt: skip
         earlier = ()
         for J in gl.static_range(I):
             factor = gl.exp2(reach(opens, falls, I, J) - 2.0 * SHIFT)[:, None]
             aq, ap, zj = between(
-                aq, ap, z[J], factor, operand(keys[J]), qe, pe, sP.index(4 * I + J), sM.index(4 * I + J)
+                aq, ap, z[J], factor, keys[J], qe, pe, sP.index(4 * I + J), sM.index(4 * I + J)
             )  # fmt: skip
             earlier += (zj,)
         z = earlier
         dq, dk = e * aq, gl.exp2((fall + SHIFT)[:, None] - s) * own - e * ap
         y = q_rows * aq + p_rows * ap - kd * own
         a, gates, live = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
-        if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
-            if some_deep:
-                xq, xk, xy = levels(q, k, gates, sP.index(5 * I), sM.index(5 * I), fall < -MILD)
-                dq, dk, y = dq + xq, dk + xk, y + xy
+        if DEEP:
+            xq, xk, xy = levels(q, k, gates, sP.index(5 * I), sM.index(5 * I), fall < -MILD)
+            dq, dk, y = dq + xq, dk + xk, y + xy
         d = sum_over(y, r >= t, 3) + rest[:, None]
         rest += gl.sum(y, 1)
         if RAW_GATE:

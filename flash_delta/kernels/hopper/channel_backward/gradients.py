@@ -15,7 +15,10 @@ First the products over values, by wgmma: those with the states leave [128 chann
 to shared memory. Then all else, 16 tokens at a time, from right to left (chunk.py). While that is done the copy engine
 loads what the next chunk's products need. q, k and g of a chunk are overwritten by their gradients.
 
-Barriers: ``full`` has two, which the copy engine completes: the tiles of the products are there; q, k and g are there.
+Where dS1, R and L lay, tiles wait meanwhile (parking.py). So these are asked for last. They are also needed last.
+
+Barriers: ``full`` has three, which the copy engine completes: the tiles of the products are there; q, k and g are
+there; dS1, R and L are there.
 """
 
 from torch import Tensor
@@ -103,16 +106,23 @@ def next_chunk(item, work, results, sums, PACKED: gl.constexpr):
 
 @gluon.jit
 def ask_values(where, descs, tiles, bar, strides, HV):
-    """Asks for what the products of a chunk need."""
+    """Asks for what the products of a chunk need first: dO, U, dU~ and S0."""
     item, row, start, size, first = where
     batch, head = strides
-    mbarrier.expect(bar, 4 * C * K * 2 + 2 * K * K * 2 + C * C * 2)
+    mbarrier.expect(bar, 3 * C * K * 2 + K * K * 2)
     load_box(descs[0], row * batch + start, size, first, item % HV * head, bar, tiles[0], K)
-    for m in gl.static_range(1, 4):
-        tma_load(descs[m], [item * C, 0], bar, tiles[m])
-    tma_load(descs[4], [item * K, 0], bar, tiles[4])
-    tma_load(descs[5], [item * K, 0], bar, tiles[5])
-    tma_load(descs[6], [item * C, 0], bar, tiles[6])
+    tma_load(descs[1], [item * C, 0], bar, tiles[1])
+    tma_load(descs[2], [item * C, 0], bar, tiles[2])
+    tma_load(descs[3], [item * K, 0], bar, tiles[3])
+
+
+@gluon.jit
+def ask_last(item, descs, tiles, bar):
+    """Asks for dS1, R and L."""
+    mbarrier.expect(bar, K * K * 2 + C * K * 2 + C * C * 2)
+    tma_load(descs[0], [item * K, 0], bar, tiles[0])
+    tma_load(descs[1], [item * C, 0], bar, tiles[1])
+    tma_load(descs[2], [item * C, 0], bar, tiles[2])
 
 
 @gluon.jit
@@ -245,25 +255,26 @@ def chunk_back(
     ss1 = gl.allocate_shared_memory(ty, [1, K, K], TILE)
     sds1 = gl.allocate_shared_memory(ty, [1, K, K], TILE)
     sl1 = gl.allocate_shared_memory(gl.float16, [1, C, C], TILE)
+    sparking = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     sk1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     sg1 = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], FLOATS if g_desc.dtype == gl.float32 else TILE)
     sP = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
     sM = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
     lines = gl.allocate_shared_memory(gl.float32, [8, C], LINE)
-    full = barriers(2, 1)
+    full = barriers(3, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     work, results = (items, cu_seqlens, N, T, HV), (dq, dk, dv, dg, dbeta)
-    values = (do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc)
+    values, last = (do_desc, u_desc, lam_desc, s_desc), (ds_desc, r_desc, l_desc)
     keys, of_keys, of_values = (q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads[3])
     gdc_wait()  # the kernels before this one have ended: what they wrote is there
     where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), PACKED)
     if where[0] < items:
         ask_values(
-            where, values, (sdo1.index(0), su1.index(0), slam1.index(0), sr1.index(0), ss1.index(0), sds1.index(0),
-            sl1.index(0)), full.index(0), of_values, HV,
+            where, values, (sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0)), full.index(0), of_values, HV
         )  # fmt: skip
+        ask_last(where[0], last, (sds1.index(0), sr1.index(0), sl1.index(0)), full.index(2))
         ask_keys(where, keys, (sq1.index(0), sk1.index(0), sg1.index(0)), full.index(1), of_keys, HV)
         store_factors(load_factors(where[0], vectors, norms, NORM), lines, scale, NORM)
     t = where[0] * 0
@@ -281,8 +292,9 @@ def chunk_back(
         M = warpgroup_mma(slam, su.permute([1, 0]), square, use_acc=False, is_async=True)
         X = warpgroup_mma(ss.permute([1, 0]), sdo.permute([1, 0]), wide, use_acc=False, is_async=True)
         Y = warpgroup_mma(ss.permute([1, 0]), slam.permute([1, 0]), wide, use_acc=False, is_async=True)
+        P, M = warpgroup_mma_wait(2, deps=[P, M])
+        mbarrier.wait(full.index(2), t & 1)  # signalled by the copy engine: dS1, R and L are there
         W = warpgroup_mma(sds.permute([1, 0]), su.permute([1, 0]), wide, use_acc=False, is_async=True)
-        P, M = warpgroup_mma_wait(3, deps=[P, M])
         taken = store_scores(P, M, sl, sP, sM, lines)
         store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_BETA)
         through = state_sums(ss, sds)
@@ -291,17 +303,19 @@ def chunk_back(
         where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), PACKED)
         barrier()  # all warps of the program: they have read the tiles of the products, and scores are there
         if where[0] < items:
-            ask_values(where, values, (sdo, su, slam, sr, ss, sds, sl), full.index(0), of_values, HV)
+            ask_values(where, values, (sdo, su, slam, ss), full.index(0), of_values, HV)
         factors = load_factors(gl.minimum(where[0], items - 1), vectors, norms, NORM)
         rate, bias = load_parameters(A_log, dt_bias, item, HV)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q, k and g are there
         dA, dbias = chunk_gradients(
-            X, Y, W, through, sq, sk, sg, sP, sM, lines, gl.minimum(size - first, C), (rate, bias, lower_bound),
-            NORM, RAW_GATE, BOUNDED,
+            X, Y, W, through, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines, gl.minimum(size - first, C),
+            (rate, bias, lower_bound), NORM, RAW_GATE, BOUNDED,
         )  # fmt: skip
         store_sums(item, (dA_log, ddt_bias), dA, dbias)
         fence_async_shared()
-        barrier()  # all warps of the program: the gradients are there, and they have read lines and scores
+        barrier()  # all warps of the program: the gradients are there; they have read lines, scores and parked tiles
+        if where[0] < items:
+            ask_last(where[0], last, (sds, sr, sl), full.index(2))
         end = row * T + start + size
         store_box(dq_desc, sq, end, size, first, item % HV * K)
         store_box(dk_desc, sk, end, size, first, item % HV * K)

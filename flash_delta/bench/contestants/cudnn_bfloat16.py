@@ -1,0 +1,22 @@
+"""cuDNN once more, with a model's own gates and write strengths: it converts them to float32 in every call."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.bench.contestants import cudnn
+from flash_delta.bench.contestants.call import Call
+from flash_delta.testing import Workload
+
+PACKAGE = cudnn.PACKAGE
+CACHES = cudnn.CACHES
+
+
+def unsupported(workload: Workload, device: torch.device) -> str | None:
+    reason = cudnn.unsupported(workload, device)
+    if reason is None and not workload.raw:
+        return "gates and write strengths are float32 for everybody: this is what cudnn runs"
+    return reason
+
+
+def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    return cudnn.call(workload, x, getattr(torch, workload.dtype))
