@@ -1,4 +1,4 @@
-"""Log decays of a chunk per channel, as `prepare` makes them of what the copy engine has loaded.
+"""Log decays per channel, as `prepare` and `gate_role` make them of what the copy engine has loaded.
 
 Of raw activations they are ``lower_bound sigmoid(e^A_log (a + dt_bias))``, or without a bound ``-e^A_log softplus(a +
 dt_bias)`` and at least LEAST. Those that are given count as the bound that is promised, or as LEAST, if they are less.

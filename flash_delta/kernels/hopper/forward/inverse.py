@@ -58,9 +58,9 @@ def halves(odd, even_left, odd_left, right):
 
 
 @gluon.jit
-def invert_pairs(D, B, sD):
-    """The inverses of two blocks of 32 rows, [64, 32]. D: for every warp its block of 16 on the diagonal, of which what
-    is on it and above is ignored; B: for warps 1 and 3 the block to the left of it. sD: as in `invert`."""
+def invert_blocks(D, sD):
+    """The inverses of each warp's block, of which what is on the diagonal and above is ignored; their transposes go to
+    sD, for `invert_pairs`. Before that a barrier is needed."""
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
@@ -70,14 +70,20 @@ def invert_pairs(D, B, sD):
     At = product(eye, A, zero)
     for level in gl.static_range(1, 4):
         A, At = doubled(A, At, D, r, c, level)
-    # 16 -> 32: an odd warp needs the transposed inverse of the warp before it.
-    pairs = At.to(gl.float16).reshape([2, 2, 16, 16])
-    sD.store(pairs)
-    barrier()  # all warps of this group: their transposed inverses are in sD
-    At_before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs)[0]
-    At_before = gl.convert_layout(At_before.reshape([4, 16, 16]), BLOCKS)
+    sD.store(At.to(gl.float16).reshape([2, 2, 16, 16]))
+    return A
+
+
+@gluon.jit
+def invert_pairs(A, B, sD):
+    """The inverses of two blocks of 32, as their rows [64, 32], from those of 16. An odd warp needs the transposed
+    inverse of the warp before it. B: for odd warps the block to the left of theirs."""
+    zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
+    pairs = A.reshape([2, 2, 16, 16])
+    before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs.to(gl.float16))[0]
+    before = gl.convert_layout(before.reshape([4, 16, 16]), BLOCKS)
     odd = (gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))) % 2 == 1)[:, None, None]
-    return halves(odd, A, product(A, product(At_before, B, zero), zero), A)
+    return halves(odd, A, product(A, product(before, B, zero), zero), A)
 
 
 @gluon.jit
@@ -90,7 +96,9 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     """
     sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
     D, B = own_blocks(M)
-    A = invert_pairs(D, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
+    A = invert_blocks(D, sD)
+    barrier()  # all warps of this group: their transposed inverses are in sD
+    A = invert_pairs(A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
     # 32 -> 64: what is missing are rows from 32 on, columns up to 31.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
     scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)
