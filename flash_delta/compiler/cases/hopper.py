@@ -14,6 +14,7 @@ from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kern
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
+from flash_delta.kernels.hopper.channel.run import can_loop
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
@@ -113,7 +114,6 @@ CHANNELS = {
     "channel-logs-float32": partial(channels, packed=False, raw=False, g_dtype=torch.float32),
     "channel-promised-float32": partial(channels, packed=False, raw=False, lower_bound=-5.0, g_dtype=torch.float32),
 }
-LOOPED_CHANNELS = ("channel", "channel-rows")
 # For the backward pass: what `prepare` writes, of A and of L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 GRADIENTS = {
@@ -142,13 +142,9 @@ def call_channels(case: str) -> None:
     c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o)
-    run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
-
-
-def call_channel_loop(case: str) -> None:
-    p, x = CHANNELS[case]()
-    c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
-    run_channel_loop(c, o, torch.empty(p.state_shape, device="meta"))
+    run_walk_channels(c, w, o, final := torch.empty(p.state_shape, device="meta"))
+    if can_loop(p):
+        run_channel_loop(c, o, final)
 
 
 def call_prepare(case: str, form: str) -> None:
@@ -237,8 +233,6 @@ def launches(target: str) -> Iterator[Launch]:
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for case in CHANNELS:
         yield Launch(case, partial(call_channels, case))
-    for case in LOOPED_CHANNELS:
-        yield Launch(f"{case}-loop", partial(call_channel_loop, case))
     for case in ("channel", "channel-logs-float32"):
         for form in CHANNELS_BACK:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))

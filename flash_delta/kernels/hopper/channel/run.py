@@ -72,7 +72,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     looped = _loops(p)
 
     def kernels(c: Call) -> None:
-        if looped or (every(c) and _can_loop(p)):
+        if looped or (every(c) and can_loop(p)):
             run_channel_loop(c, o, final)
         if looped and not every(c):
             return
@@ -125,13 +125,13 @@ def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
     return w if solved is None else w._replace(A=solved.A)
 
 
-def _can_loop(p: Problem) -> bool:
+def can_loop(p: Problem) -> bool:
     """Whether `channel_loop` can run it: with bounded gates in 16 bits, and where nothing is saved."""
     return p.lower_bound is not None and p.g_dtype == torch.bfloat16 and not (p.needs_grad or p.writes_states)
 
 
 def _loops(p: Problem) -> bool:
-    return _can_loop(p) and loops_channels(p, chip_of(p.device))
+    return can_loop(p) and loops_channels(p, chip_of(p.device))
 
 
 def _walks(p: Problem) -> bool:
