@@ -168,8 +168,11 @@ def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu, how):
     assert all(map(torch.equal, KDA.op(**x), want))
 
 
-@pytest.mark.parametrize(("cell", "saved"), [*((cell, True) for cell in TRAINING), ("logs", False)])
-def test_gradients(on_cpu, monkeypatch, cell, saved):
+@pytest.mark.parametrize(
+    ("cell", "saved", "how"),
+    [*((cell, True, "scan") for cell in TRAINING), ("logs", False, "scan"), ("bounded", True, "loop")],
+)
+def test_gradients(on_cpu, monkeypatch, cell, saved, how):
     """What `prepare` leaves for the backward pass, or makes for it where nothing has been saved; `chunk_back` or
     ``triton`` finds the gradients."""
     case, g_dtype = TRAINING[cell]
@@ -179,7 +182,7 @@ def test_gradients(on_cpu, monkeypatch, cell, saved):
     if not saved:
         backward = run.backward
         monkeypatch.setattr(run, "backward", lambda p, x, saved, *more: backward(p, x, (), *more))
-    on_cpu("scan")
+    on_cpu(how)
     got = run_op(KDA, inputs_of(case, g_dtype), "hopper")
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), torch.bfloat16)

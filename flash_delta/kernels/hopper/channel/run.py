@@ -43,8 +43,8 @@ def remark(p: Problem) -> str:
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
     if _loops(p):
-        return "one kernel does it all"
-    if split is not None:
+        said = ["one kernel does it all"]
+    elif split is not None:
         said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
         said = ["it walks half a state per program" if _walks(p) else "'triton' walks the states"]
@@ -64,25 +64,19 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = triton.for_backward(p) if p.needs_grad else None
+    saved = triton.for_backward(p) if p.needs_grad and not can_loop(p) else None
     buffers = () if saved is None else (saved.buffer,)
-    split = plan_segments(p, chip_of(p.device))
-    handed, segments = None if p.writes_states else Workspace(p, Prepared), new_segmented_scan(p, split)
-
-    looped = _loops(p)
+    split, looped = plan_segments(p, chip_of(p.device)), _loops(p)
+    handed = None if looped or p.writes_states else Workspace(p, Prepared)
+    segments = None if looped else new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
-        if looped or (every(c) and can_loop(p)):
+        if can_loop(p) and (looped or every(c)):
             run_channel_loop(c, o, final)
-        if looped and not every(c):
-            return
-        groups = [] if saved is None else saved.views()
-        if handed is None:
-            solved, _, channels, _ = groups
-            run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
-        else:
-            run_prepare(c, _with_saved(*handed.views(), *groups), o, None, *groups)
-        _walk(c, handed, saved, o, final, segments)
+        if not looped:
+            _prepare_and_walk(c, handed, saved, o, final, segments)
+        elif every(c):
+            _prepare_and_walk(c, Workspace(p, Prepared), None, o, final, new_segmented_scan(p, split))
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
@@ -126,8 +120,9 @@ def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
 
 
 def can_loop(p: Problem) -> bool:
-    """Whether `channel_loop` can run it: with bounded gates in 16 bits, and where nothing is saved."""
-    return p.lower_bound is not None and p.g_dtype == torch.bfloat16 and not (p.needs_grad or p.writes_states)
+    """Whether `channel_loop` can run it: with bounded gates in 16 bits. It saves nothing, and neither do kernels in its
+    place: the backward pass finds A anew."""
+    return p.lower_bound is not None and p.g_dtype == torch.bfloat16 and not p.writes_states
 
 
 def _loops(p: Problem) -> bool:
@@ -137,6 +132,18 @@ def _loops(p: Problem) -> bool:
 def _walks(p: Problem) -> bool:
     """Whether `walk_channels` walks the states where they are not split."""
     return walks_by_hand(p, chip_of(p.device)) and not p.writes_states
+
+
+def _prepare_and_walk(
+    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor, segments: SegmentedScan | None
+) -> None:
+    groups = [] if saved is None else saved.views()
+    if handed is None:
+        solved, _, channels, _ = groups
+        run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
+    else:
+        run_prepare(c, _with_saved(*handed.views(), *groups), o, None, *groups)
+    _walk(c, handed, saved, o, final, segments)
 
 
 def _walk(
