@@ -322,6 +322,7 @@ LANGUAGE = {
     "full": lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)), "bfloat16": torch.bfloat16,
     "BlockedLayout": layout, "NVMMADistributedLayout": layout, "NVMMASharedLayout": layout,
     "SwizzledSharedLayout": layout, "SliceLayout": layout, "DotOperandLayout": layout,
+    "DistributedLinearLayout": layout,
 }  # fmt: skip
 TMA = SimpleNamespace(
     async_load=lambda d, at, bar, tile: d.load(at, bar, tile),

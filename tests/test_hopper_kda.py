@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.channel import prepare, run, walk
+from flash_delta.kernels.hopper.channel import loop, prepare, run, walk
 from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
@@ -48,6 +48,7 @@ CELLS = {
     "logs-zero": replace(ROW, options={}, decay="zero"),
     "promised": replace(ROW, options={"safe_gate": True, "lower_bound": -5.0}, decay="strong"),
 }
+BOUNDED = [name for name in CELLS if not name.startswith(("free", "logs"))]  # what `channel_loop` can run
 WIDE = [name for name in CELLS if name.startswith(("free", "logs", "promised", "packed"))]  # with g in float32, too
 TRAINING = {
     "logs": (replace(ROW, T=100, options={"use_qk_l2norm_in_kernel": True}), torch.float32),
@@ -69,55 +70,72 @@ def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The backend with its kernels emulated, as the choice of every call; `walk_channels` walks, or `scan`."""
-    for module, name in ((prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back")):
+    """The backend with its kernels emulated, as the choice of every call. `channel_loop` does it all, or
+    `walk_channels` walks, or `scan`."""
+    kernels = (loop, "channel_loop"), (prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back")
+    for module, name in kernels:
         path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
         kernel = Kernel(getattr(emulated("flash_delta.kernels.hopper", path), name))
         monkeypatch.setattr(module, name, kernel)
 
-    def chosen(by_hand):
-        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: by_hand)
+    def chosen(how):
+        monkeypatch.setattr(run, "loops_channels", lambda p, chip: how == "loop")
+        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: how == "walk")
         take_every_call(monkeypatch, run.forward, run.backward)
 
     return chosen
 
 
 @pytest.mark.parametrize(
-    ("cell", "g_dtype", "by_hand"),
-    [*((cell, torch.bfloat16, True) for cell in CELLS), *((cell, torch.float32, False) for cell in WIDE)],
+    ("cell", "g_dtype", "how"),
+    [
+        *((cell, torch.bfloat16, "walk") for cell in CELLS),
+        *((cell, torch.float32, "scan") for cell in WIDE),
+        *((cell, torch.bfloat16, "loop") for cell in BOUNDED),
+    ],
 )
 @torch.no_grad()
-def test_against_the_recurrence(on_cpu, cell, g_dtype, by_hand):
-    """`walk_channels` walks, or `scan`."""
+def test_against_the_recurrence(on_cpu, cell, g_dtype, how):
     dtype = torch.bfloat16
     x = inputs_of(CELLS[cell], g_dtype)
     wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
     wanted = recurrence(KDA, wide, x)
     with products_in(dtype):
         reference = KDA.op(**x, backend="torch")
-    on_cpu(by_hand)
+    on_cpu(how)
     for got, want, rounded in zip(KDA.op(**x), wanted, reference, strict=True):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
 
 
+@pytest.mark.parametrize("how", ["walk", "loop"])
 @pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
 @torch.no_grad()
-def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
+def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name, how):
     """An address that is beyond a tensor is an error of the emulator or of the bounds' watch."""
     leave_unread(monkeypatch)
     bounds = hostile(name, "cpu")
     x = make_inputs(replace(PACKED, T=T, HV=1, lengths=(T, *(0 for _ in bounds[2:]))), KDA, torch.bfloat16)
-    on_cpu(True)
+    on_cpu(how)
     KDA.op(**(x | {"cu_seqlens": bounds}))
 
 
-@pytest.mark.parametrize("form", ["bounded", "steep"])
+@pytest.mark.parametrize(
+    ("form", "decay", "how"),
+    [
+        ("bounded", "mild", "walk"),
+        ("steep", "mild", "walk"),
+        ("bounded", "mild", "loop"),
+        ("bounded", "strong", "loop"),
+    ],
+)
 @torch.no_grad()
-def test_no_token_changes_one_before_it(on_cpu, form):
-    """Not by a bit, though its block's scores are made with the others', and though it makes a chunk steep."""
+def test_no_token_changes_one_before_it(on_cpu, form, decay, how):
+    """Not by a bit, though its block's scores are made with the others', and though it makes a chunk steep, or moves
+    the point where decays are taken apart."""
     logs = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-    x = make_inputs(replace(ROW, T=100, options=RAW if form == "bounded" else logs), KDA, torch.bfloat16)
-    on_cpu(True)
+    options = RAW if form == "bounded" else logs
+    x = make_inputs(replace(ROW, T=100, options=options, decay=decay), KDA, torch.bfloat16)
+    on_cpu(how)
     o, _ = KDA.op(**x)
     for t in (99, 70, 45, 17):
         for name in ("q", "k", "v", "g", "beta"):
@@ -127,29 +145,34 @@ def test_no_token_changes_one_before_it(on_cpu, form):
         assert torch.equal(KDA.op(**x)[0][:, :t], o[:, :t])
 
 
+@pytest.mark.parametrize("how", ["walk", "loop"])
 @torch.no_grad()
-def test_parameters_may_be_missing(on_cpu):
+def test_parameters_may_be_missing(on_cpu, how):
     x = make_inputs(replace(ROWS, T=70, options={"use_gate_in_kernel": True, "lower_bound": -4.0}), KDA, torch.bfloat16)
     x["beta"] = torch.ones_like(x["beta"])
     x["A_log"], x["dt_bias"] = torch.zeros_like(x["A_log"]), torch.zeros_like(x["dt_bias"])
-    on_cpu(True)
+    on_cpu(how)
     want = KDA.op(**x)
     del x["A_log"], x["dt_bias"]
     assert all(map(torch.equal, KDA.op(**x), want))
 
 
+@pytest.mark.parametrize("how", ["walk", "loop"])
 @torch.no_grad()
-def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu):
+def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu, how):
     x = make_inputs(ROWS, KDA, torch.bfloat16)
-    on_cpu(True)
+    on_cpu(how)
     want = KDA.op(**x)
     for name in ("q", "k", "v", "g", "beta"):
         x[name] = x[name].data.mT.contiguous().mT
     assert all(map(torch.equal, KDA.op(**x), want))
 
 
-@pytest.mark.parametrize(("cell", "saved"), [*((cell, True) for cell in TRAINING), ("logs", False)])
-def test_gradients(on_cpu, monkeypatch, cell, saved):
+@pytest.mark.parametrize(
+    ("cell", "saved", "how"),
+    [*((cell, True, "scan") for cell in TRAINING), ("logs", False, "scan"), ("bounded", True, "loop")],
+)
+def test_gradients(on_cpu, monkeypatch, cell, saved, how):
     """What `prepare` leaves for the backward pass, or makes for it where nothing has been saved; `chunk_back` or
     ``triton`` finds the gradients."""
     case, g_dtype = TRAINING[cell]
@@ -159,7 +182,7 @@ def test_gradients(on_cpu, monkeypatch, cell, saved):
     if not saved:
         backward = run.backward
         monkeypatch.setattr(run, "backward", lambda p, x, saved, *more: backward(p, x, (), *more))
-    on_cpu(False)
+    on_cpu(how)
     got = run_op(KDA, inputs_of(case, g_dtype), "hopper")
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), torch.bfloat16)

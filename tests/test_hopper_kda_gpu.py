@@ -29,9 +29,11 @@ LONG_TRAINING = TRAINING | {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["walk", "scan"])
+@pytest.fixture(params=["loop", "walk", "scan"])
 def walking(request, monkeypatch):
-    monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: request.param)
+    """`channel_loop` does it all, where it can, or `walk_channels` walks, or `scan`."""
+    monkeypatch.setattr(run, "loops_channels", lambda p, chip: request.param == "loop")
+    monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: request.param == "walk")
     monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", request.param))  # its own: launches are remembered
 
 

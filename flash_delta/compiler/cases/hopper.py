@@ -12,7 +12,9 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
+from flash_delta.kernels.hopper.channel.run import can_loop
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
@@ -140,7 +142,9 @@ def call_channels(case: str) -> None:
     c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o)
-    run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
+    run_walk_channels(c, w, o, final := torch.empty(p.state_shape, device="meta"))
+    if can_loop(p):
+        run_channel_loop(c, o, final)
 
 
 def call_prepare(case: str, form: str) -> None:

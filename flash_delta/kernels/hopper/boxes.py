@@ -45,7 +45,7 @@ def describable(t: Tensor) -> bool:
     return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
-def ragged(t: Tensor, width: int) -> Descriptor:
+def ragged(t: Tensor, width: int, height: int = C) -> Descriptor:
     """Describes the tokens of all heads so that the copy engine clips at the end of any sequence: loads from behind
     the end give zeros, and stores there do nothing.
 
@@ -57,7 +57,7 @@ def ragged(t: Tensor, width: int) -> Descriptor:
     box = layouts.FLOAT_BOX if t.dtype == torch.float32 else layouts.BOX
     _, token, head, _ = t.stride()
     shape = [0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3]]
-    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, C, width], box.value)
+    return Descriptor(t, shape, [2**34 - token, token, token, 1], [1, 1, height, width], box.value)
 
 
 def lines(t: Tensor) -> Descriptor:

@@ -20,8 +20,8 @@ def rate(sr, s, row: gl.constexpr):
 
 @gluon.jit
 def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr):
-    """Asks for [64, COLUMNS] of a sequence that begins at ``row``; zeros come from after its end."""
-    box = reinterpret(tile, desc.dtype, [1, 1, C, COLUMNS], FLOAT_BOX if desc.dtype == gl.float32 else BOX)
+    """Asks for as many rows as the tile has, of a sequence that begins at ``row``; zeros come from after its end."""
+    box = reinterpret(tile, desc.dtype, [1, 1, tile.shape[0], COLUMNS], FLOAT_BOX if desc.dtype == gl.float32 else BOX)
     tma_load(desc, [RAGGED, row + length, RAGGED - length + token, column], bar, box)
 
 

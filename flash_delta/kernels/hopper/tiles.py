@@ -8,6 +8,7 @@ from typing import NamedTuple
 from flash_delta.kernels.runtime import chip as triton
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
+from flash_delta.kernels.runtime.segment_plan import sequences_of
 from flash_delta.problem import Problem
 
 
@@ -73,6 +74,7 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
 PREPARES = 2  # programs share a multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
+CHANNEL_LOOP = {"NR": 3, "NV": 3, "NX": 3, "NO": 2, "GATES": 128, "FACTORS": 104}
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:
@@ -80,6 +82,15 @@ def walks_by_hand(p: Problem, chip: Chip) -> bool:
     one. On an H200 8,192 tokens of 32 heads then take 0.334 ms and not 0.354; of 64 heads they take 0.527 and 0.514.
     No other sequence may decide where it would change bits."""
     return not p.batch_invariant and chip.processors >= 4 * p.N * p.HV
+
+
+def loops_channels(p: Problem, chip: Chip) -> bool:
+    """Whether `channel_loop` does it all: where enough multiprocessors have a state in every round. On an H100 8,192
+    tokens of one sequence take 0.75 ms however many heads there are, and `prepare` and a walk 0.66 ms for 64 heads and
+    1.00 for 96. No other sequence may decide where it would change bits."""
+    states = sequences_of(p)[0] * p.HV
+    rounds = -(-states // chip.processors)
+    return not p.batch_invariant and 5 * states > 3 * rounds * chip.processors
 
 
 # The backward pass. RETRACE is `walk_segments` without outputs.

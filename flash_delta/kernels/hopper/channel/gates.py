@@ -1,4 +1,4 @@
-"""Log decays of a chunk per channel, as `prepare` makes them of what the copy engine has loaded.
+"""Log decays per channel, as `prepare` and `gate_role` make them of what the copy engine has loaded.
 
 Of raw activations they are ``lower_bound sigmoid(e^A_log (a + dt_bias))``, or without a bound ``-e^A_log softplus(a +
 dt_bias)`` and at least LEAST. Those that are given count as the bound that is promised, or as LEAST, if they are less.
@@ -37,7 +37,7 @@ def softplus_bits(y):
 @gluon.jit
 def rest_living(sg, left):
     """Gives tokens from ``left`` on the activation whose log decay is 0."""
-    for h in gl.static_range(2):
+    for h in gl.static_range(sg.shape[0] // 32):
         i = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, TOKENS))[:, None]
         half = sg.slice(32 * h, 32, 0)
         half.store(gl.where(i < left, half.load(TOKENS).to(gl.float32), float("-inf")).to(sg.dtype))
@@ -45,27 +45,43 @@ def rest_living(sg, left):
 
 
 @gluon.jit
+def gate_constants(A, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """What `log_decays` multiplies activations by and adds to them, and a number for the bound."""
+    rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: times the activation -inf it has to be inf
+    inverse, shift = 0.0, 0.0
+    if BOUNDED:
+        inverse = -1.0 / (lower_bound * BITS)
+    if RAW_GATE:
+        shift = bias[None, :].expand_dims(1) * (rate if BOUNDED else BITS)
+    return rate, shift, inverse, lower_bound
+
+
+@gluon.jit
+def log_decays(x, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """Of activations, or of log decays as given, in nats: in bits."""
+    rate, shift, inverse, lower_bound = constants
+    if not RAW_GATE:
+        return gl.maximum(x, lower_bound if BOUNDED else LEAST) * BITS
+    elif BOUNDED:
+        # the square of a reciprocal root needs no division; a square is added by one instruction
+        root = gl.rsqrt(inverse + inverse * gl.exp2(x * rate + shift))
+        return root * root * -1.0
+    else:
+        return gl.maximum(softplus_bits(x * BITS + shift) * (rate * (1.0 / BITS)), LEAST * BITS)
+
+
+@gluon.jit
 def sum_gates(sg, totals, A, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The sums of log decays from each block's start, for both halves, and ``middle``, which they all have been moved
     up by. ``totals``: of whole blocks, as they are."""
-    rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: times the activation -inf it has to be inf
+    constants = gate_constants(A, bias, lower_bound, RAW_GATE, BOUNDED)
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
-    inverse, middle = 0.0, MIDDLE
+    middle = MIDDLE
     if BOUNDED:
-        inverse, middle = -1.0 / (lower_bound * BITS), lower_bound * BITS * -8.0
-    if RAW_GATE:
-        shift = bias[None, :].expand_dims(1) * (rate if BOUNDED else BITS)
+        middle = lower_bound * BITS * -8.0
     sums = ()
     for h in gl.static_range(2):
-        x = take(sg, h)
-        if not RAW_GATE:
-            decay = gl.maximum(x, lower_bound if BOUNDED else LEAST) * BITS
-        elif BOUNDED:
-            # the square of a reciprocal root needs no division; a square is added by one instruction
-            root = gl.rsqrt(inverse + inverse * gl.exp2(x * rate + shift))
-            decay = root * root * -1.0
-        else:
-            decay = gl.maximum(softplus_bits(x * BITS + shift) * (rate * (1.0 / BITS)), LEAST * BITS)
+        decay = log_decays(take(sg, h), constants, RAW_GATE, BOUNDED)
         s = gl.associative_scan(gl.where(m == 0, decay + middle, decay), 1, add)
         last = gl.sum(gl.where(m == 15, s, -0.0), 1)  # to add -0.0 is no instruction
         totals.slice(2 * h, 2, 0).store(last - middle)

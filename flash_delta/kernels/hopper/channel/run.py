@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper.boxes import as_taken, described
+from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.tiles import walks_by_hand
+from flash_delta.kernels.hopper.tiles import loops_channels, walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
@@ -41,7 +42,9 @@ def unsupported(p: Problem) -> str | None:
 def remark(p: Problem) -> str:
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
-    if split is not None:
+    if _loops(p):
+        said = ["one kernel does it all"]
+    elif split is not None:
         said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
         said = ["it walks half a state per program" if _walks(p) else "'triton' walks the states"]
@@ -61,22 +64,22 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = triton.for_backward(p) if p.needs_grad else None
+    saved = triton.for_backward(p) if p.needs_grad and not can_loop(p) else None
     buffers = () if saved is None else (saved.buffer,)
-    split = plan_segments(p, chip_of(p.device))
-    handed, segments = None if p.writes_states else Workspace(p, Prepared), new_segmented_scan(p, split)
+    split, looped = plan_segments(p, chip_of(p.device)), _loops(p)
+    handed = None if looped or p.writes_states else Workspace(p, Prepared)
+    segments = None if looped else new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
-        groups = [] if saved is None else saved.views()
-        if handed is None:
-            solved, _, channels, _ = groups
-            run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
-        else:
-            run_prepare(c, _with_saved(*handed.views(), *groups), o, None, *groups)
-        _walk(c, handed, saved, o, final, segments)
+        if can_loop(p) and (looped or every(c)):
+            run_channel_loop(c, o, final)
+        if not looped:
+            _prepare_and_walk(c, handed, saved, o, final, segments)
+        elif every(c):
+            _prepare_and_walk(c, Workspace(p, Prepared), None, o, final, new_segmented_scan(p, split))
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, split))
+        call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
         spare = (*(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
         run(call, kernels, o, final, *buffers, spare=spare)
     remember(call, x, known, (p.lengths, *kind))
@@ -116,9 +119,31 @@ def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
     return w if solved is None else w._replace(A=solved.A)
 
 
+def can_loop(p: Problem) -> bool:
+    """Whether `channel_loop` can run it: with bounded gates in 16 bits. It saves nothing, and neither do kernels in its
+    place: the backward pass finds A anew."""
+    return p.lower_bound is not None and p.g_dtype == torch.bfloat16 and not p.writes_states
+
+
+def _loops(p: Problem) -> bool:
+    return can_loop(p) and loops_channels(p, chip_of(p.device))
+
+
 def _walks(p: Problem) -> bool:
     """Whether `walk_channels` walks the states where they are not split."""
     return walks_by_hand(p, chip_of(p.device)) and not p.writes_states
+
+
+def _prepare_and_walk(
+    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor, segments: SegmentedScan | None
+) -> None:
+    groups = [] if saved is None else saved.views()
+    if handed is None:
+        solved, _, channels, _ = groups
+        run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
+    else:
+        run_prepare(c, _with_saved(*handed.views(), *groups), o, None, *groups)
+    _walk(c, handed, saved, o, final, segments)
 
 
 def _walk(

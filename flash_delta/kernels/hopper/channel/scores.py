@@ -22,6 +22,15 @@ K = gl.constexpr(128)
 # In registers: a thread owns all 16 tokens of two channels, so that sums over tokens stay where they are.
 OWN = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0]))  # [2, 16, 128]: a half
 WARPS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 rows a warp
+EIGHTS = gl.constexpr(  # [32, 128], 8 rows a warp, so that two of them are 16 rows as a product takes them
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, 128],
+    )
+)
 TOKENS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [2, 2], [1, 0]))  # [32, 128], the same numbers
 
 
@@ -38,16 +47,28 @@ def put(tile, h: gl.constexpr, x):
 
 
 @gluon.jit
-def reciprocal_lengths(tile):
-    """``(sum x^2 + eps)^{-1/2}`` of 64 rows: the diagonal of x x^T, of which a warp multiplies its own 16 rows."""
-    x = tile.load(gl.DotOperandLayout(0, WARPS, 2)).reshape([4, 16, K])
+def squared_lengths(x):
+    """Of the rows of [4, 16, 128]: the diagonal of x x^T, of which a warp multiplies its own 16 rows."""
     rows = gl.convert_layout(x, gl.DotOperandLayout(0, BLOCKS, 2))
     columns = gl.convert_layout(gl.permute(x, [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
     squares = mma_v2(rows, columns, gl.zeros([4, 16, 16], gl.float32, BLOCKS))
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-    sums = gl.sum(gl.where(r == c, squares, 0.0), 2).reshape([C])
-    return gl.rsqrt(gl.convert_layout(sums, THREADS) + 1e-6)
+    return gl.sum(gl.where(r == c, squares, 0.0), 2)
+
+
+@gluon.jit
+def squared_lengths_of_two(first, second):
+    """Of the rows of two tiles [32, 128], as [2, 32]. A warp has 8 rows of each."""
+    x = gl.join(first.load(EIGHTS), second.load(EIGHTS)).reshape([4, 8, K, 2]).permute([0, 3, 1, 2])
+    return squared_lengths(x.reshape([4, 16, K])).reshape([4, 2, 8]).permute([1, 0, 2]).reshape([2, 32])
+
+
+@gluon.jit
+def reciprocal_lengths(tile):
+    """``(sum x^2 + eps)^{-1/2}`` of 64 rows."""
+    x = tile.load(gl.DotOperandLayout(0, WARPS, 2)).reshape([4, 16, K])
+    return gl.rsqrt(gl.convert_layout(squared_lengths(x).reshape([C]), THREADS) + 1e-6)
 
 
 @gluon.jit

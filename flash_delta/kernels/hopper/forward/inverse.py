@@ -58,16 +58,10 @@ def halves(odd, even_left, odd_left, right):
 
 
 @gluon.jit
-def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
-    """A diag(b), or with KEEP A: columns 0 to 31 and 32 to 63, each [64, 32] in registers.
-
-    M: [64, 64] with layout ROWS; its diagonal and what is above are ignored. b: [1, 64] in shared memory.
-    sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
-    returns, some warps may still use it: the caller needs a barrier before it writes there.
-    """
-    sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
+def invert_blocks(D, sD):
+    """The inverses of each warp's block, of which what is on the diagonal and above is ignored; their transposes go to
+    sD, for `invert_pairs`. Before that a barrier is needed."""
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
-    D, B = own_blocks(M)
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
     D = gl.where(r > c, D, 0.0)
@@ -76,14 +70,35 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     At = product(eye, A, zero)
     for level in gl.static_range(1, 4):
         A, At = doubled(A, At, D, r, c, level)
-    # 16 -> 32: an odd warp needs the transposed inverse of the warp before it.
-    pairs = At.to(gl.float16).reshape([2, 2, 16, 16])
-    sD.store(pairs)
-    barrier()  # all warps of this group: their transposed inverses are in sD
-    At_before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs)[0]
-    At_before = gl.convert_layout(At_before.reshape([4, 16, 16]), BLOCKS)
+    sD.store(At.to(gl.float16).reshape([2, 2, 16, 16]))
+    return A
+
+
+@gluon.jit
+def invert_pairs(A, B, sD):
+    """The inverses of two blocks of 32, as their rows [64, 32], from those of 16. An odd warp needs the transposed
+    inverse of the warp before it. B: for odd warps the block to the left of theirs."""
+    zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
+    pairs = A.reshape([2, 2, 16, 16])
+    before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs.to(gl.float16))[0]
+    before = gl.convert_layout(before.reshape([4, 16, 16]), BLOCKS)
     odd = (gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))) % 2 == 1)[:, None, None]
-    A = halves(odd, A, product(A, product(At_before, B, zero), zero), A)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
+    return halves(odd, A, product(A, product(before, B, zero), zero), A)
+
+
+@gluon.jit
+def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
+    """A diag(b), or with KEEP A: columns 0 to 31 and 32 to 63, each [64, 32] in registers.
+
+    M: [64, 64] with layout ROWS; its diagonal and what is above are ignored. b: [1, 64] in shared memory.
+    sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
+    returns, some warps may still use it: the caller needs a barrier before it writes there.
+    """
+    sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
+    D, B = own_blocks(M)
+    A = invert_blocks(D, sD)
+    barrier()  # all warps of this group: their transposed inverses are in sD
+    A = invert_pairs(A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
     # 32 -> 64: what is missing are rows from 32 on, columns up to 31.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
     scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)

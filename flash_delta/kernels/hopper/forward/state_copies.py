@@ -117,6 +117,26 @@ def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexp
 
 
 @gluon.jit
+def ask_for_state(
+    desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
+):  # fmt: skip
+    """Asks for the first parts of what `take_state` takes."""
+    for m in gl.static_range(NO):
+        fetch(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO)
+
+
+@gluon.jit
+def take_state(
+    desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr, ROWS: gl.constexpr
+):
+    """What `load_state` loads, after `ask_for_state`."""
+    parts = ()
+    for m in gl.static_range(WIDTH // 32):
+        parts += (fetched(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO),)
+    return gl.convert_layout(beside_all(parts, 0, WIDTH // 32), ROWS)
+
+
+@gluon.jit
 def load_state(
     desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr, ROWS: gl.constexpr
 ):
@@ -124,12 +144,8 @@ def load_state(
 
     Every one of ``bars`` goes through an even number of phases, so that the next call finds them as this one did. No
     store from ``so`` may be on its way."""
-    for m in gl.static_range(NO):
-        fetch(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO)
-    parts = ()
-    for m in gl.static_range(WIDTH // 32):
-        parts += (fetched(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO),)
-    return gl.convert_layout(beside_all(parts, 0, WIDTH // 32), ROWS)
+    ask_for_state(desc, slot, row, column, so, bars, WIDTH, V_FIRST, NO)
+    return take_state(desc, slot, row, column, so, bars, WIDTH, V_FIRST, NO, ROWS)
 
 
 @gluon.jit

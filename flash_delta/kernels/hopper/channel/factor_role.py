@@ -1,0 +1,61 @@
+"""The role that makes A and P of 32 tokens, from the rows and columns of `gate_role`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flash_delta.kernels.hopper.channel.gate_role import STEP
+from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
+from flash_delta.kernels.hopper.forward.work_items import bounds
+from flash_delta.kernels.hopper.gluon_compat import barrier
+from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
+
+
+@gluon.jit
+def invert_own(scores, norms, strengths, sD):
+    """Of the scores of k, and then of q, with k: A of blocks of 16, what is left of them; P, in the rows of q."""
+    P = scores * norms.permute([1, 0]).load(NARROW_ROWS) * norms.slice(0, STEP, 1).load(NARROW_ROWS)
+    M = P * (strengths.permute([1, 0]).load(NARROW_ROWS) * -1.0)
+    even, odd = M.reshape([4, 16, 2, 16]).permute([0, 1, 3, 2]).split()
+    even, odd = gl.convert_layout(even, BLOCKS), gl.convert_layout(odd, BLOCKS)
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
+    return invert_blocks(gl.where(w % 2 == 0, even, odd), sD), even, P
+
+
+@gluon.jit
+def store_maps(inverted, tile, sD):
+    """A, and below it P: [64, 32]."""
+    A, left, P = inverted
+    row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    P = gl.where(column <= row - STEP, P, 0.0)
+    tile.store(gl.where(row < STEP, invert_pairs(A, left, sD), P).to(tile.dtype))
+
+
+@gluon.jit
+def factor_role(sD, made, bars, work, HV: gl.constexpr, PACKED: gl.constexpr):
+    """``made`` and ``bars`` as `gate_role` has them. sD: as in `invert`."""
+    rows, columns, maps, norms, strengths = made[0], made[1], made[2], made[3], made[4]
+    tiled, ready = bars[3], bars[4]
+    cu_seqlens, T, items = work
+    NX: gl.constexpr = rows.shape[0]
+    zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
+    t = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        length = bounds(item, cu_seqlens, None, T, HV, PACKED)[3]
+        for _ in range(0, length, STEP):
+            x = t % NX
+            mbarrier.wait(tiled.index(x), (t // NX) & 1)  # signalled by the gate group: rows and columns are there
+            scores = warpgroup_mma(rows.index(x), columns.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            inverted = invert_own(scores, norms.index(x), strengths.index(x), sD)
+            barrier()  # all warps of the factor group: transposed inverses are there
+            store_maps(inverted, maps.index(x), sD)
+            fence_async_shared()
+            mbarrier.arrive(ready.index(x), count=1)
+            t += 1
