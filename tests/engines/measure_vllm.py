@@ -118,10 +118,10 @@ def parts(llm: Any, options: dict[str, Any]) -> Iterator[tuple[str, Callable[[],
     for rows, tokens in options["prompts"]:
         yield f"prompts {rows}x{tokens}: ms", partial(several, repeats, first_token_ms, engine, rows, tokens)
     if torch.cuda.is_available():
-        for rows in options["batches"]:
-            yield f"decode {rows}: kernels of 8 steps", partial(kernels, engine, rows, CONTEXT, 9)
-        for rows, tokens in options["prompts"]:
-            yield f"prompts {rows}x{tokens}: kernels", partial(kernels, engine, rows, tokens, 1)
+        rows = max(options["batches"])
+        yield f"decode {rows}: kernels of 8 steps", partial(kernels, engine, rows, CONTEXT, 9)
+        rows, tokens = max(options["prompts"], key=lambda prompts: prompts[1])
+        yield f"prompts {rows}x{tokens}: kernels", partial(kernels, engine, rows, tokens, 1)
 
 
 def main(model: str, out: str, given: str = "{}") -> None:
