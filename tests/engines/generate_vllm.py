@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections import Counter
+from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 
@@ -22,9 +23,8 @@ def prompts() -> list[list[int]]:
     return [*(tokens(n) * 3 for n in (5, 20, 70)), *(common + tokens(n) for n in (9, 40))]
 
 
-def main(model: str, out: str, options: str) -> None:
-    from vllm import LLM, SamplingParams
-
+def count_calls() -> Counter:
+    """How often each op is called from now on. A CUDA graph counts once, when it is captured."""
     from flash_delta.integrations import _vllm_calls as plugin
 
     counts, calls_of = Counter(), plugin.calls_of
@@ -35,17 +35,30 @@ def main(model: str, out: str, options: str) -> None:
         return calls
 
     plugin.calls_of = counted
+    return counts
+
+
+def complete(llm: Any) -> list[tuple[list[int], list[float], int]]:
+    """Of each prompt the most likely 40 tokens, their log-probabilities, and the tokens from the prefix cache."""
+    from vllm import SamplingParams
+
+    sampling, found = SamplingParams(temperature=0, max_tokens=40, logprobs=1, detokenize=False, ignore_eos=True), []
+    for answer in llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False):
+        (completion,) = answer.outputs
+        logprobs = [next(iter(token.values())).logprob for token in completion.logprobs]
+        found.append((list(completion.token_ids), logprobs, answer.num_cached_tokens))
+    return found
+
+
+def main(model: str, out: str, options: str) -> None:
+    from vllm import LLM
+
+    counts = count_calls()
     settings = {"enforce_eager": True, "max_num_batched_tokens": 512} | json.loads(options)
     llm = LLM(
         model=model, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=8, dtype="bfloat16", seed=0, **settings
     )
-    sampling = SamplingParams(temperature=0, max_tokens=40, logprobs=1, detokenize=False, ignore_eos=True)
-    found = []
-    for _ in range(2):  # the second time prompts may be in the prefix cache
-        for answer in llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False):
-            (completion,) = answer.outputs
-            logprobs = [next(iter(token.values())).logprob for token in completion.logprobs]
-            found.append((list(completion.token_ids), logprobs, answer.num_cached_tokens))
+    found = complete(llm) + complete(llm)  # the second time prompts may be in the prefix cache
     with open(out, "w") as file:
         json.dump({"completions": found, "calls": counts}, file)
 

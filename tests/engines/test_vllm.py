@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
+from judge_vllm import judge, load
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 HERE = Path(__file__).parent
@@ -39,36 +39,44 @@ def completions(model, out, options, active=True):
     return json.loads(out.read_text())
 
 
-def judge(model, found):
-    """How many tokens are the most likely ones in float32, and how far log-probabilities are off at the most."""
-    from generate_vllm import prompts
-    from transformers import AutoModelForCausalLM
-
-    reference, right, off = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0, 0.0
-    for prompt, (tokens, logprobs, _) in zip(prompts() * 2, found["completions"], strict=True):
-        with torch.no_grad():
-            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        right += int((logits.argmax(-1) == torch.tensor(tokens)).sum())
-        of_tokens = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        off = max(off, float((of_tokens - torch.tensor(logprobs)).abs().max()))
-    return right, off
-
-
 @pytest.fixture(scope="module")
 def own(model, tmp_path_factory):
     """What vLLM's own code gives."""
     found = completions(model, tmp_path_factory.mktemp("own") / "out.json", RUNS["plain"], active=False)
     assert not found["calls"]
-    return judge(model, found)
+    return judge(load(model), found["completions"])
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_completions(model, own, name, tmp_path):
     found = completions(model, tmp_path / "out.json", RUNS[name])
-    right, off = judge(model, found)
+    right, off = judge(load(model), found["completions"])
     print(name, right, off, own, found["calls"])
     assert right >= own[0] - 8  # of 400: where two tokens are nearly as likely, either is right
     assert off <= CLOSE
     assert set(found["calls"]) == {"decode_gated_delta_rule", "prefill_gated_delta_rule"}
     cached = sum(tokens for *_, tokens in found["completions"])
     assert (cached > 0) == (name == "prefix-cache")
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's Qwen3.5 imports torchvision")
+def test_measurements(tmp_path):
+    """Two engines, one after the other, on a Qwen3.5 text model: each adds its run, and both are judged."""
+    model, out = tmp_path / "qwen3_5", tmp_path / "out.json"
+    subprocess.run([sys.executable, HERE / "qwen3_5.py", model, "512", "1"], check=True)
+    options = json.dumps({"batches": [1, 3], "prompts": [[2, 40]], "steps": 6, "repeats": 1})
+    for active in (True, False):
+        environment = os.environ | {"FLASH_DELTA_VLLM": str(int(active))}
+        command = [sys.executable, HERE / "measure_vllm.py", model, out, options]
+        subprocess.run(command, check=True, env=environment, timeout=600)
+    subprocess.run([sys.executable, HERE / "judge_vllm.py", model, out], check=True)
+    ours, theirs = json.loads(out.read_text())["runs"]
+    assert ours["plugin"]
+    assert set(ours["calls"]) == {"decode_gated_delta_rule", "prefill_gated_delta_rule"}
+    assert not theirs["plugin"]
+    assert not theirs["calls"]
+    for run in (ours, theirs):
+        assert all(run[f"decode {rows}: tokens/s"]["median"] > 0 for rows in (1, 3))
+        assert run["prompts 2x40: ms"]["median"] > 0
+        assert run["judged"]["right"] >= run["judged"]["tokens"] - 8
+        assert run["judged"]["off"] <= CLOSE

@@ -1,0 +1,45 @@
+"""Completions of vLLM beside transformers in float32: ``python judge_vllm.py MODEL OUT`` adds to what measure_vllm.py
+wrote, for each run, how many tokens are the most likely ones and how far log-probabilities are off at the most."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from generate_vllm import prompts
+
+
+def load(model: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+
+
+def judge(reference: Any, completions: Sequence[tuple[list[int], list[float], int]]) -> tuple[int, float]:
+    """How many tokens are the most likely ones in float32, and how far log-probabilities are off at the most."""
+    right, off = 0, 0.0
+    asked = prompts() * (len(completions) // len(prompts()))
+    for prompt, (tokens, logprobs, _) in zip(asked, completions, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + tokens], device=reference.device)).logits[0]
+        expected, got = logits[len(prompt) - 1 : -1].log_softmax(-1).cpu(), torch.tensor(tokens)
+        right += int((expected.argmax(-1) == got).sum())
+        off = max(off, float((expected.gather(1, got[:, None])[:, 0] - torch.tensor(logprobs)).abs().max()))
+    return right, off
+
+
+def main(model: str, out: str) -> None:
+    written, reference = json.loads(Path(out).read_text()), load(model)
+    for run in written["runs"]:
+        if "completions" in run:
+            right, off = judge(reference, run["completions"])
+            run["judged"] = {"tokens": sum(len(c[0]) for c in run["completions"]), "right": right, "off": round(off, 4)}
+            print({"plugin": run["plugin"], "graphs": run["graphs"]} | run["judged"], flush=True)
+    Path(out).write_text(json.dumps(written, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
