@@ -19,6 +19,7 @@ from flash_delta.integrations.fla.__main__ import absent
 from flash_delta.integrations.fla.__main__ import main as compare
 from flash_delta.integrations.fla.modules import l2norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
+from flash_delta.integrations.fla.modules.causal_conv1d import ops as conv_ops
 from flash_delta.integrations.fla.ops import comba, gated_delta_rule
 from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
 from flash_delta.integrations.fla.ops.kda import gate as kda_gate
@@ -187,6 +188,76 @@ def test_l2norm(dtype):
         [y], [nn.functional.normalize(x.double(), dim=-1).to(dtype)], 1e-2 if dtype == torch.bfloat16 else 1e-6
     )
     assert l2norm.l2norm(torch.zeros(4, dtype=dtype), output_dtype=torch.float32).eq(0).all()
+
+
+def test_l2norm_in_two_passes():
+    x, dy = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    x.requires_grad_()
+    y, rstd = l2norm.l2norm_fwd(x)
+    assert not y.requires_grad
+    assert_close([y], [l2norm.l2norm(x)], 0)
+    assert_close([l2norm.l2norm_bwd(y, rstd, dy)], torch.autograd.grad(l2norm.l2norm(x), x, dy), 1e-12)
+    half, rstd = l2norm.l2norm_fwd(x.bfloat16())
+    assert (half.dtype, rstd.dtype, rstd.shape) == (torch.bfloat16, torch.float32, (3, 5))
+    assert l2norm.l2norm_bwd(half, rstd, dy).dtype == torch.bfloat16
+
+
+KINDS_OF_ROWS = pytest.mark.parametrize("bounds", [None, [0, 33, 33, 70]], ids=["batch", "packed"])
+
+
+@KINDS_OF_ROWS
+@pytest.mark.parametrize("raw", [False, True], ids=["decays", "raw"])
+def test_rule_in_two_passes(x, bounds, raw):
+    """As fla's autograd calls them; what is kept between them is nobody's business."""
+    rows = B if bounds is None else 1
+    call = {n: (x[n][:rows] if n != "initial_state" else x[n]) for n in ("q", "k", "v", "g", "beta", "initial_state")}
+    options = {"scale": 0.3, "state_v_first": True}
+    if bounds is not None:
+        options["cu_seqlens"] = torch.tensor(bounds)
+        call["initial_state"] = torch.randn(3, HV, K, V)
+    call["initial_state"] = call["initial_state"].mT.contiguous()
+    gate = {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV)} if raw else {}
+    call = {n: t.double().requires_grad_() for n, t in (call | gate).items()}
+    options["use_gate_in_kernel"] = raw
+    expected = flash_delta.chunk_gated_delta_rule(**call, **options, output_final_state=True)
+    outer = [torch.randn_like(t) for t in expected]
+    gradients = dict(zip(call, torch.autograd.grad(expected, [*call.values()], outer), strict=True))
+
+    chunk = importlib.import_module(f"{HERE}.ops.gated_delta_rule.chunk")
+    with torch._C._AutoDispatchBelowAutograd():  # as in operators of torch.library
+        g, o, A, final, initial, g_input = chunk.chunk_gated_delta_rule_fwd(**call, **options, output_final_state=True)
+        kept = call | {"g": g, "A": A, "initial_state": initial}
+        found = chunk.chunk_gated_delta_rule_bwd(**kept, **options, do=outer[0], dht=outer[1], g_input=g_input)
+    assert A.shape == (rows, T, HV, 64)
+    assert_close([o, final], [t.detach() for t in expected], 1e-12)
+    names = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
+    assert_close([t for t in found if t is not None], [gradients[n] for n in names if n in call], 1e-10)
+
+
+@KINDS_OF_ROWS
+@pytest.mark.parametrize("whole", [False, True], ids=["bare", "all"])
+def test_convolution_in_two_passes(bounds, whole):
+    rows = 2 if bounds is None else 1
+    call = {"x": torch.randn(rows, T, 6), "weight": torch.randn(6, 4)}
+    if whole:
+        more = {"bias": torch.randn(6), "residual": torch.randn(rows, T, 6)}
+        call |= more | {"initial_state": torch.randn(rows if bounds is None else 3, 6, 4)}
+    call = {n: t.double().requires_grad_() for n, t in call.items()}
+    options = {"activation": "swish" if whole else None, "cu_seqlens": None if bounds is None else torch.tensor(bounds)}
+    expected = causal_conv1d(**call, **options, output_final_state=True)
+    outer = [torch.randn_like(t) for t in expected]
+    gradients = dict(zip(call, torch.autograd.grad(expected, [*call.values()], outer), strict=True))
+
+    given = {"bias": None, "residual": None} | call
+    with torch._C._AutoDispatchBelowAutograd():
+        y, final = conv_ops.causal_conv1d_fwd(**given, **options, output_final_state=True)
+        found = conv_ops.causal_conv1d_bwd(**given, **options, dy=outer[0], dht=outer[1])
+        dx, *_ = conv_ops.causal_conv1d_bwd(**given, **options, dy=outer[0], dht=None)
+    assert_close([y, final], [t.detach() for t in expected], 1e-12)
+    names = ("x", "weight", "bias", "residual", "initial_state")
+    assert_close([t for t in found if t is not None], [gradients[n] for n in names if n in call], 1e-12)
+    alone = causal_conv1d(**call, **options)[0]
+    assert_close([dx], torch.autograd.grad(alone, call["x"], outer[0]), 1e-12)
 
 
 def test_recurrent_delta_rule_has_gradients(x):

@@ -13,7 +13,8 @@ from flash_delta.ops._check.options import Options, as_bool, cast
 from flash_delta.ops._check.rule import DTYPES, describe, read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at, recall
-from flash_delta.ops._operators.rule import call_operator
+from flash_delta.ops._operators.define import Behind, take
+from flash_delta.ops._operators.rule import Fields, call_operator, run_backward
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced
 from flash_delta.problem import Inputs, KnownCall, Problem
 
@@ -82,6 +83,12 @@ def run_tokens(
     x = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide))
     found = run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     return found if isinstance(found, Explanation) else (found[0].to(v), found[1])
+
+
+def gradients(x: Inputs, options: dict[str, Any], do: Tensor | None, dfinal: Tensor | None) -> Inputs:
+    """Of a call whose caller has its tensors and nothing else: what `run` saves is computed again."""
+    problem = problem_of(x, options, None)._replace(needs_grad=True)
+    return run_backward(x, None, Behind([], do, dfinal), Fields(*take(problem, Fields)), wished(None))
 
 
 def _with_lengths(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:

@@ -7,8 +7,16 @@ from flash_delta import modules
 from flash_delta.layers.packing import refuse_floats
 from flash_delta.ops._check.options import as_size, refuse
 from flash_delta.ops._check.rule import check_shape, refuse_unless_none
+from flash_delta.ops._modules import Convolved, convolve_backward
 
-__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_conv1d_update_states"]
+__all__ = [
+    "ShortConvolution",
+    "causal_conv1d",
+    "causal_conv1d_bwd",
+    "causal_conv1d_fwd",
+    "causal_conv1d_update",
+    "causal_conv1d_update_states",
+]
 
 BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
 
@@ -39,6 +47,50 @@ def causal_conv1d(
     )
     y = y.view(x.shape)
     return y if residual is None else y + residual, state
+
+
+@torch.no_grad()
+def causal_conv1d_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    layout_fallback: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`causal_conv1d` without autograd, for code that has :func:`causal_conv1d_bwd` as its backward pass."""
+    return causal_conv1d(
+        x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens=cu_seqlens
+    )
+
+
+@torch.no_grad()
+def causal_conv1d_bwd(
+    x: Tensor,
+    dy: Tensor,
+    dht: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    layout_fallback: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dx, dweight, dbias, dresidual, dinitial_state)``, each in its tensor's dtype or None as the tensor is."""
+    _check("causal_conv1d_bwd", weight, "triton")
+    tensors = Convolved(_flat(x, weight), weight, bias, initial_state, cu_seqlens)
+    d = convolve_backward(tensors, _silu(activation), _flat(dy, weight), dht)
+    return d.x.view(x.shape), d.weight, d.bias, None if residual is None else dy, d.initial_state
 
 
 def causal_conv1d_update(

@@ -1,0 +1,35 @@
+"""LLaMA-Factory's packing of Qwen3.5 on `install`, beside transformers' PyTorch code."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import qwen_layer
+from stand_ins import bare, stand_in
+
+from flash_delta.integrations.fla import install, uninstall
+
+if find_spec("llamafactory") is None or find_spec("fla") is not None:
+    pytest.skip("it needs LLaMA-Factory, and no fla", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def llamafactory():
+    """Its patch, applied."""
+    install()
+    stand_in("datasets")
+    bare("llamafactory", "llamafactory.model")
+    from llamafactory.model.patcher import patch_qwen3_5_forward
+
+    config = SimpleNamespace(architectures=["Qwen3_5ForConditionalGeneration"])
+    patch_qwen3_5_forward(SimpleNamespace(config=config))
+    yield
+    uninstall()
+
+
+@pytest.mark.parametrize("kind", ["batch", "packed"])
+def test_forward_and_backward(truth, kind):
+    arguments = {"position_ids": qwen_layer.positions()} if kind == "packed" else {}
+    qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments), truth[kind])

@@ -1,0 +1,40 @@
+"""ms-swift's packing of Qwen3.5 on `install`, beside transformers' PyTorch code."""
+
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import qwen_layer
+import torch
+from stand_ins import bare, stand_in
+
+from flash_delta.integrations.fla import install, uninstall
+
+if find_spec("swift") is None or find_spec("fla") is not None:
+    pytest.skip("it needs ms-swift, and no fla", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def swift():
+    """Its patch, applied."""
+    patch = pytest.MonkeyPatch()
+    qwen_layer.pretend_gpu(patch)
+    install()
+    stand_in("datasets", "json_repair", "modelscope", "pandas", "requests", "urllib3")
+    logger = logging.getLogger("swift")
+    logger.addHandler(logging.NullHandler())
+    import_module("modelscope.utils.logger").get_logger = lambda *_, **__: logger
+    bare("swift", "swift.model", "swift.model.models")
+    import_module("swift.model.models.qwen")._patch_qwen3_5_linear_attention_sequence_parallel()
+    yield
+    uninstall()
+    patch.undo()
+
+
+@pytest.mark.parametrize("kind", ["batch", "packed"])
+def test_forward_and_backward(truth, kind):
+    arguments = {"cu_seq_lens_q": torch.tensor(qwen_layer.BOUNDS)} if kind == "packed" else {}
+    qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments), truth[kind])
