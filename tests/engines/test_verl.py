@@ -1,14 +1,16 @@
-"""verl's packing of Qwen3.5 on `install`, beside transformers' PyTorch code."""
+"""verl's packing of Qwen3.5 on `install`, on one rank and on many, beside transformers' PyTorch code."""
 
-from importlib import import_module
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import qwen_layer
 import torch
-from stand_ins import bare, stand_in
+import verl_ranks
 
-from flash_delta.integrations.fla import install, uninstall
+from flash_delta.integrations.fla import uninstall
 
 if find_spec("verl") is None or find_spec("fla") is not None:
     pytest.skip("it needs verl, and no fla", allow_module_level=True)
@@ -16,23 +18,30 @@ if find_spec("verl") is None or find_spec("fla") is not None:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def verl():
-    """Its forward pass, in the place of transformers'."""
     patch = pytest.MonkeyPatch()
     qwen_layer.pretend_gpu(patch)
-    install()
-    stand_in("omegaconf")
-    bare("verl", "verl.models")
-    forward = import_module("verl.models.transformers.qwen3_5").qwen3_5_gated_delta_net_forward
-    qwen_layer.modelling().Qwen3_5GatedDeltaNet.forward = forward
+    verl_ranks.patch()
     yield
     uninstall()
     patch.undo()
 
 
 @pytest.mark.parametrize("kind", ["batch", "packed"])
-def test_forward_and_backward(truth, kind):
+def test_forward_and_backward(verl, truth, kind):
     bounds = torch.tensor(qwen_layer.BOUNDS)
     arguments = {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds} if kind == "packed" else {}
     qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments), truth[kind])
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_row_over_ranks(truth, ranks, tmp_path):
+    """Its context parallelism: every rank has its tokens of the output, and its part of the gradients."""
+    command = [sys.executable, "-W", "ignore", Path(verl_ranks.__file__)]
+    workers = [subprocess.Popen([*command, str(rank), str(ranks), tmp_path]) for rank in range(ranks)]
+    assert [worker.wait() for worker in workers] == [0] * ranks
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    found = {name: sum(part[name] for part in parts) for name in parts[0]}
+    found |= {name: torch.cat([part[name] for part in parts], 1) for name in ("output", "input")}
+    qwen_layer.assert_close(found, truth["packed"])
