@@ -62,9 +62,9 @@ def train(layer, kind, own=slice(None), **arguments):
     from flash_delta.reference import backend
 
     x, weights = tensors(kind)[:, :, own]
-    with mock.patch.object(backend, "forward", wraps=backend.forward) as forward:
+    with mock.patch.object(backend, "backward", wraps=backend.backward) as backward:
         found = _results(layer, x, weights, lambda x: layer(x, **arguments))
-    assert forward.called
+    assert backward.called
     return found
 
 

@@ -6,6 +6,7 @@ import pytest
 import qwen_layer
 import torch
 from qwen_layer import BOUNDS, SIZES
+from stand_ins import stand_in
 
 from flash_delta.integrations.fla import install, uninstall
 
@@ -20,6 +21,7 @@ VALUES = SIZES["linear_num_value_heads"] * SIZES["linear_value_head_dim"]
 @pytest.fixture(scope="module")
 def torchtitan():
     install()
+    stand_in("tyro")
     from torchtitan.models import qwen3_5
 
     yield qwen3_5
