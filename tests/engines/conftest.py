@@ -1,8 +1,8 @@
 import pytest
-import qwen_layer
+import trained_layers
 
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory):
-    """By kind of rows, what transformers' own PyTorch code computes for `qwen_layer.build`."""
-    return qwen_layer.read_truth(tmp_path_factory.mktemp("truth"))
+    """By family and kind of rows, what transformers' own PyTorch code computes for `trained_layers.build`."""
+    return trained_layers.read_truth(tmp_path_factory.mktemp("truth"))

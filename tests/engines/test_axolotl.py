@@ -1,10 +1,11 @@
-"""axolotl's packing of Qwen3.5 on `install`, eager and by its compiled operators, beside transformers' PyTorch code."""
+"""axolotl's packing on `install`, eager and by its compiled operators, beside transformers' PyTorch code."""
 
-import importlib
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-import qwen_layer
+import torch
+import trained_layers
 from stand_ins import bare, stand_in
 
 from flash_delta.integrations.fla import install, uninstall
@@ -13,33 +14,77 @@ if find_spec("axolotl") is None or find_spec("fla") is not None:
     pytest.skip("it needs axolotl, and no fla", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+KINDS = pytest.mark.parametrize("kind", ["batch", "packed"])
+POSITIONS = {"position_ids": trained_layers.positions()}
+BOUNDS = torch.tensor(trained_layers.BOUNDS)
+PACKED = {  # by family: how a layer hears of documents
+    "qwen3_5": POSITIONS,
+    "qwen3_next": POSITIONS,
+    "qwen4_exp": {"cu_seqlens": BOUNDS},
+    "glm5_next": {"axolotl_cu_seqlens": BOUNDS},
+}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def axolotl():
-    """Its module of Qwen3.5's patches."""
     install()
     stand_in("bitsandbytes", "addict")
     bare("axolotl", "axolotl.utils", "axolotl.utils.callbacks")
-    yield importlib.import_module("axolotl.monkeypatch.models.qwen3_5.modeling")
+    yield
     uninstall()
 
 
-def arguments(kind):
-    return {"position_ids": qwen_layer.positions()} if kind == "packed" else {}
+def patch(family, **options):
+    """Applies the family's patches; their module."""
+    module = import_module(f"axolotl.monkeypatch.models.{family}.modeling")
+    getattr(module, f"patch_{family}_modeling_packing")(**options)
+    return module
 
 
-@pytest.mark.parametrize("kind", ["batch", "packed"])
-def test_forward_and_backward(axolotl, truth, kind):
-    axolotl.patch_qwen3_5_modeling_packing()
-    qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments(kind)), truth[kind])
+@KINDS
+@pytest.mark.parametrize("family", PACKED)
+def test_forward_and_backward(truth, family, kind):
+    patch(family)
+    arguments = PACKED[family] if kind == "packed" else {}
+    found = trained_layers.train(trained_layers.build(family), kind, **arguments)
+    trained_layers.assert_close(found, truth[family, kind])
 
 
-@pytest.mark.parametrize("kind", ["batch", "packed"])
-def test_compiled(axolotl, truth, kind):
+@KINDS
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_compiled(truth, family, kind):
     """In one graph, which has axolotl's own operators."""
-    axolotl.patch_qwen3_5_modeling_packing(torch_compile=True)
-    assert axolotl._FLA_COMPILED_OPS
-    layer = qwen_layer.build()
+    assert patch(family, torch_compile=True)._FLA_COMPILED_OPS
+    layer = trained_layers.build(family)
     layer.compile(fullgraph=True)
-    qwen_layer.assert_close(qwen_layer.train(layer, kind, **arguments(kind)), truth[kind])
+    arguments = PACKED[family] if kind == "packed" else {}
+    trained_layers.assert_close(trained_layers.train(layer, kind, **arguments), truth[family, kind])
+
+
+def under_kimi_names(tensors):
+    """axolotl's own Kimi-Linear has a convolution for each of queries, keys and values, and no module for the gate."""
+    found = {name.removeprefix("forget_gate."): t for name, t in tensors.items()}
+    parts = found.pop("conv1d.weight").chunk(3)
+    return found | {f"{letter}_conv1d.weight": part for letter, part in zip("qkv", parts, strict=True)}
+
+
+DOCUMENTS = {  # of Kimi-Linear: positions, or the number of each token's document in place of a mask
+    "batch": ("batch", {}),
+    "packed": ("packed", POSITIONS),
+    "numbered": ("packed", {"attention_mask": (POSITIONS["position_ids"] == 0).cumsum(-1)}),
+}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_kimi_linear(truth, documents):
+    modelling = import_module("axolotl.model_support.kimi_linear.modeling_kimi")
+    linear = trained_layers.KDA | {"short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": []}
+    sizes = {"hidden_size": trained_layers.COMMON["hidden_size"], "linear_attn_config": linear}
+    given = trained_layers.build("kimi_linear")
+    layer = modelling.KimiDeltaAttention(
+        modelling.KimiLinearConfig(**sizes, rms_norm_eps=given.layer_norm_epsilon), layer_idx=0
+    )
+    layer.load_state_dict(under_kimi_names(given.state_dict()))
+    kind, arguments = DOCUMENTS[documents]
+    found = trained_layers.train(layer, kind, **arguments)
+    trained_layers.assert_close(found, under_kimi_names(truth["kimi_linear", kind]))

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-import qwen_layer
+import trained_layers
 from stand_ins import bare, stand_in
 
 from flash_delta.integrations.fla import install, uninstall
@@ -31,5 +31,5 @@ def llamafactory():
 
 @pytest.mark.parametrize("kind", ["batch", "packed"])
 def test_forward_and_backward(truth, kind):
-    arguments = {"position_ids": qwen_layer.positions()} if kind == "packed" else {}
-    qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments), truth[kind])
+    arguments = {"position_ids": trained_layers.positions()} if kind == "packed" else {}
+    trained_layers.assert_close(trained_layers.train(trained_layers.build(), kind, **arguments), truth["qwen3_5", kind])

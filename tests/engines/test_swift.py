@@ -5,8 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-import qwen_layer
 import torch
+import trained_layers
 from stand_ins import bare, stand_in
 
 from flash_delta.integrations.fla import install, uninstall
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def swift():
     """Its patch, applied."""
     patch = pytest.MonkeyPatch()
-    qwen_layer.pretend_gpu(patch)
+    trained_layers.pretend_gpu(patch)
     install()
     stand_in("datasets", "json_repair", "modelscope", "pandas", "requests", "urllib3")
     logger = logging.getLogger("swift")
@@ -36,5 +36,5 @@ def swift():
 
 @pytest.mark.parametrize("kind", ["batch", "packed"])
 def test_forward_and_backward(truth, kind):
-    arguments = {"cu_seq_lens_q": torch.tensor(qwen_layer.BOUNDS)} if kind == "packed" else {}
-    qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments), truth[kind])
+    arguments = {"cu_seq_lens_q": torch.tensor(trained_layers.BOUNDS)} if kind == "packed" else {}
+    trained_layers.assert_close(trained_layers.train(trained_layers.build(), kind, **arguments), truth["qwen3_5", kind])

@@ -3,10 +3,10 @@
 from importlib.util import find_spec
 
 import pytest
-import qwen_layer
 import torch
-from qwen_layer import BOUNDS, SIZES
+import trained_layers
 from stand_ins import stand_in
+from trained_layers import BOUNDS, COMMON, GDN
 
 from flash_delta.integrations.fla import install, uninstall
 
@@ -14,8 +14,8 @@ if find_spec("torchtitan") is None or find_spec("fla") is not None:
     pytest.skip("it needs torchtitan, and no fla", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-KEYS = SIZES["linear_num_key_heads"] * SIZES["linear_key_head_dim"]
-VALUES = SIZES["linear_num_value_heads"] * SIZES["linear_value_head_dim"]
+KEYS = GDN["num_key_heads"] * GDN["key_head_dim"]
+VALUES = GDN["num_value_heads"] * GDN["value_head_dim"]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,15 @@ def split(tensors):
 
 def make(torchtitan, backend):
     layer = torchtitan._qwen35_deltanet_config(
-        dim=SIZES["hidden_size"],
-        n_key_heads=SIZES["linear_num_key_heads"],
-        n_value_heads=SIZES["linear_num_value_heads"],
-        key_head_dim=SIZES["linear_key_head_dim"],
-        value_head_dim=SIZES["linear_value_head_dim"],
+        dim=COMMON["hidden_size"],
+        n_key_heads=GDN["num_key_heads"],
+        n_value_heads=GDN["num_value_heads"],
+        key_head_dim=GDN["key_head_dim"],
+        value_head_dim=GDN["value_head_dim"],
         layer_id=0,
         fla_backend=backend,
     ).build()
-    layer.load_state_dict(split(qwen_layer.build().state_dict()))
+    layer.load_state_dict(split(trained_layers.build().state_dict()))
     return layer
 
 
@@ -60,13 +60,13 @@ def test_forward_and_backward(torchtitan, truth, kind, backend):
     bounds = BOUNDS if kind == "packed" else [0, BOUNDS[-1], 2 * BOUNDS[-1]]
     on_device = torch.tensor(bounds, dtype=torch.int32)
     documents = VarlenMetadata(on_device, on_device, 0, 0, tuple(bounds))
-    found = qwen_layer.train(make(torchtitan, backend), kind, attention_masks=documents)
-    qwen_layer.assert_close(found, split(truth[kind]))
+    found = trained_layers.train(make(torchtitan, backend), kind, attention_masks=documents)
+    trained_layers.assert_close(found, split(truth["qwen3_5", kind]))
 
 
 def test_a_row_without_documents(torchtitan, truth):
     """Its convolution is PyTorch's here."""
     layer = make(torchtitan, "fla_chunked")
-    whole, _ = qwen_layer.tensors("batch")
+    whole, _ = trained_layers.tensors("batch")
     y = torch.cat([layer(row[None]) for row in whole])
-    torch.testing.assert_close(y, truth["batch"]["output"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(y, truth["qwen3_5", "batch"]["output"], rtol=1e-4, atol=1e-5)

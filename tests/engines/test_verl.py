@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import qwen_layer
 import torch
+import trained_layers
 import verl_ranks
 
 from flash_delta.integrations.fla import uninstall
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module")
 def verl():
     patch = pytest.MonkeyPatch()
-    qwen_layer.pretend_gpu(patch)
+    trained_layers.pretend_gpu(patch)
     verl_ranks.patch()
     yield
     uninstall()
@@ -30,9 +30,9 @@ def verl():
 
 @pytest.mark.parametrize("kind", ["batch", "packed"])
 def test_forward_and_backward(verl, truth, kind):
-    bounds = torch.tensor(qwen_layer.BOUNDS)
+    bounds = torch.tensor(trained_layers.BOUNDS)
     arguments = {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds} if kind == "packed" else {}
-    qwen_layer.assert_close(qwen_layer.train(qwen_layer.build(), kind, **arguments), truth[kind])
+    trained_layers.assert_close(trained_layers.train(trained_layers.build(), kind, **arguments), truth["qwen3_5", kind])
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -44,4 +44,4 @@ def test_a_row_over_ranks(truth, ranks, tmp_path):
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     found = {name: sum(part[name] for part in parts) for name in parts[0]}
     found |= {name: torch.cat([part[name] for part in parts], 1) for name in ("output", "input")}
-    qwen_layer.assert_close(found, truth["packed"])
+    trained_layers.assert_close(found, truth["qwen3_5", "packed"])

@@ -5,9 +5,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import qwen_layer
 import torch
 import torch.distributed as dist
+import trained_layers
 from stand_ins import bare, stand_in
 
 from flash_delta.integrations.fla import install
@@ -19,17 +19,17 @@ def patch() -> None:
     stand_in("omegaconf")
     bare("verl", "verl.models")
     forward = import_module("verl.models.transformers.qwen3_5").qwen3_5_gated_delta_net_forward
-    qwen_layer.modelling().Qwen3_5GatedDeltaNet.forward = forward
+    trained_layers.modelling().Qwen3_5GatedDeltaNet.forward = forward
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
-    qwen_layer.pretend_gpu(pytest.MonkeyPatch())
+    trained_layers.pretend_gpu(pytest.MonkeyPatch())
     patch()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     import_module("verl.utils.ulysses").set_ulysses_sequence_parallel_group(dist.group.WORLD)
-    bounds = torch.tensor(qwen_layer.BOUNDS)
-    own = slice(rank * qwen_layer.BOUNDS[-1] // ranks, (rank + 1) * qwen_layer.BOUNDS[-1] // ranks)
-    found = qwen_layer.train(qwen_layer.build(), "packed", own, cu_seqlens=bounds, cu_seqlens_cpu=bounds)
+    bounds = torch.tensor(trained_layers.BOUNDS)
+    own = slice(rank * trained_layers.BOUNDS[-1] // ranks, (rank + 1) * trained_layers.BOUNDS[-1] // ranks)
+    found = trained_layers.train(trained_layers.build(), "packed", own, cu_seqlens=bounds, cu_seqlens_cpu=bounds)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
