@@ -58,9 +58,11 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
 	PYTHONPATH=.venv/megatron:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py
-	PYTHONPATH=.venv/axolotl:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_axolotl.py
-	for trainer in $(TRAINERS); do \
-	  PYTHONPATH=.venv/trainers:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_$$trainer.py || exit; done
+	for fla in none $(lastword $(FLA)); do \
+	  PYTHONPATH=.venv/axolotl:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_axolotl.py || exit; \
+	  for trainer in $(TRAINERS); do \
+	    PYTHONPATH=.venv/trainers:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_$$trainer.py || exit; \
+	  done; done
 	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py
 	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
 

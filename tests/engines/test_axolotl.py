@@ -1,17 +1,16 @@
-"""axolotl's packing on `install`, eager and by its compiled operators, beside transformers' PyTorch code."""
+"""axolotl's packing under fla's names, eager and by its compiled operators, beside transformers' PyTorch code."""
 
 from importlib import import_module
 from importlib.util import find_spec
 
+import doors
 import pytest
 import torch
 import trained_layers
 from stand_ins import bare, stand_in
 
-from flash_delta.integrations.fla import install, uninstall
-
-if find_spec("axolotl") is None or find_spec("fla") is not None:
-    pytest.skip("it needs axolotl, and no fla", allow_module_level=True)
+if find_spec("axolotl") is None:
+    pytest.skip("it needs axolotl", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = pytest.mark.parametrize("kind", ["batch", "packed"])
@@ -27,11 +26,11 @@ PACKED = {  # by family: how a layer hears of documents
 
 @pytest.fixture(scope="module", autouse=True)
 def axolotl():
-    install()
+    doors.enter()
     stand_in("bitsandbytes", "addict")
     bare("axolotl", "axolotl.utils", "axolotl.utils.callbacks")
     yield
-    uninstall()
+    doors.leave()
 
 
 def patch(family, **options):
@@ -50,6 +49,7 @@ def test_forward_and_backward(truth, family, kind):
     trained_layers.assert_close(found, truth[family, kind])
 
 
+@pytest.mark.skipif(doors.FLA, reason="its operators call what only fla calls, so that fla keeps them")
 @KINDS
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_compiled(truth, family, kind):

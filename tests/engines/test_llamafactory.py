@@ -1,16 +1,15 @@
-"""LLaMA-Factory's packing of Qwen3.5 on `install`, beside transformers' PyTorch code."""
+"""LLaMA-Factory's packing of Qwen3.5 under fla's names, beside transformers' PyTorch code."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import doors
 import pytest
 import trained_layers
 from stand_ins import bare, stand_in
 
-from flash_delta.integrations.fla import install, uninstall
-
-if find_spec("llamafactory") is None or find_spec("fla") is not None:
-    pytest.skip("it needs LLaMA-Factory, and no fla", allow_module_level=True)
+if find_spec("llamafactory") is None:
+    pytest.skip("it needs LLaMA-Factory", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module", autouse=True)
 def llamafactory():
     """Its patch, applied."""
-    install()
+    doors.enter()
     stand_in("datasets")
     bare("llamafactory", "llamafactory.model")
     from llamafactory.model.patcher import patch_qwen3_5_forward
@@ -26,7 +25,7 @@ def llamafactory():
     config = SimpleNamespace(architectures=["Qwen3_5ForConditionalGeneration"])
     patch_qwen3_5_forward(SimpleNamespace(config=config))
     yield
-    uninstall()
+    doors.leave()
 
 
 @pytest.mark.parametrize("kind", ["batch", "packed"])

@@ -1,18 +1,17 @@
-"""ms-swift's packing of Qwen3.5 on `install`, beside transformers' PyTorch code."""
+"""ms-swift's packing of Qwen3.5 under fla's names, beside transformers' PyTorch code."""
 
 import logging
 from importlib import import_module
 from importlib.util import find_spec
 
+import doors
 import pytest
 import torch
 import trained_layers
 from stand_ins import bare, stand_in
 
-from flash_delta.integrations.fla import install, uninstall
-
-if find_spec("swift") is None or find_spec("fla") is not None:
-    pytest.skip("it needs ms-swift, and no fla", allow_module_level=True)
+if find_spec("swift") is None:
+    pytest.skip("it needs ms-swift", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -22,7 +21,7 @@ def swift():
     """Its patch, applied."""
     patch = pytest.MonkeyPatch()
     trained_layers.pretend_gpu(patch)
-    install()
+    doors.enter()
     stand_in("datasets", "json_repair", "modelscope", "pandas", "requests", "urllib3")
     logger = logging.getLogger("swift")
     logger.addHandler(logging.NullHandler())
@@ -30,7 +29,7 @@ def swift():
     bare("swift", "swift.model", "swift.model.models")
     import_module("swift.model.models.qwen")._patch_qwen3_5_linear_attention_sequence_parallel()
     yield
-    uninstall()
+    doors.leave()
     patch.undo()
 
 

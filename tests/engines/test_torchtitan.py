@@ -1,17 +1,16 @@
-"""torchtitan's Gated DeltaNet of Qwen3.5 on `install`, beside transformers' PyTorch code. It has none of its own."""
+"""torchtitan's Gated DeltaNet of Qwen3.5 under fla's names, beside transformers' PyTorch code: it has none itself."""
 
 from importlib.util import find_spec
 
+import doors
 import pytest
 import torch
 import trained_layers
 from stand_ins import stand_in
 from trained_layers import BOUNDS, COMMON, GDN
 
-from flash_delta.integrations.fla import install, uninstall
-
-if find_spec("torchtitan") is None or find_spec("fla") is not None:
-    pytest.skip("it needs torchtitan, and no fla", allow_module_level=True)
+if find_spec("torchtitan") is None:
+    pytest.skip("it needs torchtitan", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEYS = GDN["num_key_heads"] * GDN["key_head_dim"]
@@ -20,12 +19,12 @@ VALUES = GDN["num_value_heads"] * GDN["value_head_dim"]
 
 @pytest.fixture(scope="module")
 def torchtitan():
-    install()
+    doors.enter()
     stand_in("tyro")
     from torchtitan.models import qwen3_5
 
     yield qwen3_5
-    uninstall()
+    doors.leave()
 
 
 def split(tensors):

@@ -88,7 +88,7 @@ def _results(layer, x, weights, run):
 
 def write(path):
     """By family and kind. Documents one by one: transformers' own code does not keep them apart."""
-    truth = {}
+    sys.modules["fla"], truth = None, {}
     for family in LAYERS:
         if find_spec(f"transformers.models.{family}") is None:
             continue

@@ -4,18 +4,17 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import doors
 import pytest
 import torch
 import torch.distributed as dist
 import trained_layers
 from stand_ins import bare, stand_in
 
-from flash_delta.integrations.fla import install
-
 
 def patch() -> None:
     """verl's forward pass in the place of transformers'."""
-    install()
+    doors.enter()
     stand_in("omegaconf")
     bare("verl", "verl.models")
     forward = import_module("verl.models.transformers.qwen3_5").qwen3_5_gated_delta_net_forward
