@@ -301,6 +301,14 @@ def test_rule_on_a_row_of_ranks(x):
     try:
         call, bounds = {name: x[name][:1] for name in ("q", "k", "v", "g", "beta")}, torch.tensor([0, 33, 70])
         context = cp.build_cp_context(bounds, torch.distributed.group.WORLD, cu_seqlens_cpu=bounds)
+        conv, rows = modules.ShortConvolution(6, 4), torch.randn(1, T, 6)
+        for split in (context, context.context):
+            y, state = conv(rows, residual=rows, cp_context=split)
+            assert state is None
+            assert_close([y], [conv(rows, residual=rows, cu_seqlens=bounds)[0]], 0)
+        for argument in ({"output_final_state": True}, {"cu_seqlens": bounds}, {"cache": torch.zeros(2, 6, 4)}):
+            with pytest.raises(ValueError, match=r"causal_conv1d: \w+: expected .*cp_context"):
+                conv(rows, **argument, cp_context=context)
         o, _ = flash_delta.chunk_gated_delta_rule(**call, cp_context=context)
         assert_close([o], [flash_delta.chunk_gated_delta_rule(**call, cu_seqlens=bounds)[0]])
         for exchange in (cp.conv_cp_send_recv_fwd, cp.conv_cp_send_recv_bwd):
@@ -379,6 +387,7 @@ def test_convolution():
     with pytest.raises(ValueError, match=r"mask: expected bool or integers, .* got torch.float32"):
         conv(x, mask=torch.zeros(3, 9))
     assert conv.state_size == 24
+    assert conv.kernel_size == (4,)
     assert modules.ShortConvolution(6, 4, device="meta", dtype=torch.bfloat16).weight.is_meta
 
 

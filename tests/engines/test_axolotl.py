@@ -7,7 +7,7 @@ import doors
 import pytest
 import torch
 import trained_layers
-from stand_ins import bare, stand_in
+import trainer_ranks
 
 if find_spec("axolotl") is None:
     pytest.skip("it needs axolotl", allow_module_level=True)
@@ -26,9 +26,7 @@ PACKED = {  # by family: how a layer hears of documents
 
 @pytest.fixture(scope="module", autouse=True)
 def axolotl():
-    doors.enter()
-    stand_in("bitsandbytes", "addict")
-    bare("axolotl", "axolotl.utils", "axolotl.utils.callbacks")
+    trainer_ranks.enter_axolotl()
     yield
     doors.leave()
 
@@ -61,13 +59,6 @@ def test_compiled(truth, family, kind):
     trained_layers.assert_close(trained_layers.train(layer, kind, **arguments), truth[family, kind])
 
 
-def under_kimi_names(tensors):
-    """axolotl's own Kimi-Linear has a convolution for each of queries, keys and values, and no module for the gate."""
-    found = {name.removeprefix("forget_gate."): t for name, t in tensors.items()}
-    parts = found.pop("conv1d.weight").chunk(3)
-    return found | {f"{letter}_conv1d.weight": part for letter, part in zip("qkv", parts, strict=True)}
-
-
 DOCUMENTS = {  # of Kimi-Linear: positions, or the number of each token's document in place of a mask
     "batch": ("batch", {}),
     "packed": ("packed", POSITIONS),
@@ -77,14 +68,16 @@ DOCUMENTS = {  # of Kimi-Linear: positions, or the number of each token's docume
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_kimi_linear(truth, documents):
-    modelling = import_module("axolotl.model_support.kimi_linear.modeling_kimi")
-    linear = trained_layers.KDA | {"short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": []}
-    sizes = {"hidden_size": trained_layers.COMMON["hidden_size"], "linear_attn_config": linear}
-    given = trained_layers.build("kimi_linear")
-    layer = modelling.KimiDeltaAttention(
-        modelling.KimiLinearConfig(**sizes, rms_norm_eps=given.layer_norm_epsilon), layer_idx=0
-    )
-    layer.load_state_dict(under_kimi_names(given.state_dict()))
     kind, arguments = DOCUMENTS[documents]
-    found = trained_layers.train(layer, kind, **arguments)
-    trained_layers.assert_close(found, under_kimi_names(truth["kimi_linear", kind]))
+    found = trained_layers.train(trainer_ranks.own_kimi_linear(), kind, **arguments)
+    trained_layers.assert_close(found, trainer_ranks.under_kimi_names(truth["kimi_linear", kind]))
+
+
+@pytest.mark.skipif(doors.FLA, reason="fla keeps calls on ranks, which need a GPU")
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_a_row_over_ranks(truth, family, ranks, tmp_path):
+    """By ringmaster, which is axolotl's context parallelism."""
+    expected = truth[family, "packed"]
+    expected = trainer_ranks.under_kimi_names(expected) if family == "kimi_linear" else expected
+    trained_layers.assert_close(trainer_ranks.run(f"axolotl_{family}", ranks, tmp_path), expected)

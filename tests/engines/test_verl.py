@@ -1,15 +1,12 @@
 """verl's packing of Qwen3.5 under fla's names, on one rank and on many, beside transformers' PyTorch code."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import doors
 import pytest
 import torch
 import trained_layers
-import verl_ranks
+import trainer_ranks
 
 if find_spec("verl") is None:
     pytest.skip("it needs verl", allow_module_level=True)
@@ -19,12 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def verl():
-    patch = pytest.MonkeyPatch()
-    trained_layers.pretend_gpu(patch)
-    verl_ranks.patch()
-    yield
-    doors.leave()
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        trainer_ranks.enter_verl(patch)
+        yield
+        doors.leave()
 
 
 @pytest.mark.parametrize("kind", ["batch", "packed"])
@@ -37,11 +32,4 @@ def test_forward_and_backward(verl, truth, kind):
 @pytest.mark.skipif(doors.FLA, reason="fla keeps calls on ranks, which need a GPU")
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_a_row_over_ranks(truth, ranks, tmp_path):
-    """Its context parallelism: every rank has its tokens of the output, and its part of the gradients."""
-    command = [sys.executable, "-W", "ignore", Path(verl_ranks.__file__)]
-    workers = [subprocess.Popen([*command, str(rank), str(ranks), tmp_path]) for rank in range(ranks)]
-    assert [worker.wait() for worker in workers] == [0] * ranks
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    found = {name: sum(part[name] for part in parts) for name in parts[0]}
-    found |= {name: torch.cat([part[name] for part in parts], 1) for name in ("output", "input")}
-    trained_layers.assert_close(found, truth["qwen3_5", "packed"])
+    trained_layers.assert_close(trainer_ranks.run("verl", ranks, tmp_path), truth["qwen3_5", "packed"])

@@ -18,7 +18,7 @@ def build_cp_context(
     use_tf32x3_affine_chain: bool = True,
     layout: str = "contiguous",
 ) -> "RowContext":
-    """What the chunk ops take as ``cp_context``: a row of equally many tokens on every rank, in their order.
+    """What chunk ops and `causal_conv1d` take as ``cp_context``: a row in equal parts, one on each rank.
 
     :class:`flash_delta.parallel.ContextParallel` takes any split, and whole layers take it.
 
@@ -50,6 +50,7 @@ class RowContext:
     """A rank's part of a row: what the ops ask of it, and fla's names for what trainers ask.
 
     Attributes:
+        context: the same as a ContextParallel.
         group: the ranks.
         cu_seqlens: the bounds of what this rank has of sequences, from 0 on, in int32; ``cu_seqlens_cpu`` on the host.
         conv1d_kernel_size: as given.
@@ -60,7 +61,7 @@ class RowContext:
         self, context: ContextParallel, bounds: list[int], device: torch.device, conv1d_kernel_size: int | None
     ) -> None:
         start = context.rank * context.tokens
-        self.group, self.conv1d_kernel_size = context.group, conv1d_kernel_size
+        self.context, self.group, self.conv1d_kernel_size = context, context.group, conv1d_kernel_size
         self.tokens, self.bounds = context.tokens, context.bounds
         self.place, self.delta_rule = context.place, context.delta_rule
         self.pre_num_conv_tokens = start - max(bound for bound in bounds if bound <= start)
