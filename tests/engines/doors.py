@@ -9,11 +9,11 @@ from flash_delta.integrations.fla import install, register, uninstall, unregiste
 FLA = find_spec("fla") is not None
 
 
-def enter() -> None:
+def enter() -> register | None:
     """Call it before the trainer is imported. What stays with fla is run by Triton's interpreter."""
     if not FLA:
         install()
-        return
+        return None
     from fla_interpreter import prepare, repair
 
     prepare()
@@ -21,7 +21,7 @@ def enter() -> None:
         warnings.simplefilter("ignore")  # about the missing GPU
         importlib.import_module("fla.layers")
     repair()
-    register()
+    return register()
 
 
 def leave() -> None:
