@@ -13,8 +13,7 @@ from flash_delta.ops._check.options import Options, as_bool, cast
 from flash_delta.ops._check.rule import DTYPES, describe, read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at, recall
-from flash_delta.ops._operators.define import Behind, take
-from flash_delta.ops._operators.rule import Fields, call_operator, run_backward
+from flash_delta.ops._operators.rule import call_operator
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced
 from flash_delta.problem import Inputs, KnownCall, Problem
 
@@ -87,8 +86,19 @@ def run_tokens(
 
 def gradients(x: Inputs, options: dict[str, Any], do: Tensor | None, dfinal: Tensor | None) -> Inputs:
     """Of a call whose caller has its tensors and nothing else: what `run` saves is computed again."""
+    given = (gradients, *options.values())
+    known = look_at(_look_back, False, given, options, x)
+    problem = known.problem
+    if x.cu_seqlens is not None:
+        lengths = read_lengths(problem.op, x, None, wait=plans_on_host(known.backend))
+        problem = _with_lengths(problem, lengths)
+    out = forward(problem, known, x)
+    return backward(problem, known, x, (*out.saved, *out.planned), do, dfinal)
+
+
+def _look_back(_: tuple[Any, ...], options: dict[str, Any], x: Inputs) -> KnownCall:
     problem = problem_of(x, options, None)._replace(needs_grad=True)
-    return run_backward(x, None, Behind([], do, dfinal), Fields(*take(problem, Fields)), wished(None))
+    return KnownCall(problem, load_backend(choose_backend(problem, None)), needs_grad=True)
 
 
 def _with_lengths(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:

@@ -53,7 +53,7 @@ def _fake(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str
     return results + (list(module.empty_saved(problem, x)) if _saves(problem, module) else [])
 
 
-def run_backward(
+def _run_backward(
     x: Inputs, cu_seqlens_cpu: Tensor | None, behind: Behind, fields: Fields, backend: str | None
 ) -> Inputs:
     problem, known = _look_at(x, cu_seqlens_cpu, fields, backend)
@@ -61,7 +61,7 @@ def run_backward(
 
 
 delta_rule = define(
-    "delta_rule", _run, _fake, backward=run_backward, saved_from=lambda x, bounds, fields, wish: 2 + fields.keep_states
+    "delta_rule", _run, _fake, backward=_run_backward, saved_from=lambda x, bounds, fields, wish: 2 + fields.keep_states
 )
 
 
