@@ -4,8 +4,9 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
-# make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in Megatron-Core, and by Hugging Face
-#             kernels in transformers, on a CPU: some minutes to set up (3 GB), and some to run
+# make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in trainers (Megatron-Core, axolotl,
+#             LLaMA-Factory, ms-swift, torchtitan, verl), and by Hugging Face kernels in transformers, on a CPU: some
+#             minutes to set up (3 GB), and some to run
 # make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network
@@ -48,11 +49,20 @@ ENGINES := .venv/engines/bin
 FLA := 0.5.2 0.6.0
 OLDEST := $(firstword $(OLDEST_AND_NEWEST))
 
-engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/sglang .venv/kernels $(OLDEST)
+# Each of these trainers changes transformers in its own way, so each of them has a process.
+TRAINERS := llamafactory swift torchtitan verl
+
+engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/axolotl .venv/trainers \
+  .venv/sglang .venv/kernels $(OLDEST)
 	$(ENGINES)/pytest -n 0 -s tests/engines
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
 	PYTHONPATH=.venv/megatron:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py
+	for fla in none $(lastword $(FLA)); do \
+	  PYTHONPATH=.venv/axolotl:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_axolotl.py || exit; \
+	  for trainer in $(TRAINERS); do \
+	    PYTHONPATH=.venv/trainers:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_$$trainer.py || exit; \
+	  done; done
 	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py
 	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
 
@@ -94,9 +104,9 @@ docs-links: .venv/docs
 .venv/megatron: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ --python-version 3.12 --ignore-requires-python --only-binary=:all: megatron-core==0.19.2
 
-.venv/sglang: tests/engines/requirements-sglang.txt | .venv/installed
+.venv/axolotl .venv/trainers .venv/sglang: .venv/%: tests/engines/requirements-%.txt | .venv/installed
 	rm -rf $@
-	$(BIN)/pip install -q --no-deps --target $@ -r $<
+	$(BIN)/pip install -q --no-deps --ignore-requires-python --target $@ -r $<
 
 # The newest transformers that takes this version of kernels, whose own needs transformers has installed.
 .venv/kernels: | .venv/installed

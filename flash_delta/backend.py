@@ -119,7 +119,7 @@ class AroundBackend(Protocol):
     """The short convolution, the RMS norm and the gate around the rule.
 
     Ops make an autograd Function of it, and under torch.compile operators: so it has ``convolve_backward``,
-    ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` has none of them, on which a backend without
+    ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last two, on which a backend without
     kernels of its own may stand. Nothing is saved but the inputs. ``known`` is as in :class:`Backend`.
     """
 

@@ -27,18 +27,27 @@ def fla():
     uninstall()
 
 
-OF_TRAINERS = [  # what Megatron-Core, torchtitan, axolotl, LLaMA-Factory and ms-swift import
+OF_TRAINERS = [  # what Megatron-Core, torchtitan, axolotl, LLaMA-Factory, ms-swift and verl import
     ("fla.modules.convolution", "causal_conv1d"),
     ("fla.modules.conv", "causal_conv1d"),
     ("fla.modules.conv.causal_conv1d", "causal_conv1d"),
     ("fla.modules.conv.triton.ops", "CausalConv1dFunction"),
+    ("fla.modules.convolution", "causal_conv1d_bwd"),
+    ("fla.modules.convolution", "causal_conv1d_fwd"),
     ("fla.modules.l2norm", "l2norm"),
+    ("fla.modules.l2norm", "l2norm_bwd"),
+    ("fla.modules.l2norm", "l2norm_fwd"),
     ("fla.modules", "FusedRMSNormGated"),
     ("fla.modules", "ShortConvolution"),
     ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     ("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"),
     ("fla.ops.gated_delta_rule.chunk", "ChunkGatedDeltaRuleFunction"),
+    ("fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule_bwd"),
+    ("fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule_fwd"),
     ("fla.ops.gated_delta_rule.fused_recurrent", "FusedRecurrentFunction"),
+    ("fla.ops.cp.comm", "conv_cp_send_recv_bwd"),
+    ("fla.ops.cp.comm", "conv_cp_send_recv_fwd"),
+    ("fla.ops.cp.context", "build_cp_context"),
     ("fla.ops.kda", "chunk_kda"),
     ("fla.ops.kda", "fused_recurrent_kda"),
     ("fla.ops.kda.gate", "fused_kda_gate"),
@@ -89,7 +98,7 @@ ABSENT = [
     ("from fla.ops import chunk_gla", ModuleNotFoundError, "fla.ops.chunk_gla"),
     ("from fla.ops.kda.chunk import chunk_kda_fwd", ModuleNotFoundError, "fla.ops.kda.chunk.chunk_kda_fwd"),
     ("import fla.models", ModuleNotFoundError, "fla.models"),
-    ("from fla.ops.cp import FLACPContext", ModuleNotFoundError, "fla.ops.cp"),
+    ("from fla.ops.cp import FLACPContext", ModuleNotFoundError, "fla.ops.cp.FLACPContext"),
     ("import fla; fla.ops.chunk_gla", AttributeError, "fla.ops.chunk_gla"),
 ]
 

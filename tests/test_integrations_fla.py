@@ -19,7 +19,8 @@ from flash_delta.integrations.fla.__main__ import absent
 from flash_delta.integrations.fla.__main__ import main as compare
 from flash_delta.integrations.fla.modules import l2norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
-from flash_delta.integrations.fla.ops import comba, gated_delta_rule
+from flash_delta.integrations.fla.modules.causal_conv1d import ops as conv_ops
+from flash_delta.integrations.fla.ops import comba, cp, gated_delta_rule
 from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
 from flash_delta.integrations.fla.ops.kda import gate as kda_gate
 from flash_delta.integrations.fla.ops.kda import naive as kda_naive
@@ -91,8 +92,8 @@ def test_documented_paths(path, names):
     documented = {row[0][0] for section in ("Ops", "Gates", "Modules", "Layers") for row in table(section, "function")}
     aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule", "l2_norm"}
     if path == ".ops":
-        names = [name for p, group in PATHS if p.count(".") == 2 and p.startswith(".ops") for name in group]
-        names = [name for name in names if not name.startswith("naive")]
+        members = [group for p, group in PATHS if p.count(".") == 2 and p.startswith(".ops") and p != ".ops.cp"]
+        names = [name for group in members for name in group if not name.startswith("naive")]
     assert exported == set(names)
     assert exported <= documented | aliases | {"causal_conv1d", "causal_conv1d_update"}
 
@@ -189,6 +190,133 @@ def test_l2norm(dtype):
     assert l2norm.l2norm(torch.zeros(4, dtype=dtype), output_dtype=torch.float32).eq(0).all()
 
 
+def test_l2norm_in_two_passes():
+    x, dy = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    x.requires_grad_()
+    y, rstd = l2norm.l2norm_fwd(x)
+    assert not y.requires_grad
+    assert_close([y], [l2norm.l2norm(x)], 1e-12)
+    assert_close([l2norm.l2norm_bwd(y, rstd, dy)], torch.autograd.grad(l2norm.l2norm(x), x, dy), 1e-12)
+    half, rstd = l2norm.l2norm_fwd(x.bfloat16())
+    assert (half.dtype, rstd.dtype, rstd.shape) == (torch.bfloat16, torch.float32, (3, 5))
+    assert l2norm.l2norm_bwd(half, rstd, dy).dtype == torch.bfloat16
+
+
+KINDS_OF_ROWS = pytest.mark.parametrize("bounds", [None, [0, 33, 33, 70]], ids=["batch", "packed"])
+
+
+@KINDS_OF_ROWS
+@pytest.mark.parametrize("raw", [False, True], ids=["decays", "raw"])
+def test_rule_in_two_passes(x, bounds, raw):
+    """As fla's autograd calls them; what is kept between them is nobody's business."""
+    rows = B if bounds is None else 1
+    call = {n: (x[n][:rows] if n != "initial_state" else x[n]) for n in ("q", "k", "v", "g", "beta", "initial_state")}
+    options = {"scale": 0.3, "state_v_first": True}
+    if bounds is not None:
+        options["cu_seqlens"] = torch.tensor(bounds)
+        call["initial_state"] = torch.randn(3, HV, K, V)
+    call["initial_state"] = call["initial_state"].mT.contiguous()
+    gate = {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV)} if raw else {}
+    call = {n: t.double().requires_grad_() for n, t in (call | gate).items()}
+    options["use_gate_in_kernel"] = raw
+    expected = flash_delta.chunk_gated_delta_rule(**call, **options, output_final_state=True)
+    outer = [torch.randn_like(t) for t in expected]
+    gradients = dict(zip(call, torch.autograd.grad(expected, [*call.values()], outer), strict=True))
+
+    chunk = importlib.import_module(f"{HERE}.ops.gated_delta_rule.chunk")
+    with torch._C._AutoDispatchBelowAutograd():  # as in operators of torch.library
+        g, o, A, final, initial, g_input = chunk.chunk_gated_delta_rule_fwd(**call, **options, output_final_state=True)
+        kept = call | {"g": g, "A": A, "initial_state": initial}
+        found = chunk.chunk_gated_delta_rule_bwd(**kept, **options, do=outer[0], dht=outer[1], g_input=g_input)
+    assert A.shape == (rows, T, HV, 64)
+    assert_close([o, final], [t.detach() for t in expected], 1e-12)
+    names = ("q", "k", "v", "beta", "g", "initial_state", "A_log", "dt_bias")
+    assert_close([t for t in found if t is not None], [gradients[n] for n in names if n in call], 1e-10)
+
+
+@KINDS_OF_ROWS
+@pytest.mark.parametrize("whole", [False, True], ids=["bare", "all"])
+def test_convolution_in_two_passes(bounds, whole):
+    rows = 2 if bounds is None else 1
+    call = {"x": torch.randn(rows, T, 6), "weight": torch.randn(6, 4)}
+    if whole:
+        more = {"bias": torch.randn(6), "residual": torch.randn(rows, T, 6)}
+        call |= more | {"initial_state": torch.randn(rows if bounds is None else 3, 6, 4)}
+    call = {n: t.double().requires_grad_() for n, t in call.items()}
+    options = {"activation": "swish" if whole else None, "cu_seqlens": None if bounds is None else torch.tensor(bounds)}
+    expected = causal_conv1d(**call, **options, output_final_state=True)
+    outer = [torch.randn_like(t) for t in expected]
+    gradients = dict(zip(call, torch.autograd.grad(expected, [*call.values()], outer), strict=True))
+
+    given = {"bias": None, "residual": None} | call
+    with torch._C._AutoDispatchBelowAutograd():
+        y, final = conv_ops.causal_conv1d_fwd(**given, **options, output_final_state=True)
+        found = conv_ops.causal_conv1d_bwd(**given, **options, dy=outer[0], dht=outer[1])
+        dx, *_ = conv_ops.causal_conv1d_bwd(**given, **options, dy=outer[0], dht=None)
+    assert_close([y, final], [t.detach() for t in expected], 1e-12)
+    names = ("x", "weight", "bias", "residual", "initial_state")
+    assert_close([t for t in found if t is not None], [gradients[n] for n in names if n in call], 1e-12)
+    alone = causal_conv1d(**call, **options)[0]
+    assert_close([dx], torch.autograd.grad(alone, call["x"], outer[0]), 1e-12)
+
+
+BOUNDS_OF_ROWS = [[0, 13, 40, 70], [0, 35, 35, 36, 70], [0, 70], [0, 1, 2, 69, 70]]
+
+
+def context_of_rank(patch, bounds, rank, ranks):
+    """Made as on that rank of a group."""
+    store = torch.distributed.HashStore()
+    group = torch.distributed.ProcessGroup(store, 0, 1)
+    patch.setattr(torch.distributed, "get_rank", lambda _: rank)
+    patch.setattr(torch.distributed, "get_world_size", lambda _: ranks)
+    return cp.build_cp_context(torch.tensor(bounds), group, conv1d_kernel_size=4)
+
+
+@pytest.mark.parametrize("bounds", BOUNDS_OF_ROWS, ids=str)
+def test_context_of_a_row(monkeypatch, bounds):
+    x = torch.arange(70)
+    sequence = torch.bucketize(x, torch.tensor(bounds), right=True)
+    for ranks in (2, 5):
+        for rank, own in enumerate(x.chunk(ranks)):
+            context = context_of_rank(monkeypatch, bounds, rank, ranks)
+            local = context.cu_seqlens.tolist()
+            starts = [0, *(sequence[own].diff().nonzero() + 1).flatten().tolist(), len(own)]
+            assert (local, context.cu_seqlens.dtype) == (starts, torch.int32)
+            assert context.pre_num_conv_tokens == (sequence[: own[0]] == sequence[own[0]]).sum()
+            assert context.conv1d_kernel_size == 4
+
+
+def test_context_refuses(monkeypatch):
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected a number of tokens that 3 ranks divide, got 70"):
+        context_of_rank(monkeypatch, [0, 70], 0, 3)
+    with pytest.raises(ValueError, match=r"layout: expected 'contiguous' .*, got 'zigzag'"):
+        cp.build_cp_context(torch.tensor([0, 70]), None, layout="zigzag")
+    with pytest.raises(ValueError, match="use_tf32x3_affine_chain: expected True, got False"):
+        cp.build_cp_context(torch.tensor([0, 70]), None, use_tf32x3_affine_chain=False)
+
+
+def test_rule_on_a_row_of_ranks(x):
+    """Of one; `make engines` has more."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        call, bounds = {name: x[name][:1] for name in ("q", "k", "v", "g", "beta")}, torch.tensor([0, 33, 70])
+        context = cp.build_cp_context(bounds, torch.distributed.group.WORLD, cu_seqlens_cpu=bounds)
+        conv, rows = modules.ShortConvolution(6, 4), torch.randn(1, T, 6)
+        for split in (context, context.context):
+            y, state = conv(rows, residual=rows, cp_context=split)
+            assert state is None
+            assert_close([y], [conv(rows, residual=rows, cu_seqlens=bounds)[0]], 0)
+        for argument in ({"output_final_state": True}, {"cu_seqlens": bounds}, {"cache": torch.zeros(2, 6, 4)}):
+            with pytest.raises(ValueError, match=r"causal_conv1d: \w+: expected .*cp_context"):
+                conv(rows, **argument, cp_context=context)
+        o, _ = flash_delta.chunk_gated_delta_rule(**call, cp_context=context)
+        assert_close([o], [flash_delta.chunk_gated_delta_rule(**call, cu_seqlens=bounds)[0]])
+        for exchange in (cp.conv_cp_send_recv_fwd, cp.conv_cp_send_recv_bwd):
+            assert exchange(o, torch.distributed.group.WORLD).eq(0).all()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_recurrent_delta_rule_has_gradients(x):
     bare = take(x, "p", "g")
     for name in ("q", "k", "v", "beta"):
@@ -259,6 +387,7 @@ def test_convolution():
     with pytest.raises(ValueError, match=r"mask: expected bool or integers, .* got torch.float32"):
         conv(x, mask=torch.zeros(3, 9))
     assert conv.state_size == 24
+    assert conv.kernel_size == (4,)
     assert modules.ShortConvolution(6, 4, device="meta", dtype=torch.bfloat16).weight.is_meta
 
 
@@ -413,6 +542,16 @@ def test_signature_covers_fla(fla, section, name, documented):
 def test_paths_are_those_of_fla(fla, path, names):
     module = importlib.import_module("fla" + path)
     assert all(hasattr(module, name) for name in names if (path, name) not in ONLY_HERE)
+
+
+def test_context_is_that_of_fla(fla, monkeypatch):
+    theirs = importlib.import_module("fla.ops.cp.context").get_cp_cu_seqlens
+    for bounds in BOUNDS_OF_ROWS:
+        for rank in range(5):
+            expected = theirs(torch.tensor(bounds), world_size=5, rank=rank, conv1d_kernel_size=4)
+            found = context_of_rank(monkeypatch, bounds, rank, 5)
+            assert found.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+            assert found.pre_num_conv_tokens == expected.pre_num_conv_tokens
 
 
 def test_naive_references_are_those_of_fla(fla, x):

@@ -23,7 +23,7 @@ class Context(Protocol):
     tokens: int
     bounds: tuple[int, ...]
 
-    def cu_seqlens(self, device: torch.device) -> Tensor: ...
+    def place(self, numbers: tuple[int, ...], device: torch.device) -> Tensor: ...
 
     def delta_rule(
         self, run: Callable[[Inputs, Sequence[int] | None], tuple[Tensor, Tensor]], x: Inputs
@@ -51,7 +51,7 @@ def run_chunks(
     if as_bool(op, "batch_invariant", options["batch_invariant"]):
         refuse(op, "batch_invariant", "False with cp_context: ranks split a sequence where others end", "True")
     check_shape(op, "q", x.q, 1, context.tokens, "H", "K")
-    x = x._replace(cu_seqlens=context.cu_seqlens(x.q.device))
+    x = x._replace(cu_seqlens=context.place(context.bounds, x.q.device))
     problem = problem_of(x, options, context.bounds)
     if isinstance(backend, Explain):
         return backend.of(problem)

@@ -65,6 +65,12 @@ def convolve(
     return known.backend.convolve(known.problem, x, known)
 
 
+def convolve_backward(x: Convolved, activation: str | None, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
+    """Gradients of `convolve`, for a caller who has its tensors."""
+    known = _look_at((None, _describe_convolution, "causal_conv1d", activation, dfinal is not None), x)
+    return known.backend.convolve_backward(known.problem, x, dy, dfinal, known)
+
+
 def convolve_token(x: Convolved, activation: str | None, backend: str | None) -> Tensor:
     """Of a token ``x [N, D]`` its y; the state moves on in place, and no gradient reaches it."""
     given = (backend, _describe_token, "causal_conv1d_update", activation)

@@ -45,6 +45,21 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
     return y.to(x.x.dtype), last.transpose(1, 2).to(x.x.dtype).contiguous() if p.output_final_state else None
 
 
+def convolve_backward(
+    p: ConvolutionProblem, x: Convolved, dy: Tensor | None, dfinal: Tensor | None, known: KnownCall | None = None
+) -> Convolved:
+    """For callers with an autograd of their own, inside of which PyTorch's does not record."""
+    given = {name: t for name, t in x._asdict().items() if t is not None and name != "cu_seqlens"}
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        found = convolve(p, x._replace(**dict(zip(given, tensors, strict=True))))
+        return [t for t in found if t is not None]
+
+    results, differentiate = torch.func.vjp(run, *given.values())
+    outer = [torch.zeros_like(t) if d is None else d for t, d in zip(results, (dy, dfinal), strict=False)]
+    return Convolved(**dict(zip(given, differentiate(outer), strict=True)))
+
+
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
     """Of one token ``x [N, D]`` or ``[N, D, 1]`` of every row its y; ``initial_state`` moves on in place."""
     dtype, state = torch.promote_types(x.x.dtype, torch.float32), x.initial_state

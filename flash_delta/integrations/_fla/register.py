@@ -14,6 +14,8 @@ from typing import Any
 
 from flash_delta.integrations._fla.door import SWITCH, Door, Taken, stand_in
 from flash_delta.integrations._report import Refused, Replaced
+from flash_delta.ops._function import DeltaRule
+from flash_delta.ops._modules import Convolve, Gate, Normalize
 
 OLDEST = (0, 5, 2)
 NAME = "flash_delta"  # in fla's registry
@@ -43,6 +45,7 @@ class register:
         replaced: of every other name its module, the name, the old function and the new one.
         refused: functions that fla does not have, and those that stay fla's, each with the reason.
         left: of calls that fla ran, the function's name and the reason, once each.
+        functions: the autograd functions that compute now, for frameworks that want to know them by class.
 
     Raises:
         ImportError: if there is no fla >= 0.5.2, or it cannot be imported.
@@ -53,6 +56,8 @@ class register:
         >>> print(report)  # doctest: +SKIP
         flash_delta in fla 0.6.0: ...
     """
+
+    functions = (DeltaRule, Convolve, Normalize, Gate)
 
     def __init__(self) -> None:
         self.version = _version()

@@ -4,12 +4,24 @@ import torch
 from torch import Tensor
 
 from flash_delta import modules
+from flash_delta.integrations._context import convolve as convolve_on_ranks
+from flash_delta.integrations.fla.ops.cp.context import RowContext
 from flash_delta.layers.packing import refuse_floats
 from flash_delta.ops._check.options import as_size, refuse
 from flash_delta.ops._check.rule import check_shape, refuse_unless_none
+from flash_delta.ops._modules import Convolved, convolve_backward
+from flash_delta.parallel import ContextParallel
 
-__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_conv1d_update_states"]
+__all__ = [
+    "ShortConvolution",
+    "causal_conv1d",
+    "causal_conv1d_bwd",
+    "causal_conv1d_fwd",
+    "causal_conv1d_update",
+    "causal_conv1d_update_states",
+]
 
+Context = ContextParallel | RowContext
 BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
 
 
@@ -25,20 +37,67 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: Context | None = None,
     *,
     seq_idx: None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`flash_delta.modules.causal_conv1d` with the arguments of fla's; docs/fla.md has each of them."""
     op = "causal_conv1d"
-    refuse_unless_none(op, "cp_context", cp_context, "only whole layers of flash_delta.layers take it")
     refuse_unless_none(op, "seq_idx", seq_idx, "give the bounds of sequences as cu_seqlens")
     _check(op, weight, backend)
-    y, state = modules.causal_conv1d(
-        _flat(x, weight), weight, bias, _silu(activation), initial_state, bool(output_final_state), cu_seqlens
-    )
+    if cp_context is None:
+        y, state = modules.causal_conv1d(
+            _flat(x, weight), weight, bias, _silu(activation), initial_state, bool(output_final_state), cu_seqlens
+        )
+    else:
+        context = _context(op, cp_context, initial_state, output_final_state, cu_seqlens)
+        y, state = convolve_on_ranks(context, _flat(x, weight), weight, bias, _silu(activation)), None
     y = y.view(x.shape)
     return y if residual is None else y + residual, state
+
+
+@torch.no_grad()
+def causal_conv1d_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    layout_fallback: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`causal_conv1d` without autograd, for code that has :func:`causal_conv1d_bwd` as its backward pass."""
+    return causal_conv1d(
+        x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens=cu_seqlens
+    )
+
+
+@torch.no_grad()
+def causal_conv1d_bwd(
+    x: Tensor,
+    dy: Tensor,
+    dht: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    layout_fallback: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``(dx, dweight, dbias, dresidual, dinitial_state)``, each in its tensor's dtype or None as the tensor is."""
+    _check("causal_conv1d_bwd", weight, "triton")
+    tensors = Convolved(_flat(x, weight), weight, bias, initial_state, cu_seqlens)
+    d = convolve_backward(tensors, _silu(activation), _flat(dy, weight), dht)
+    return d.x.view(x.shape), d.weight, d.bias, None if residual is None else dy, d.initial_state
 
 
 def causal_conv1d_update(
@@ -87,6 +146,7 @@ class ShortConvolution(modules.ShortConvolution):
     ) -> None:
         super().__init__(hidden_size, kernel_size, bias, _silu(activation))
         _check("ShortConvolution", self.weight, backend)
+        self.kernel_size = (kernel_size,)  # as nn.Conv1d has it
         self.to(device=device, dtype=dtype)
 
     def forward(
@@ -100,7 +160,7 @@ class ShortConvolution(modules.ShortConvolution):
         chunk_indices: Tensor | None = None,
         *,
         cu_seqlens_cpu: Tensor | None = None,
-        cp_context: None = None,
+        cp_context: Context | None = None,
         seq_idx: None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``(y [B, T, D], state [N, D, W] or None)``; without gradients one token per sequence updates ``cache``."""
@@ -143,7 +203,7 @@ class ShortConvolution(modules.ShortConvolution):
     @property
     def state_size(self) -> int:
         """Numbers that a sequence's state has."""
-        return self.hidden_size * self.kernel_size
+        return self.hidden_size * self.kernel_size[0]
 
 
 def _check(op: str, weight: Tensor | None, backend: str | None) -> None:
@@ -151,6 +211,19 @@ def _check(op: str, weight: Tensor | None, backend: str | None) -> None:
         refuse(op, "weight", "a tensor [D, W]", "None")
     if backend not in BACKENDS:
         refuse(op, "backend", f"one of {', '.join(BACKENDS)} (the choice changes nothing here)", backend)
+
+
+def _context(
+    op: str, given: Context, initial_state: Tensor | None, output_final_state: bool | None, cu_seqlens: Tensor | None
+) -> ContextParallel:
+    context = given.context if isinstance(given, RowContext) else given
+    if not isinstance(context, ContextParallel):
+        refuse(op, "cp_context", "a ContextParallel, or what build_cp_context returns", type(given).__name__)
+    for name, tensor in (("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
+        refuse_unless_none(op, name, tensor, "cp_context has the bounds, and a row begins with zeros")
+    if output_final_state:
+        refuse(op, "output_final_state", "False with cp_context", output_final_state)
+    return context
 
 
 def _silu(activation: str | None) -> str | None:

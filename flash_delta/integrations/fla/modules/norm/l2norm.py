@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["L2Norm", "l2_norm", "l2norm"]
+__all__ = ["L2Norm", "l2_norm", "l2norm", "l2norm_bwd", "l2norm_fwd"]
 
 
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -14,6 +14,23 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
 
 
 l2_norm = l2norm
+
+
+@torch.no_grad()
+def l2norm_fwd(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`l2norm` without autograd, and ``1 / sqrt(sum(x^2) + eps)`` of every row [...] in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rstd = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, dtype=wide).square() + eps)
+    y = x.new_empty(x.shape, dtype=x.dtype if output_dtype is None else output_dtype)
+    return torch.mul(x, rstd.unsqueeze(-1), out=y), rstd  # written once, in its own dtype
+
+
+@torch.no_grad()
+def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = 1e-6) -> Tensor:
+    """The gradient of x, in y's dtype, from what :func:`l2norm_fwd` returned. ``eps`` is in ``rstd``."""
+    wide = dy.to(rstd.dtype)
+    along = (wide * y).sum(-1, keepdim=True)
+    return torch.mul(torch.addcmul(wide, along, y, value=-1), rstd.unsqueeze(-1), out=y.new_empty(y.shape))
 
 
 class L2Norm(nn.Module):
