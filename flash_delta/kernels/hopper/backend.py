@@ -167,18 +167,19 @@ def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
+    name = triton.name_back(p, x, saved, do, dfinal)
+    made = again(known, name, x, (do, dfinal), saved)
+    if made is not None:
+        return triton.gradients_of(x, made)
     if p.gate == "channel" and p.N * p.T:
         return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
-    name = triton.name_back(p, x, saved, do, dfinal)
-    made = again(known, name, x, (do, dfinal), saved)
-    if made is None:
-        given = as_taken(x), described(do), plain_state(dfinal)
-        if not all(map(is_, given, (x, do, dfinal))):
-            d = backward(p, given[0], saved, *given[1:], known)
-            return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
-        made = by_hand.run_backward(p, x, saved, do, dfinal, known, _lengths(p).back, name)
+    given = as_taken(x), described(do), plain_state(dfinal)
+    if not all(map(is_, given, (x, do, dfinal))):
+        d = backward(p, given[0], saved, *given[1:], known)
+        return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
+    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _lengths(p).back, name)
     return triton.gradients_of(x, made)
 
 
