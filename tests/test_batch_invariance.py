@@ -95,8 +95,8 @@ def test_a_row_over_ranks_is_refused():
     class Context:
         tokens, bounds = 140, (0, 140)
 
-        def cu_seqlens(self, device):
-            return torch.tensor(self.bounds, device=device)
+        def place(self, numbers, device):
+            return torch.tensor(numbers, device=device)
 
         def delta_rule(self, run, x):
             return run(x, self.bounds)
