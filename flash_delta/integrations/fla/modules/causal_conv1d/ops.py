@@ -71,7 +71,7 @@ def causal_conv1d_fwd(
     chunk_size: int = 64,
     layout_fallback: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`causal_conv1d` without autograd, for code that has :func:`causal_conv1d_bwd` as its backward pass."""
+    """`causal_conv1d` without autograd, for code that has :func:`causal_conv1d_bwd` as its backward pass."""
     return causal_conv1d(
         x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens=cu_seqlens
     )

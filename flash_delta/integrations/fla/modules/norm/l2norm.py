@@ -18,7 +18,7 @@ l2_norm = l2norm
 
 @torch.no_grad()
 def l2norm_fwd(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`l2norm` without autograd, and ``1 / sqrt(sum(x^2) + eps)`` of every row [...] in at least float32."""
+    """`l2norm` without autograd, and ``1 / sqrt(sum(x^2) + eps)`` of every row [...] in at least float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     rstd = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, dtype=wide).square() + eps)
     y = x.new_empty(x.shape, dtype=x.dtype if output_dtype is None else output_dtype)
@@ -34,7 +34,7 @@ def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = 1e-6) -> Tensor
 
 
 class L2Norm(nn.Module):
-    """:func:`l2norm` as a module."""
+    """`l2norm` as a module."""
 
     def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
         super().__init__()
