@@ -66,7 +66,7 @@ def convolve(
 
 
 def convolve_backward(x: Convolved, activation: str | None, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
-    """Gradients of `convolve`, for a caller who has its tensors."""
+    """The gradients of `convolve`, without autograd."""
     known = _look_at((None, _describe_convolution, "causal_conv1d", activation, dfinal is not None), x)
     return known.backend.convolve_backward(known.problem, x, dy, dfinal, known)
 

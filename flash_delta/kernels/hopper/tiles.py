@@ -86,7 +86,7 @@ def walks_by_hand(p: Problem, chip: Chip) -> bool:
 
 def loops_channels(p: Problem, chip: Chip) -> bool:
     """Whether `channel_loop` does it all: where enough multiprocessors have a state in every round. On an H100 8,192
-    tokens of one sequence take 0.60 ms however many heads there are, and `prepare` and a walk 0.66 ms for 64 heads and
+    tokens of one sequence take 0.65 ms however many heads there are, and `prepare` and a walk 0.66 ms for 64 heads and
     1.01 for 96; an H200 is faster at the latter. No other sequence may decide where it would change bits."""
     states = sequences_of(p)[0] * p.HV
     rounds = -(-states // chip.processors)
