@@ -42,7 +42,7 @@ ALLOWED = (
     ),
     Allowed(
         f"{BY_HAND}/channel-back*/chunk_back", HOPPER, "spill",
-        "eight warps hold three products of [128, 64] in float32 beside what they make of them", 1200,
+        "eight warps hold three products of [128, 64] in float32 beside what they make of them", 340,
     ),
     Allowed(
         f"{LIBRARY}/kda-128-segments-back/scan_backward", HOPPER, "spill",
