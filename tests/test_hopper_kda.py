@@ -91,7 +91,8 @@ def on_cpu(monkeypatch):
     [
         *((cell, torch.bfloat16, "walk") for cell in CELLS),
         *((cell, torch.float32, "scan") for cell in WIDE),
-        *((cell, torch.bfloat16, "loop") for cell in BOUNDED),
+        *((cell, torch.bfloat16, "loop") for cell in CELLS),
+        *((cell, torch.float32, "loop") for cell in WIDE),
     ],
 )
 @torch.no_grad()

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_delta.kernels.hopper.channel.gate_role import STEP
+from flash_delta.kernels.hopper.channel.gate_role import STEP, is_last
 from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
 from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier
@@ -38,7 +38,7 @@ def store_maps(inverted, tile, sD):
 
 
 @gluon.jit
-def factor_role(sD, made, bars, work, HV: gl.constexpr, PACKED: gl.constexpr):
+def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr):
     """``made`` and ``bars`` as `gate_role` has them. sD: as in `invert`."""
     rows, columns, maps, norms, strengths = made[0], made[1], made[2], made[3], made[4]
     tiled, ready = bars[3], bars[4]
@@ -48,7 +48,8 @@ def factor_role(sD, made, bars, work, HV: gl.constexpr, PACKED: gl.constexpr):
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         length = bounds(item, cu_seqlens, None, T, HV, PACKED)[3]
-        for _ in range(0, length, STEP):
+        token = length * 0
+        while token < length:
             x = t % NX
             mbarrier.wait(tiled.index(x), (t // NX) & 1)  # signalled by the gate group: rows and columns are there
             scores = warpgroup_mma(rows.index(x), columns.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -57,5 +58,9 @@ def factor_role(sD, made, bars, work, HV: gl.constexpr, PACKED: gl.constexpr):
             barrier()  # all warps of the factor group: transposed inverses are there
             store_maps(inverted, maps.index(x), sD)
             fence_async_shared()
+            if BOUNDED:
+                token += STEP
+            else:
+                token += gl.where(is_last(made[7].index(x)), STEP, 0)
             mbarrier.arrive(ready.index(x), count=1)
             t += 1

@@ -1,21 +1,25 @@
 """The role that gates the keys and queries of 32 tokens, so that all scores are one product.
 
-Decays are taken apart at one place, near the middle of the 32 tokens. With G from their start on, and n the whole part
-of G_15 in bits, let u = G - n. It is at most 116 bits for the first 16 tokens, and at least -116 for the others, if no
-gate is below -5 nats: bfloat16 holds all of
+Decays are taken apart at one place. With G from the start of the 32 tokens on, in bits, and n the whole part of half of
+the last G, let u = G - n. If they fall by no more than FALL it lies within 116 bits of 0, and bfloat16 holds all of
 
     rows     k 2^u, then q 2^u          columns  k 2^{-u}
 
-The states need nothing else: they are multiplied by 2^n before (loop.py). n depends on tokens that come later than
-some of the 16. But it is whole, so that it changes no number but by a power of two: no token changes a bit of what is
-found of tokens before it.
+With a bound of -5 nats they never fall further. The states need nothing else: they are multiplied by 2^n before
+(loop.py). n depends on tokens that come later. But it is whole, so that it changes no number but by a power of two: no
+token changes a bit of what is found of tokens before it. For that, too, G is found as a sum within 16 tokens, and whole
+bits, and exponents are moved to where float32 holds their powers by numbers that no later token changes.
+
+**Where they fall further**, they go through all roles in pieces, each in a slot of its own: as many tokens as fall no
+further than FALL from the first one on, and then as many again. In a piece the tokens of others neither decay nor have
+b or a query. As no token falls by more than FADED, a piece has 8 tokens, or more.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flash_delta.kernels.hopper.channel.gates import BITS, add, gate_constants, log_decays, rest_living
+from flash_delta.kernels.hopper.channel.gates import BITS, FADED, add, gate_constants, log_decays, rest_living
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
 from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier
@@ -25,10 +29,14 @@ from flash_delta.kernels.hopper.rings import wait_free
 STEP = gl.constexpr(32)  # tokens
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of 16, and channel
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
+EVERYWHERE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # [1, 128], all of it in every warp
+# Bits.
+FALL = gl.constexpr(-231.0)  # of 32 tokens, or a piece of them
+UP = gl.constexpr(114)  # added to sums of 16 tokens
 
 
 @gluon.jit
-def head_parameters(hv, numbers, RAW_GATE: gl.constexpr):
+def head_parameters(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """What `log_decays` needs of a value head."""
     A_log, dt_bias, lower_bound = numbers[0], numbers[1], numbers[2]
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
@@ -37,7 +45,7 @@ def head_parameters(hv, numbers, RAW_GATE: gl.constexpr):
         A = gl.load(A_log + hv).to(gl.float32)
     if dt_bias is not None:
         bias = gl.load(dt_bias + hv * K + c).to(gl.float32)
-    return gate_constants(A, bias, lower_bound, RAW_GATE, True)
+    return gate_constants(A, bias, lower_bound if BOUNDED else FADED, RAW_GATE, BOUNDED)
 
 
 @gluon.jit
@@ -53,26 +61,44 @@ def load_strengths(numbers, row, hv, start, token, length):
 
 
 @gluon.jit
-def store_vectors(sq, sk, b, left, norms, strengths, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Norms of k, and then those of q with the scale; b, twice."""
+def store_vectors(tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+    """Norms of k, and then those of q with the scale; b, twice. Those of q, and b, are 0 but for tokens from ``first``
+    to ``end``."""
+    sq, sk, _ = tiles
+    norms, strengths = vectors
     scale, beta_top = numbers[3], numbers[7]
     i = gl.arange(0, 2 * STEP, layout=THREADS)
     if RAW_BETA:
         b = beta_top / (1.0 + gl.exp2(b * -BITS))
-    strengths.store(gl.where(i % STEP < left, b, 0.0).reshape([1, 2 * STEP]))
+    strengths.store(gl.where(is_in(i % STEP, first, end), b, 0.0).reshape([1, 2 * STEP]))
     if NORM:
         lengths = gl.rsqrt(squared_lengths_of_two(sk, sq) + 1e-6)
         of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, lengths.type.layout))[:, None] == 1
-        norms.store((lengths * gl.where(of_q, scale, 1.0)).reshape([1, 2 * STEP]))
+        i = gl.arange(0, STEP, layout=gl.SliceLayout(0, lengths.type.layout))[None, :]
+        lengths *= gl.where(of_q, gl.where(is_in(i, first, end), scale, 0.0), 1.0)
+        norms.store(lengths.reshape([1, 2 * STEP]))
     else:
-        norms.store(gl.where(i < STEP, 1.0, scale).reshape([1, 2 * STEP]))
+        weights = gl.where(i < STEP, 1.0, gl.where(is_in(i % STEP, first, end), scale, 0.0))
+        norms.store(weights.reshape([1, 2 * STEP]))
 
 
 @gluon.jit
-def sum_blocks(sg, totals, constants, RAW_GATE: gl.constexpr):
-    """The sums of log decays from each block's start; ``totals``: of whole blocks."""
+def is_in(i, first, end):
+    return (i >= first) & (i < end)
+
+
+@gluon.jit
+def sum_blocks(
+    sg, totals, constants, first, end, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, PIECE: gl.constexpr
+):  # fmt: skip
+    """The sums of log decays from each block's start; ``totals``: of whole blocks. With PIECE only tokens from
+    ``first`` to ``end`` decay."""
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
-    s = gl.associative_scan(log_decays(take(sg, 0), constants, RAW_GATE, True), 1, add)
+    decay = log_decays(take(sg, 0), constants, RAW_GATE, BOUNDED)
+    if PIECE:
+        i = m + gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None].expand_dims(1) * 16
+        decay = gl.where((i >= first) & (i < end), decay, 0.0)
+    s = gl.associative_scan(decay, 1, add)
     totals.store(gl.sum(gl.where(m == 15, s, -0.0), 1))  # to add -0.0 is no instruction
     return s
 
@@ -84,13 +110,26 @@ def power(n):
 
 
 @gluon.jit
+def both_totals(totals, layout: gl.constexpr):
+    return totals.slice(0, 1, 0).load(layout), totals.slice(1, 1, 0).load(layout)
+
+
+@gluon.jit
+def middle(total, rest):
+    """n, of the totals of both blocks."""
+    return ((total + rest) * 0.5).to(gl.int32)
+
+
+@gluon.jit
 def store_tiles(sq, sk, s, totals, rows, columns):
     """One store for all rows, for a second one would wait for the first."""
     first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
-    total = totals.slice(0, 1, 0).load(SUMS)
-    n = total.to(gl.int32)
-    s += gl.where(first, 0.0, total - n.to(gl.float32)).expand_dims(1)
-    up, down = gl.where(first, power(n * -1), 1.0).expand_dims(1), gl.where(first, power(n), 1.0).expand_dims(1)
+    total, rest = both_totals(totals, SUMS)
+    whole = total.to(gl.int32)
+    moved = gl.where(first, 0, whole - (whole >> 1))
+    s += (gl.where(first, 0.0, total - moved.to(gl.float32)) + UP * 1.0).expand_dims(1)
+    moved -= middle(total, rest) + UP
+    up, down = power(moved).expand_dims(1), power(moved * -1).expand_dims(1)
     e, kk = gl.exp2(s) * up, take(sk, 0)
     put(columns, 0, kk * (gl.exp2(s * -1.0) * down))
     k, q = (kk * e).to(rows.dtype), (take(sq, 0) * e).to(rows.dtype)
@@ -100,52 +139,115 @@ def store_tiles(sq, sk, s, totals, rows, columns):
 @gluon.jit
 def store_decays(totals, lead, trail):
     """What states are multiplied by before the tokens, 2^n, and after them."""
-    total = totals.slice(0, 1, 0).load(CHANNELS)
-    n = total.to(gl.int32)
+    total, rest = both_totals(totals, CHANNELS)
+    n = middle(total, rest)
     lead.store(power(n))
-    trail.store(gl.exp2(total - n.to(gl.float32) + totals.slice(1, 1, 0).load(CHANNELS)))
+    trail.store(gl.exp2(total - n.to(gl.float32) + rest))
+
+
+@gluon.jit
+def falls_too_far(totals):
+    """Whether the tokens do; all warps find the same."""
+    total, rest = both_totals(totals, EVERYWHERE)
+    return gl.min(gl.min(total + rest, 0), 0) < FALL
+
+
+@gluon.jit
+def find_end(s, totals, first):
+    """The first token that falls too far from ``first`` on, of sums from there on."""
+    late = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] > 0
+    s += gl.where(late, totals.slice(0, 1, 0).load(SUMS), 0.0).expand_dims(1)
+    return gl.maximum(gl.sum(gl.where(gl.min(s, 2).reshape([STEP]) < FALL, 0, 1), 0), first + 1)
+
+
+@gluon.jit
+def store_piece(
+    tiles, made, totals, x, first, left, b, constants, numbers, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    RAW_BETA: gl.constexpr,
+):  # fmt: skip
+    """Makes all of the piece that begins with token ``first``. Returns the token after it."""
+    sq, sk, sg = tiles
+    barrier()  # all warps of the gate group: they have read sums
+    s = sum_blocks(sg, totals, constants, first, STEP, RAW_GATE, False, True)
+    barrier()  # all warps of the gate group: sums of blocks are there
+    end = find_end(s, totals, first)
+    barrier()  # all warps of the gate group: they have read sums
+    s = sum_blocks(sg, totals, constants, first, end, RAW_GATE, False, True)
+    barrier()  # all warps of the gate group: sums of blocks are there
+    vectors = made[3].index(x), made[4].index(x)
+    store_vectors(tiles, vectors, b, first, gl.minimum(left, end), numbers, NORM, RAW_BETA)
+    store_tiles(sq, sk, s, totals, made[0].index(x), made[1].index(x))
+    store_decays(totals, made[5].index(x), made[6].index(x))
+    store_flag(made[7].index(x), end == STEP)
+    return end
+
+
+@gluon.jit
+def store_flag(flag, last):
+    """Says whether a slot has the last ones of 32 tokens."""
+    flag.store(gl.full([1], 0, gl.int32, THREADS) + gl.where(last, 1, 0))
+
+
+@gluon.jit
+def is_last(flag):
+    return gl.max(flag.load(THREADS), 0) == 1
 
 
 @gluon.jit
 def gate_role(
-    shared, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr, RAW_BETA: gl.constexpr, PACKED: gl.constexpr
-):
+    shared, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
     """shared: (totals, given, made, bars, numbers, work), of which ``given`` are the tiles that are loaded, ``made``
     those that roles hand on, and ``numbers`` A_log, dt_bias, the bound, the scale, beta with its strides, and what its
     sigmoid is multiplied by."""
     totals, given, made, bars, numbers, work = shared
     sq, sk, sg = given
-    rows, columns, norms, strengths, lead, trail = made[0], made[1], made[3], made[4], made[5], made[6]
     gfull, full, left_given, tiled, done = bars[0], bars[1], bars[2], bars[3], bars[5]
     cu_seqlens, T, items = work
     NR: gl.constexpr = sq.shape[0]
-    NX: gl.constexpr = rows.shape[0]
-    t = 0
+    NX: gl.constexpr = made[0].shape[0]
+    y, t = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
         if PACKED:
             n = n * 0
-        constants = head_parameters(hv, numbers, RAW_GATE)
+        constants = head_parameters(hv, numbers, RAW_GATE, BOUNDED)
         b = load_strengths(numbers, n, hv, start, n * 0, length)
         for token in range(0, length, STEP):
-            s, x = t % NR, t % NX
-            gates, left = sg.index(s), length - token
-            mbarrier.wait(gfull.index(s), (t // NR) & 1)  # signalled by the copy engine: g is there
+            s, x = y % NR, t % NX
+            tiles, left = (sq.index(s), sk.index(s), sg.index(s)), length - token
+            mbarrier.wait(gfull.index(s), (y // NR) & 1)  # signalled by the copy engine: g is there
             if RAW_GATE:  # noqa: SIM102 (a constant; the other is none); else the copy engine has left zeros there
                 if left < STEP:
-                    rest_living(gates, left)
-            sums = sum_blocks(gates, totals, constants, RAW_GATE)
-            mbarrier.wait(full.index(s), (t // NR) & 1)  # signalled by the copy engine: q and k are there
+                    rest_living(tiles[2], left)
+            sums = sum_blocks(tiles[2], totals, constants, 0, STEP, RAW_GATE, BOUNDED, False)
+            mbarrier.wait(full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
             wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
-            store_vectors(
-                sq.index(s), sk.index(s), b, left, norms.index(x), strengths.index(x), numbers, NORM, RAW_BETA
-            )
+            vectors = made[3].index(x), made[4].index(x)
+            store_vectors(tiles, vectors, b, 0, left, numbers, NORM, RAW_BETA)
             barrier()  # all warps of the gate group: sums of blocks are there
-            store_tiles(sq.index(s), sk.index(s), sums, totals, rows.index(x), columns.index(x))
-            store_decays(totals, lead.index(x), trail.index(x))
+            if BOUNDED:
+                store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
+                store_decays(totals, made[5].index(x), made[6].index(x))
+            elif falls_too_far(totals):
+                own = constants, numbers, NORM, RAW_GATE, RAW_BETA
+                end = store_piece(tiles, made, totals, x, left * 0, left, b, *own)
+                while end < STEP:
+                    fence_async_shared()
+                    barrier()  # all warps of the gate group: the piece is there
+                    mbarrier.arrive(tiled.index(t % NX), count=1)
+                    t += 1
+                    wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
+                    end = store_piece(tiles, made, totals, t % NX, end, left, b, *own)
+            else:
+                store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
+                store_decays(totals, made[5].index(x), made[6].index(x))
+                store_flag(made[7].index(x), True)
             b = load_strengths(numbers, n, hv, start, token + STEP, length)
             fence_async_shared()
             barrier()  # all warps of the gate group: they have read q, k and sums
             mbarrier.arrive(left_given.index(s), count=1)
-            mbarrier.arrive(tiled.index(x), count=1)
+            mbarrier.arrive(tiled.index(t % NX), count=1)
+            y += 1
             t += 1

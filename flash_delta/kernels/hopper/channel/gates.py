@@ -1,8 +1,8 @@
 """Log decays per channel, as `prepare` and `gate_role` make them of what the copy engine has loaded.
 
 Of raw activations they are ``lower_bound sigmoid(e^A_log (a + dt_bias))``, or without a bound ``-e^A_log softplus(a +
-dt_bias)`` and at least LEAST. Those that are given count as the bound that is promised, or as LEAST, if they are less.
-Here they are in bits.
+dt_bias)``. Those that are given count as the bound that is promised, if they are less. Without a bound all count as a
+least number, if they are less: `prepare` has LEAST, and `channel_loop` FADED. Here they are in bits.
 """
 
 from triton.experimental import gluon
@@ -13,6 +13,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier
 
 BITS = gl.constexpr(1.4426950408889634)  # log2(e)
 LEAST = gl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small
+FADED = gl.constexpr(-19.4)  # nats per token, 28 bits: what a float32 loses beside what it keeps
 MIDDLE = gl.constexpr(55.0)  # bits, of gates without a bound (steep.py)
 
 
@@ -45,36 +46,37 @@ def rest_living(sg, left):
 
 
 @gluon.jit
-def gate_constants(A, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """What `log_decays` multiplies activations by and adds to them, and a number for the bound."""
+def gate_constants(A, bias, least, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """What `log_decays` multiplies activations by and adds to them, a number for the bound, and ``least``, the bound if
+    there is one."""
     rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: times the activation -inf it has to be inf
     inverse, shift = 0.0, 0.0
     if BOUNDED:
-        inverse = -1.0 / (lower_bound * BITS)
+        inverse = -1.0 / (least * BITS)
     if RAW_GATE:
         shift = bias[None, :].expand_dims(1) * (rate if BOUNDED else BITS)
-    return rate, shift, inverse, lower_bound
+    return rate, shift, inverse, least
 
 
 @gluon.jit
 def log_decays(x, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """Of activations, or of log decays as given, in nats: in bits."""
-    rate, shift, inverse, lower_bound = constants
+    rate, shift, inverse, least = constants
     if not RAW_GATE:
-        return gl.maximum(x, lower_bound if BOUNDED else LEAST) * BITS
+        return gl.maximum(x, least) * BITS
     elif BOUNDED:
         # the square of a reciprocal root needs no division; a square is added by one instruction
         root = gl.rsqrt(inverse + inverse * gl.exp2(x * rate + shift))
         return root * root * -1.0
     else:
-        return gl.maximum(softplus_bits(x * BITS + shift) * (rate * (1.0 / BITS)), LEAST * BITS)
+        return gl.maximum(softplus_bits(x * BITS + shift) * (rate * (1.0 / BITS)), least * BITS)
 
 
 @gluon.jit
 def sum_gates(sg, totals, A, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The sums of log decays from each block's start, for both halves, and ``middle``, which they all have been moved
     up by. ``totals``: of whole blocks, as they are."""
-    constants = gate_constants(A, bias, lower_bound, RAW_GATE, BOUNDED)
+    constants = gate_constants(A, bias, lower_bound if BOUNDED else LEAST, RAW_GATE, BOUNDED)
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     middle = MIDDLE
     if BOUNDED:

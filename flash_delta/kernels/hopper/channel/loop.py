@@ -1,5 +1,5 @@
-"""The forward pass with a decay per channel in one kernel, where no gate is below -5: a program walks one state after
-the other, 32 tokens at a time, with a role per warp group.
+"""The forward pass with a decay per channel in one kernel: a program walks one state after the other, 32 tokens at a
+time, with a role per warp group.
 
     load     loads q, k and g into a ring of NR slots, and v into one of NV: one warp each
     gate     makes rows and columns of them (gate_role.py), into a ring of NX slots
@@ -8,6 +8,8 @@ the other, 32 tokens at a time, with a role per warp group.
              O = scale r_q ((2^n S0) q~) + P U
 
 k~ and q~ are the rows, k^ the columns, and d, ``trail``, decays from the point where decays are taken apart to the end.
+Where 32 tokens fall too far they come in several pieces (gate_role.py). A piece has zeros for the tokens of others, and
+so their outputs are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators, as two halves [64, K], which it walks
 one after the other. The rules of forward/loop.py for ptxas hold here, too.
@@ -20,9 +22,11 @@ Barriers, and who completes them:
     left     the gate group: it has read q, k and g
     tiled    the gate group: rows, columns, norms, b and decays are there
     ready    the factor group: A and P are there, too
-    done     the state group: it has read all that, and v
+    done     the state group: it has read all that
+    vdone    the state group: it has read v, and the outputs of 32 tokens are under way
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_delta.kernels.hopper.boxes import ragged, states, strides
 from flash_delta.kernels.hopper.channel.factor_role import factor_role
-from flash_delta.kernels.hopper.channel.gate_role import STEP, gate_role
+from flash_delta.kernels.hopper.channel.gate_role import STEP, gate_role, is_last
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
@@ -44,7 +48,20 @@ from flash_delta.kernels.hopper.forward.rate_role import clear_padding
 from flash_delta.kernels.hopper.forward.state_copies import apart, ask_for_state, store_state, take_state
 from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, TOKENS, C
+from flash_delta.kernels.hopper.layouts import (
+    BOX,
+    FLAGS,
+    FLOATS,
+    HALF,
+    LINES,
+    NARROW_ROWS,
+    PAIRS,
+    RAGGED,
+    ROWS,
+    TILE,
+    TOKENS,
+    C,
+)
 from flash_delta.kernels.hopper.rings import barriers, load_box, wait_free
 from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
@@ -68,7 +85,7 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
         for token in range(0, size, STEP):
             s = t % NR
             wait_free(left, t, NR, NR)  # signalled by the factor group, which has left the tokens in this slot
-            mbarrier.expect(gfull.index(s), STEP * K * 2)
+            mbarrier.expect(gfull.index(s), STEP * K * (4 if descs[2].dtype == gl.float32 else 2))
             load_box(descs[2], n * batches[2] + start, size, token, hv * heads[2], gfull.index(s), tiles[2].index(s), K)
             mbarrier.expect(full.index(s), 2 * STEP * K * 2)
             load_box(descs[0], n * batches[0] + start, size, token, h * heads[0], full.index(s), tiles[0].index(s), K)
@@ -77,9 +94,9 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
 
 
 @gluon.jit
-def load_values(desc, sv, bars, places, work, NX: gl.constexpr, HV: gl.constexpr, PACKED: gl.constexpr):
+def load_values(desc, sv, bars, places, work, HV: gl.constexpr, PACKED: gl.constexpr):
     """The role that loads v."""
-    vfull, done = bars
+    vfull, vdone = bars
     v_batch, v_heads = places
     cu_seqlens, T, items = work
     NV: gl.constexpr = sv.shape[0]
@@ -90,7 +107,7 @@ def load_values(desc, sv, bars, places, work, NX: gl.constexpr, HV: gl.constexpr
             n = n * 0
         for token in range(0, size, STEP):
             s = t % NV
-            wait_free(done, t, NV, NX)  # signalled by the state groups, which have left the tokens in this slot
+            wait_free(vdone, t, NV, NV)  # signalled by the state group, which has left the tokens in this slot
             mbarrier.expect(vfull.index(s), STEP * K * 2)
             load_box(desc, n * v_batch + start, size, token, hv * v_heads, vfull.index(s), sv.index(s), K)
             t += 1
@@ -113,11 +130,14 @@ def halves(scores):
 
 
 @gluon.jit
-def state_role(buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr):
+def state_role(
+    buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
     so, sbar, so2, sbar2 = buffers
     o_desc, sv, made, bars, initial, final, work = shared
-    rows, columns, maps, norms, strengths, lead, trail = made
-    vfull, ready, done = bars
+    rows, columns, maps, norms, strengths, lead, trail, flags = made
+    vfull, ready, done, vdone = bars
     cu_seqlens, T, items = work
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -126,7 +146,7 @@ def state_role(buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST
     NV: gl.constexpr = sv.shape[0]
     NO: gl.constexpr = so.shape[0]  # buffers
     zero, none = gl.zeros([64, 2 * STEP], gl.float32, ROWS), gl.zeros([64, STEP], gl.float32, NARROW_ROWS)
-    t = 0
+    step, t = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
         row = start + length
@@ -138,15 +158,19 @@ def state_role(buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST
             ask_for_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO)
             S = take_state(initial, None, item * K, 0, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
             S2 = take_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
-        for token in range(0, length, STEP):
-            x, y = t % NX, t % NV
+        token, fresh = length * 0, length >= 0
+        while token < length:
+            x, y = t % NX, step % NV
             of_k, of_q = norms.index(x).slice(0, STEP, 1), norms.index(x).slice(STEP, STEP, 1)
             b = strengths.index(x).slice(0, STEP, 1)
             A, P = maps.index(x).slice(0, STEP, 0), maps.index(x).slice(STEP, STEP, 0)
             at = RAGGED - length + token
-            out = reinterpret(so.index(t % NO), ty, [2, STEP, 64], TILE)
+            out = reinterpret(so.index(step % NO), ty, [2, STEP, 64], TILE)
             mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: all that it makes is there
-            mbarrier.wait(vfull.index(y), (t // NV) & 1)  # signalled by the copy engine: v is there
+            mbarrier.wait(vfull.index(y), (step // NV) & 1)  # signalled by the copy engine: v is there
+            last = True
+            if not BOUNDED:
+                last = is_last(flags.index(x))
             tma.store_wait(2 * NO - 2)  # the copy engine has read the next buffer of ``so``
             barrier()  # all warps of the state group: none writes before that
             for half in gl.static_range(2):
@@ -166,14 +190,24 @@ def state_role(buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST
                 O = warpgroup_mma(gl.convert_layout(read, operand), P.permute([1, 0]), O, is_async=True)
                 O, S = warpgroup_mma_wait(0, deps=[O, S])
                 S *= trail.index(x).load(WIDE_ROWS)
-                out.index(half).permute([1, 0]).store(O.to(ty))
+                place = out.index(half).permute([1, 0])
+                if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+                    if not fresh:  # one of the two is 0
+                        O += place.load(NARROW_ROWS).to(gl.float32)
+                place.store(O.to(ty))
                 S, S2 = S2, S
             fence_async_shared()
             mbarrier.arrive(done.index(x), count=1)
             barrier()  # all warps of the state group: the buffer is full
-            for half in gl.static_range(2):
-                box = reinterpret(out.index(half), ty, [1, 1, STEP, 64], BOX)
-                tma_store(o_desc, [RAGGED, row, at, hv * K + 64 * half], box)
+            if last:
+                for half in gl.static_range(2):
+                    box = reinterpret(out.index(half), ty, [1, 1, STEP, 64], BOX)
+                    tma_store(o_desc, [RAGGED, row, at, hv * K + 64 * half], box)
+                mbarrier.arrive(vdone.index(y), count=1)
+                token += STEP
+                step += 1
+            if not BOUNDED:
+                fresh = last
             t += 1
         store_state(final, S, None, item * K, 0, so, K, V_FIRST, NO)
         store_state(final, S2, None, item * K, 64, so, K, V_FIRST, NO)
@@ -184,14 +218,15 @@ def channel_loop(
     q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, cu_seqlens, o, beta, A_log, dt_bias, T, items, q_batch,
     k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
-    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
+    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
     NX: gl.constexpr, NO: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states; item i is value head i % HV of sequence i // HV."""
     ty: gl.constexpr = q_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
-    sg = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
+    wide: gl.constexpr = g_desc.dtype == gl.float32
+    sg = gl.allocate_shared_memory(g_desc.dtype, [NR, STEP, K], FLOATS if wide else TILE)
     sv = gl.allocate_shared_memory(ty, [NV, STEP, K], TILE)
     rows = gl.allocate_shared_memory(ty, [NX, 2 * STEP, K], TILE)
     columns = gl.allocate_shared_memory(ty, [NX, STEP, K], TILE)
@@ -200,27 +235,29 @@ def channel_loop(
     strengths = gl.allocate_shared_memory(gl.float32, [NX, 1, 2 * STEP], LINES)
     lead = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)
     trail = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)
+    flags = gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
     totals = gl.allocate_shared_memory(gl.float32, [2, K], LINE)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar, sbar2, gfull, full, left = barriers(NO, 1), barriers(NO, 1), barriers(NR, 1), barriers(NR, 1), barriers(NR, 1)
-    vfull, ready, done, tiled = barriers(NV, 1), barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
+    vfull, vdone, ready, done, tiled = barriers(NV, 1), barriers(NV, 1), barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    work, given, made = (cu_seqlens, T, items), (sq, sk, sg), (rows, columns, maps, norms, strengths, lead, trail)
+    work, given = (cu_seqlens, T, items), (sq, sk, sg)
+    made = (rows, columns, maps, norms, strengths, lead, trail, flags)
     numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
     factor_bars = (gfull, full, left, tiled, ready, done)
     gate = (totals, given, made, factor_bars, numbers, work)
-    state = (o_desc, sv, made, (vfull, ready, done), initial, final, work)
+    state = (o_desc, sv, made, (vfull, ready, done, vdone), initial, final, work)
     places = ((q_batch, k_batch, g_batch), (heads[0], heads[1], heads[2]), group)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
-        (state_role, ((so, sbar, so2, sbar2), state, HV, INITIAL, V_FIRST, PACKED)),
-        (gate_role, (gate, HV, NORM, RAW_GATE, RAW_BETA, PACKED)),
-        (factor_role, (sD, made, factor_bars, work, HV, PACKED)),
+        (state_role, ((so, sbar, so2, sbar2), state, HV, INITIAL, V_FIRST, BOUNDED, PACKED)),
+        (gate_role, (gate, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA, PACKED)),
+        (factor_role, (sD, made, factor_bars, work, HV, BOUNDED, PACKED)),
         (load_keys, ((q_desc, k_desc, g_desc), given, (gfull, full, left), places, work, HV, PACKED)),
-        (load_values, (v_desc, sv, (vfull, done), (v_batch, heads[3]), work, NX, HV, PACKED)),
+        (load_values, (v_desc, sv, (vfull, vdone), (v_batch, heads[3]), work, HV, PACKED)),
         (clear_role, (o, work, HV, PACKED)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
 
@@ -234,6 +271,7 @@ def run_channel_loop(c: Call, o: Tensor, final: Tensor) -> None:
         x.dt_bias, p.T, p.N * p.HV, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H, p.scale,
         p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, **CHANNEL_LOOP)
+    slots = CHANNEL_LOOP | {"NR": 2} if p.g_dtype == torch.float32 else CHANNEL_LOOP
+    constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, **slots)
     grid = (min(p.N * p.HV, c.shape.chip.processors),)
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)
