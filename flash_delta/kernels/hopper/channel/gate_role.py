@@ -67,10 +67,10 @@ def store_vectors(tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RA
     sq, sk, _ = tiles
     norms, strengths = vectors
     scale, beta_top = numbers[3], numbers[7]
-    i = gl.arange(0, 2 * STEP, layout=THREADS)
+    both = gl.arange(0, 2 * STEP, layout=THREADS)
     if RAW_BETA:
         b = beta_top / (1.0 + gl.exp2(b * -BITS))
-    strengths.store(gl.where(is_in(i % STEP, first, end), b, 0.0).reshape([1, 2 * STEP]))
+    strengths.store(gl.where(is_in(both % STEP, first, end), b, 0.0).reshape([1, 2 * STEP]))
     if NORM:
         lengths = gl.rsqrt(squared_lengths_of_two(sk, sq) + 1e-6)
         of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, lengths.type.layout))[:, None] == 1
@@ -78,7 +78,7 @@ def store_vectors(tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RA
         lengths *= gl.where(of_q, gl.where(is_in(i, first, end), scale, 0.0), 1.0)
         norms.store(lengths.reshape([1, 2 * STEP]))
     else:
-        weights = gl.where(i < STEP, 1.0, gl.where(is_in(i % STEP, first, end), scale, 0.0))
+        weights = gl.where(both < STEP, 1.0, gl.where(is_in(both % STEP, first, end), scale, 0.0))
         norms.store(weights.reshape([1, 2 * STEP]))
 
 
@@ -162,11 +162,11 @@ def find_end(s, totals, first):
 
 @gluon.jit
 def store_piece(
-    tiles, made, totals, x, first, left, b, constants, numbers, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
-    RAW_BETA: gl.constexpr,
+    tiles, made, x, first, own, NORM: gl.constexpr, RAW_GATE: gl.constexpr, RAW_BETA: gl.constexpr
 ):  # fmt: skip
-    """Makes all of the piece that begins with token ``first``. Returns the token after it."""
+    """Makes all of the piece that begins with token ``first``, in slot x. Returns the token after it."""
     sq, sk, sg = tiles
+    totals, left, b, constants, numbers = own
     barrier()  # all warps of the gate group: they have read sums
     s = sum_blocks(sg, totals, constants, first, STEP, RAW_GATE, False, True)
     barrier()  # all warps of the gate group: sums of blocks are there
@@ -231,15 +231,16 @@ def gate_role(
                 store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
                 store_decays(totals, made[5].index(x), made[6].index(x))
             elif falls_too_far(totals):
-                own = constants, numbers, NORM, RAW_GATE, RAW_BETA
-                end = store_piece(tiles, made, totals, x, left * 0, left, b, *own)
+                own = totals, left, b, constants, numbers
+                end = left * 0
                 while end < STEP:
-                    fence_async_shared()
-                    barrier()  # all warps of the gate group: the piece is there
-                    mbarrier.arrive(tiled.index(t % NX), count=1)
-                    t += 1
-                    wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
-                    end = store_piece(tiles, made, totals, t % NX, end, left, b, *own)
+                    if end > 0:
+                        fence_async_shared()
+                        barrier()  # all warps of the gate group: a piece is there
+                        mbarrier.arrive(tiled.index(t % NX), count=1)
+                        t += 1
+                        wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
+                    end = store_piece(tiles, made, t % NX, end, own, NORM, RAW_GATE, RAW_BETA)
             else:
                 store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
                 store_decays(totals, made[5].index(x), made[6].index(x))

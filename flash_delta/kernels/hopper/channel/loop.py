@@ -68,6 +68,8 @@ from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 
+OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [64, 64]
+
 
 @gluon.jit
 def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.constexpr):
@@ -130,6 +132,14 @@ def halves(scores):
 
 
 @gluon.jit
+def add_up(whole, piece):
+    """Of every number one of the two is 0."""
+    whole.store(whole.load(OUTPUTS) + piece.load(OUTPUTS))
+    fence_async_shared()
+    barrier()  # all warps of the state group: the sums are there
+
+
+@gluon.jit
 def state_role(
     buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
     PACKED: gl.constexpr,
@@ -165,13 +175,16 @@ def state_role(
             b = strengths.index(x).slice(0, STEP, 1)
             A, P = maps.index(x).slice(0, STEP, 0), maps.index(x).slice(STEP, STEP, 0)
             at = RAGGED - length + token
-            out = reinterpret(so.index(step % NO), ty, [2, STEP, 64], TILE)
             mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: all that it makes is there
             mbarrier.wait(vfull.index(y), (step // NV) & 1)  # signalled by the copy engine: v is there
-            last = True
+            last, buffer = True, step
             if not BOUNDED:
                 last = is_last(flags.index(x))
+                if not fresh:
+                    buffer += 1
+                    tma.store_wait(0)  # the copy engine has read all buffers of ``so``
             tma.store_wait(2 * NO - 2)  # the copy engine has read the next buffer of ``so``
+            out = reinterpret(so.index(buffer % NO), ty, [2, STEP, 64], TILE)
             barrier()  # all warps of the state group: none writes before that
             for half in gl.static_range(2):
                 S *= lead.index(x).load(WIDE_ROWS)
@@ -191,15 +204,16 @@ def state_role(
                 O, S = warpgroup_mma_wait(0, deps=[O, S])
                 S *= trail.index(x).load(WIDE_ROWS)
                 place = out.index(half).permute([1, 0])
-                if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
-                    if not fresh:  # one of the two is 0
-                        O += place.load(NARROW_ROWS).to(gl.float32)
                 place.store(O.to(ty))
                 S, S2 = S2, S
             fence_async_shared()
             mbarrier.arrive(done.index(x), count=1)
             barrier()  # all warps of the state group: the buffer is full
+            if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+                if not fresh:
+                    add_up(so.index(step % NO), so.index(buffer % NO))
             if last:
+                out = reinterpret(so.index(step % NO), ty, [2, STEP, 64], TILE)
                 for half in gl.static_range(2):
                     box = reinterpret(out.index(half), ty, [1, 1, STEP, 64], BOX)
                     tma_store(o_desc, [RAGGED, row, at, hv * K + 64 * half], box)
