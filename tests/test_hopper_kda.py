@@ -127,6 +127,9 @@ def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name, how):
         ("steep", "mild", "walk"),
         ("bounded", "mild", "loop"),
         ("bounded", "strong", "loop"),
+        ("steep", "mild", "loop"),
+        ("steep", "strong", "loop"),
+        ("steep", "extreme", "loop"),
     ],
 )
 @torch.no_grad()
