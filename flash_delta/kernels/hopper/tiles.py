@@ -74,7 +74,7 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
 PREPARES = 2  # programs share a multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
-CHANNEL_LOOP = {"NR": 3, "NV": 3, "NX": 3, "NO": 2, "GATES": 128, "FACTORS": 104}
+CHANNEL_LOOP = {"NR": 3, "NV": 3, "NX": 3, "NO": 2, "HALVES": 2, "GATES": 128, "FACTORS": 104}
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:

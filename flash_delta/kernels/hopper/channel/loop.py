@@ -102,6 +102,7 @@ def load_values(desc, sv, bars, places, work, HV: gl.constexpr, PACKED: gl.const
     v_batch, v_heads = places
     cu_seqlens, T, items = work
     NV: gl.constexpr = sv.shape[0]
+    V: gl.constexpr = sv.shape[2]
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
@@ -110,8 +111,9 @@ def load_values(desc, sv, bars, places, work, HV: gl.constexpr, PACKED: gl.const
         for token in range(0, size, STEP):
             s = t % NV
             wait_free(vdone, t, NV, NV)  # signalled by the state group, which has left the tokens in this slot
-            mbarrier.expect(vfull.index(s), STEP * K * 2)
-            load_box(desc, n * v_batch + start, size, token, hv * v_heads, vfull.index(s), sv.index(s), K)
+            mbarrier.expect(vfull.index(s), STEP * V * 2)
+            column = hv * v_heads + gl.program_id(1) * V
+            load_box(desc, n * v_batch + start, size, token, column, vfull.index(s), sv.index(s), V)
             t += 1
 
 
@@ -154,9 +156,10 @@ def state_role(
     ty: gl.constexpr = rows.dtype
     NX: gl.constexpr = rows.shape[0]
     NV: gl.constexpr = sv.shape[0]
+    HALVES: gl.constexpr = sv.shape[2] // 64
     NO: gl.constexpr = so.shape[0]  # buffers
     zero, none = gl.zeros([64, 2 * STEP], gl.float32, ROWS), gl.zeros([64, STEP], gl.float32, NARROW_ROWS)
-    step, t = 0, 0
+    v, step, t = gl.program_id(1) * 64 * HALVES, 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
         row = start + length
@@ -164,10 +167,12 @@ def state_role(
             row += n * T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
         if INITIAL:
-            ask_for_state(initial, None, item * K, 0, so, sbar, K, V_FIRST, NO)
-            ask_for_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO)
-            S = take_state(initial, None, item * K, 0, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
-            S2 = take_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+            ask_for_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO)
+            if HALVES == 2:
+                ask_for_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO)
+            S = take_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+            if HALVES == 2:
+                S2 = take_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
         token, fresh = length * 0, length >= 0
         while token < length:
             x, y = t % NX, step % NV
@@ -183,10 +188,10 @@ def state_role(
                 if not fresh:
                     buffer += 1
                     tma.store_wait(0)  # the copy engine has read all buffers of ``so``
-            tma.store_wait(2 * NO - 2)  # the copy engine has read the next buffer of ``so``
+            tma.store_wait(HALVES * (NO - 1))  # the copy engine has read the next buffer of ``so``
             out = reinterpret(so.index(buffer % NO), ty, [2, STEP, 64], TILE)
             barrier()  # all warps of the state group: none writes before that
-            for half in gl.static_range(2):
+            for half in gl.static_range(HALVES):
                 S *= lead.index(x).load(WIDE_ROWS)
                 sb = gl.convert_layout(S.to(ty), wide_operand)
                 EO = warpgroup_mma(sb, rows.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -205,7 +210,8 @@ def state_role(
                 S *= trail.index(x).load(WIDE_ROWS)
                 place = out.index(half).permute([1, 0])
                 place.store(O.to(ty))
-                S, S2 = S2, S
+                if HALVES == 2:
+                    S, S2 = S2, S
             fence_async_shared()
             mbarrier.arrive(done.index(x), count=1)
             barrier()  # all warps of the state group: the buffer is full
@@ -214,17 +220,18 @@ def state_role(
                     add_up(so.index(step % NO), so.index(buffer % NO))
             if last:
                 out = reinterpret(so.index(step % NO), ty, [2, STEP, 64], TILE)
-                for half in gl.static_range(2):
+                for half in gl.static_range(HALVES):
                     box = reinterpret(out.index(half), ty, [1, 1, STEP, 64], BOX)
-                    tma_store(o_desc, [RAGGED, row, at, hv * K + 64 * half], box)
+                    tma_store(o_desc, [RAGGED, row, at, hv * K + v + 64 * half], box)
                 mbarrier.arrive(vdone.index(y), count=1)
                 token += STEP
                 step += 1
             if not BOUNDED:
                 fresh = last
             t += 1
-        store_state(final, S, None, item * K, 0, so, K, V_FIRST, NO)
-        store_state(final, S2, None, item * K, 64, so, K, V_FIRST, NO)
+        store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
+        if HALVES == 2:
+            store_state(final, S2, None, item * K, 64, so, K, V_FIRST, NO)
 
 
 @gluon.jit(do_not_specialize=["T", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
@@ -233,7 +240,7 @@ def channel_loop(
     k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
-    NX: gl.constexpr, NO: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
+    NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states; item i is value head i % HV of sequence i // HV."""
     ty: gl.constexpr = q_desc.dtype
@@ -241,7 +248,7 @@ def channel_loop(
     sk = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
     wide: gl.constexpr = g_desc.dtype == gl.float32
     sg = gl.allocate_shared_memory(g_desc.dtype, [NR, STEP, K], FLOATS if wide else TILE)
-    sv = gl.allocate_shared_memory(ty, [NV, STEP, K], TILE)
+    sv = gl.allocate_shared_memory(ty, [NV, STEP, 64 * HALVES], TILE)
     rows = gl.allocate_shared_memory(ty, [NX, 2 * STEP, K], TILE)
     columns = gl.allocate_shared_memory(ty, [NX, STEP, K], TILE)
     maps = gl.allocate_shared_memory(ty, [NX, 2 * STEP, STEP], HALF)
@@ -278,14 +285,14 @@ def channel_loop(
 
 def run_channel_loop(c: Call, o: Tensor, final: Tensor) -> None:
     p, x, initial = c.p, c.x, c.x.initial_state
+    slots = CHANNEL_LOOP | {"NR": 2} if p.g_dtype == torch.float32 else CHANNEL_LOOP
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (
-        *(ragged(t, p.K, STEP.value) for t in (x.q, x.k, x.v, x.g)), ragged(o, 64, STEP.value),
+        *(ragged(t, w, STEP.value) for t, w in ((x.q, p.K), (x.k, p.K), (x.v, 64 * slots["HALVES"]), (x.g, p.K), (o, 64))),
         states(p, final if initial is None else initial), states(p, final), x.cu_seqlens, o, x.beta, x.A_log,
         x.dt_bias, p.T, p.N * p.HV, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H, p.scale,
         p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    slots = CHANNEL_LOOP | {"NR": 2} if p.g_dtype == torch.float32 else CHANNEL_LOOP
     constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, **slots)
-    grid = (min(p.N * p.HV, c.shape.chip.processors),)
+    grid = min(p.N * p.HV, c.shape.chip.processors), 2 // slots["HALVES"]
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)
