@@ -7,7 +7,7 @@ first, and `walk_segments` takes whole sequences. Values wider than keys are wal
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
-With a decay per channel one kernel does it all for bounded gates and many states (channel/loop.py). Else `prepare`
+With a decay per channel one kernel does it all for many states (channel/loop.py). Else `prepare`
 finds all that a chunk's tokens are to each other, in both passes. `walk_channels` walks where there are few states, or
 `scan` of the ``triton`` backend does (channel/). That backend also walks the states back. After it `chunk_back` finds
 the gradients of each chunk (channel_backward/).

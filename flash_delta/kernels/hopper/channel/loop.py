@@ -23,7 +23,7 @@ Barriers, and who completes them:
     tiled    the gate group: rows, columns, norms, b and decays are there
     ready    the factor group: A and P are there, too
     done     the state group: it has read all that
-    vdone    the state group: it has read v, and the outputs of 32 tokens are under way
+    vdone    the state group: it has read v for the last piece of 32 tokens; where there are no pieces ``done`` says so
 """
 
 import torch
@@ -96,7 +96,7 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
 
 
 @gluon.jit
-def load_values(desc, sv, bars, places, work, HV: gl.constexpr, PACKED: gl.constexpr):
+def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr, PACKED: gl.constexpr):
     """The role that loads v."""
     vfull, vdone = bars
     v_batch, v_heads = places
@@ -110,7 +110,7 @@ def load_values(desc, sv, bars, places, work, HV: gl.constexpr, PACKED: gl.const
             n = n * 0
         for token in range(0, size, STEP):
             s = t % NV
-            wait_free(vdone, t, NV, NV)  # signalled by the state group, which has left the tokens in this slot
+            wait_free(vdone, t, NV, NS)  # signalled by the state group, which has left the tokens in this slot
             mbarrier.expect(vfull.index(s), STEP * V * 2)
             column = hv * v_heads + gl.program_id(1) * V
             load_box(desc, n * v_batch + start, size, token, column, vfull.index(s), sv.index(s), V)
@@ -175,6 +175,8 @@ def state_role(
                 S2 = take_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
         token, fresh = length * 0, length >= 0
         while token < length:
+            if BOUNDED:
+                step = t
             x, y = t % NX, step % NV
             of_k, of_q = norms.index(x).slice(0, STEP, 1), norms.index(x).slice(STEP, STEP, 1)
             b = strengths.index(x).slice(0, STEP, 1)
@@ -223,9 +225,10 @@ def state_role(
                 for half in gl.static_range(HALVES):
                     box = reinterpret(out.index(half), ty, [1, 1, STEP, 64], BOX)
                     tma_store(o_desc, [RAGGED, row, at, hv * K + v + 64 * half], box)
-                mbarrier.arrive(vdone.index(y), count=1)
                 token += STEP
-                step += 1
+                if not BOUNDED:
+                    mbarrier.arrive(vdone.index(y), count=1)
+                    step += 1
             if not BOUNDED:
                 fresh = last
             t += 1
@@ -256,13 +259,15 @@ def channel_loop(
     strengths = gl.allocate_shared_memory(gl.float32, [NX, 1, 2 * STEP], LINES)
     lead = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)
     trail = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)
-    flags = gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
     totals = gl.allocate_shared_memory(gl.float32, [2, K], LINE)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sbar, sbar2, gfull, full, left = barriers(NO, 1), barriers(NO, 1), barriers(NR, 1), barriers(NR, 1), barriers(NR, 1)
-    vfull, vdone, ready, done, tiled = barriers(NV, 1), barriers(NV, 1), barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
+    vfull, ready, done, tiled = barriers(NV, 1), barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
+    vdone, flags = done, None
+    if not BOUNDED:
+        vdone, flags = barriers(NV, 1), gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     work, given = (cu_seqlens, T, items), (sq, sk, sg)
@@ -278,7 +283,7 @@ def channel_loop(
         (gate_role, (gate, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA, PACKED)),
         (factor_role, (sD, made, factor_bars, work, HV, BOUNDED, PACKED)),
         (load_keys, ((q_desc, k_desc, g_desc), given, (gfull, full, left), places, work, HV, PACKED)),
-        (load_values, (v_desc, sv, (vfull, vdone), (v_batch, heads[3]), work, HV, PACKED)),
+        (load_values, (v_desc, sv, (vfull, vdone), (v_batch, heads[3]), work, NX if BOUNDED else NV, HV, PACKED)),
         (clear_role, (o, work, HV, PACKED)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
 
