@@ -48,7 +48,6 @@ CELLS = {
     "logs-zero": replace(ROW, options={}, decay="zero"),
     "promised": replace(ROW, options={"safe_gate": True, "lower_bound": -5.0}, decay="strong"),
 }
-BOUNDED = [name for name in CELLS if not name.startswith(("free", "logs"))]  # what `channel_loop` can run
 WIDE = [name for name in CELLS if name.startswith(("free", "logs", "promised", "packed"))]  # with g in float32, too
 TRAINING = {
     "logs": (replace(ROW, T=100, options={"use_qk_l2norm_in_kernel": True}), torch.float32),
@@ -147,6 +146,27 @@ def test_no_token_changes_one_before_it(on_cpu, form, decay, how):
         if form == "steep":
             x["g"].data[:, t:] = -100 * x["g"][:, t:].abs()
         assert torch.equal(KDA.op(**x)[0][:, :t], o[:, :t])
+
+
+@pytest.mark.parametrize("falling", ["all", "a channel", "a token"])
+@torch.no_grad()
+def test_pieces(on_cpu, falling):
+    """32 tokens go through `channel_loop` in pieces where the fall of some channel says so, 8 tokens or more in each."""
+    x = inputs_of(replace(ROWS, T=100, options={}), torch.float32)
+    where = {"all": (), "a channel": (..., 5), "a token": (0, slice(30, 100, 25))}[falling]
+    x["g"].data[where] = -1000.0
+    wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}
+    want = recurrence(KDA, wide, x)
+    with products_in(torch.bfloat16):
+        reference = KDA.op(**x, backend="torch")
+    on_cpu("loop")
+    role = loop.channel_loop.function.__globals__["gate_role"].__globals__
+    ends, store = [], role["store_piece"]
+    role["store_piece"] = lambda *given: ends.append(store(*given)) or ends[-1]
+    got = KDA.op(**x)
+    assert set(ends) == (set() if falling == "a token" else {8, 16, 24, 32})
+    for o, exact, rounded in zip(got, want, reference, strict=True):
+        assert relative_error(o, exact) <= allowed(relative_error(rounded, exact), torch.bfloat16)
 
 
 @pytest.mark.parametrize("how", ["walk", "loop"])

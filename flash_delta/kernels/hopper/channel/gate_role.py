@@ -89,18 +89,29 @@ def is_in(i, first, end):
 
 @gluon.jit
 def sum_blocks(
-    sg, totals, constants, first, end, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, PIECE: gl.constexpr
+    sg, totals, constants, first, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
-    """The sums of log decays from each block's start; ``totals``: of whole blocks. With PIECE only tokens from
-    ``first`` to ``end`` decay."""
+    """The sums of log decays from each block's start; ``totals``: of whole blocks. With PIECE tokens before ``first`` do
+    not decay."""
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     decay = log_decays(take(sg, 0), constants, RAW_GATE, BOUNDED)
     if PIECE:
-        i = m + gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None].expand_dims(1) * 16
-        decay = gl.where((i >= first) & (i < end), decay, 0.0)
+        start = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None].expand_dims(1) * 16
+        decay = gl.where(m + start >= first, decay, 0.0)
     s = gl.associative_scan(decay, 1, add)
     totals.store(gl.sum(gl.where(m == 15, s, -0.0), 1))  # to add -0.0 is no instruction
     return s
+
+
+@gluon.jit
+def cut(s, totals, end):
+    """The sums if tokens from ``end`` on did not decay, and their ``totals``."""
+    m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
+    block = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None].expand_dims(1)
+    count = gl.where(block == 0, gl.minimum(end, 16), end - 16)
+    last = gl.sum(gl.where(m == count - 1, s, -0.0), 1)
+    totals.store(last)
+    return gl.maximum(s, last.expand_dims(1))
 
 
 @gluon.jit
@@ -168,11 +179,11 @@ def store_piece(
     sq, sk, sg = tiles
     totals, left, b, constants, numbers = own
     barrier()  # all warps of the gate group: they have read sums
-    s = sum_blocks(sg, totals, constants, first, STEP, RAW_GATE, False, True)
+    s = sum_blocks(sg, totals, constants, first, RAW_GATE, False, True)
     barrier()  # all warps of the gate group: sums of blocks are there
     end = find_end(s, totals, first)
     barrier()  # all warps of the gate group: they have read sums
-    s = sum_blocks(sg, totals, constants, first, end, RAW_GATE, False, True)
+    s = cut(s, totals, end)
     barrier()  # all warps of the gate group: sums of blocks are there
     vectors = made[3].index(x), made[4].index(x)
     store_vectors(tiles, vectors, b, first, gl.minimum(left, end), numbers, NORM, RAW_BETA)
@@ -221,7 +232,7 @@ def gate_role(
             if RAW_GATE:  # noqa: SIM102 (a constant; the other is none); else the copy engine has left zeros there
                 if left < STEP:
                     rest_living(tiles[2], left)
-            sums = sum_blocks(tiles[2], totals, constants, 0, STEP, RAW_GATE, BOUNDED, False)
+            sums = sum_blocks(tiles[2], totals, constants, 0, RAW_GATE, BOUNDED, False)
             mbarrier.wait(full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
             wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
             vectors = made[3].index(x), made[4].index(x)

@@ -290,10 +290,11 @@ def channel_loop(
 
 def run_channel_loop(c: Call, o: Tensor, final: Tensor) -> None:
     p, x, initial = c.p, c.x, c.x.initial_state
+    widths = p.K, p.K, 64 * CHANNEL_LOOP["HALVES"], p.K, 64
     slots = CHANNEL_LOOP | {"NR": 2} if p.g_dtype == torch.float32 else CHANNEL_LOOP
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (
-        *(ragged(t, w, STEP.value) for t, w in ((x.q, p.K), (x.k, p.K), (x.v, 64 * slots["HALVES"]), (x.g, p.K), (o, 64))),
+        *(ragged(t, width, STEP.value) for t, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
         states(p, final if initial is None else initial), states(p, final), x.cu_seqlens, o, x.beta, x.A_log,
         x.dt_bias, p.T, p.N * p.HV, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H, p.scale,
         p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),

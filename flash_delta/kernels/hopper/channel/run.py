@@ -120,8 +120,8 @@ def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
 
 
 def can_loop(p: Problem) -> bool:
-    """Whether `channel_loop` can run it. It saves nothing, and neither do kernels in its place: the backward pass finds A
-    anew. Where there is one, that pays with bounded gates in 16 bits only."""
+    """Whether `channel_loop` can run it. It saves nothing, and neither do kernels in its place: the backward pass finds
+    A anew. So before a backward pass it is for bounded gates in 16 bits only."""
     bounded = p.lower_bound is not None and p.g_dtype == torch.bfloat16
     return not p.writes_states and (bounded or not p.needs_grad)
 
