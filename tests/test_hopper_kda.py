@@ -151,7 +151,7 @@ def test_no_token_changes_one_before_it(on_cpu, form, decay, how):
 @pytest.mark.parametrize("falling", ["all", "a channel", "a token"])
 @torch.no_grad()
 def test_pieces(on_cpu, falling):
-    """32 tokens go through `channel_loop` in pieces where the fall of some channel says so, 8 tokens or more in each."""
+    """Where some channel falls too far 32 tokens go through `channel_loop` in pieces, 8 tokens or more in each."""
     x = inputs_of(replace(ROWS, T=100, options={}), torch.float32)
     where = {"all": (), "a channel": (..., 5), "a token": (0, slice(30, 100, 25))}[falling]
     x["g"].data[where] = -1000.0

@@ -91,8 +91,8 @@ def is_in(i, first, end):
 def sum_blocks(
     sg, totals, constants, first, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
-    """The sums of log decays from each block's start; ``totals``: of whole blocks. With PIECE tokens before ``first`` do
-    not decay."""
+    """The sums of log decays from each block's start; ``totals``: of whole blocks. With PIECE tokens before ``first``
+    do not decay."""
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     decay = log_decays(take(sg, 0), constants, RAW_GATE, BOUNDED)
     if PIECE:
