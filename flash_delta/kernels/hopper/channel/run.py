@@ -64,7 +64,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = triton.for_backward(p) if p.needs_grad and not can_loop(p) else None
+    saved = triton.for_backward(p) if saves(p) else None
     buffers = () if saved is None else (saved.buffer,)
     split, looped = plan_segments(p, chip_of(p.device)), _loops(p)
     handed = None if looped or p.writes_states else Workspace(p, Prepared)
@@ -123,6 +123,11 @@ def can_loop(p: Problem) -> bool:
     """Whether `channel_loop` can run it: with bounded gates in 16 bits. It saves nothing, and neither do kernels in its
     place: the backward pass finds A anew."""
     return p.lower_bound is not None and p.g_dtype == torch.bfloat16 and not p.writes_states
+
+
+def saves(p: Problem) -> bool:
+    """Whether the forward pass leaves anything to the backward pass."""
+    return p.needs_grad and not can_loop(p)
 
 
 def _loops(p: Problem) -> bool:
