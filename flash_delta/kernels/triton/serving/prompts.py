@@ -219,8 +219,8 @@ def finish_prompts(
         normed = tl.cdiv(T * HV, ROWS)
         if program < normed:
             row = program * ROWS + tl.arange(0, ROWS)
-            gate += (row // HV).to(tl.int64) * gate_strides[0] + (row % HV).to(tl.int64) * gate_strides[1]
-            normalize_rows(o, gate, norm_weight, row, T * HV, eps, gate_strides[2], V, BV, ACTIVATION, False)
+            gates = gate + (row // HV).to(tl.int64) * gate_strides[0] + (row % HV).to(tl.int64) * gate_strides[1]
+            normalize_rows(o, gates, norm_weight, row, T * HV, eps, gate_strides[2], V, BV, ACTIVATION, False)
             return
         program -= normed
     if conv_pool is not None:
