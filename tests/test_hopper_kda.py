@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import loop, prepare, run, walk
 from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -80,7 +81,7 @@ def on_cpu(monkeypatch):
     def chosen(how):
         monkeypatch.setattr(run, "loops_channels", lambda p, chip: how == "loop")
         monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: how == "walk")
-        take_every_call(monkeypatch, run.forward, run.backward)
+        take_every_call(monkeypatch, backend.forward, backend.backward)
 
     return chosen
 
@@ -211,3 +212,16 @@ def test_gradients(on_cpu, monkeypatch, cell, saved, how):
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), torch.bfloat16)
         assert relative_error(got[tensor], value) <= limit, tensor
+
+
+@pytest.mark.parametrize("cell", TRAINING)
+def test_compiled_code_is_told_what_forward_saves(on_cpu, monkeypatch, cell):
+    case, g_dtype = TRAINING[cell]
+    seen, forward = [], backend.forward
+    monkeypatch.setattr(backend, "forward", lambda p, x: seen.append((p, x, forward(p, x))) or seen[-1][2])
+    on_cpu("scan")
+    KDA.op(**inputs_of(case, g_dtype))
+    p, x, made = seen[0]
+    told, saved = ([(t.shape, t.dtype) for t in tensors] for tensors in (backend.empty_saved(p, x), made.saved))
+    assert told == saved
+    assert p.needs_grad

@@ -107,21 +107,24 @@ def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
 
 def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
     """Every kind of the groups that the chart has, with its name."""
+    several = len({device([group]) for group in groups}) > 1
     for group in _drawn(groups):
         kinds = speed_ups(group)
         for kind in kinds:
-            yield group, kind, NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else "")
+            name = NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else "")
+            yield group, kind, f"{name}, {short(group)}" if several else name
 
 
 def summary(groups: Sequence[Group]) -> Iterator[list[str]]:
     """README's table: a line for every kind of every group, against the best peer of each row."""
     for group, kind, name in _named(groups):
+        name = name.removesuffix(f", {short(group)}")
         rows = [peers for this, peers in compared(group) if this == kind]
         best = [min(speed_up.ratio for speed_up in peers.values()) for peers in rows]
         ahead = Counter(peer for peers in rows for peer, speed_up in peers.items() if speed_up.ratio < 1)
         slower = [f"{peer} in {count} of {len(rows)}" for peer, count in ahead.items()]
         spread = f" ({_times(min(best))} to {_times(max(best))})" if len(best) > 1 else ""
-        yield [name, _times(geometric_mean(best)) + spread, ", ".join(slower) or "none"]
+        yield [name, short(group), _times(geometric_mean(best)) + spread, ", ".join(slower) or "none"]
 
 
 def in_words(groups: Sequence[Group]) -> str:
@@ -139,7 +142,7 @@ def _drawn(groups: Sequence[Group]) -> list[Group]:
 
 
 def chart(groups: Sequence[Group], scheme: str) -> str:
-    """The groups of one machine that have names here, as an SVG drawing, for a light or a dark page."""
+    """The groups that have names here, as an SVG drawing, for a light or a dark page."""
     groups, y, blocks = _drawn(groups), TOP, []
     for name, peers in named_speed_ups(groups).items():
         lines = [_line(peer, found, y + LINE * i) for i, (peer, found) in enumerate(peers.items())]
@@ -163,9 +166,15 @@ def chart(groups: Sequence[Group], scheme: str) -> str:
 
 
 def device(groups: Sequence[Group]) -> str:
-    """Of all groups, which are of one machine."""
-    machine = groups[0].machine
-    return machine.get("gpu") or f"A CPU ({machine['cpu']}, {machine['threads']} threads)"
+    """All devices that the groups ran on."""
+    machines = [group.machine for group in groups]
+    return " and ".join(dict.fromkeys(m.get("gpu") or f"A CPU ({m['cpu']}, {m['threads']} threads)" for m in machines))
+
+
+def short(group: Group) -> str:
+    """The model of its GPU: the first word that has a digit."""
+    gpu = group.machine.get("gpu")
+    return "CPU" if gpu is None else next((word for word in gpu.split() if any(map(str.isdigit, word))), gpu)
 
 
 def dates(groups: Sequence[Group]) -> str:

@@ -108,12 +108,14 @@ def preference(p: Problem) -> tuple[int, str | None]:
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Of columns as heads nothing is saved: the backward pass, which has whole heads, computes it again."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
+    if p.gate == "channel" and not by_channel.saves(fixed):
+        return ()
     return (_for_backward(fixed).buffer,) if p.V == p.K else ()
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.gate == "channel" and p.N * p.T:
-        return triton.forward(p, x, known) if p.needs_grad else by_channel.forward(p, x, known)
+        return by_channel.forward(p, x, known)
     if p.V != p.K:
         return joined(p, forward(*as_heads(p, x), known))
     kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute

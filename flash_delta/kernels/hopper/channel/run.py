@@ -64,7 +64,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return forward(p, given, known)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = triton.for_backward(p) if p.needs_grad and not can_loop(p) else None
+    saved = triton.for_backward(p) if saves(p) else None
     buffers = () if saved is None else (saved.buffer,)
     split, looped = plan_segments(p, chip_of(p.device)), _loops(p)
     handed = None if looped or p.writes_states else Workspace(p, Prepared)
@@ -124,6 +124,11 @@ def can_loop(p: Problem) -> bool:
     A anew. So before a backward pass it is for bounded gates in 16 bits only."""
     bounded = p.lower_bound is not None and p.g_dtype == torch.bfloat16
     return not p.writes_states and (bounded or not p.needs_grad)
+
+
+def saves(p: Problem) -> bool:
+    """Whether the forward pass leaves anything to the backward pass."""
+    return p.needs_grad and not can_loop(p)
 
 
 def _loops(p: Problem) -> bool:
