@@ -265,13 +265,13 @@ def layout(*arguments):
 
 def maximum(a, b):
     if isinstance(a, Value):
-        return Value(a.t.clamp(min=b)) if isinstance(b, float) else Value(torch.maximum(a.t, b.t))
+        return Value(a.t.clamp(min=b)) if isinstance(b, int | float) else Value(torch.maximum(a.t, b.t))
     return Number(max(a, b))
 
 
 def minimum(a, b):
     if isinstance(a, Value):
-        return Value(a.t.clamp(max=b)) if isinstance(b, float) else Value(torch.minimum(a.t, b.t))
+        return Value(a.t.clamp(max=b)) if isinstance(b, int | float) else Value(torch.minimum(a.t, b.t))
     return Number(min(a, b))
 
 

@@ -31,8 +31,9 @@ SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
 EVERYWHERE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # [1, 128], all of it in every warp
 # Bits.
-FALL = gl.constexpr(-231.0)  # of 32 tokens, or a piece of them
-UP = gl.constexpr(114)  # added to sums of 16 tokens
+FALL = gl.constexpr(-200.0)  # of 32 tokens without a bound, or of a piece of them
+LOW = gl.constexpr(-115)  # of u
+UP = gl.constexpr(114)  # added to exponents of 2, and taken away again
 
 
 @gluon.jit
@@ -61,9 +62,16 @@ def load_strengths(numbers, row, hv, start, token, length):
 
 
 @gluon.jit
-def store_vectors(tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Norms of k, and then those of q with the scale; b, twice. Those of q, and b, are 0 but for tokens from ``first``
-    to ``end``."""
+def is_in(i, first, end):
+    return (i >= first) & (i < end)
+
+
+@gluon.jit
+def store_vectors(
+    tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr, PIECE: gl.constexpr
+):  # fmt: skip
+    """Norms of k, and then those of q with the scale; b, twice. b is 0 but for tokens from ``first`` to ``end``, and in
+    a piece so are norms of q."""
     sq, sk, _ = tiles
     norms, strengths = vectors
     scale, beta_top = numbers[3], numbers[7]
@@ -75,16 +83,11 @@ def store_vectors(tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RA
         lengths = gl.rsqrt(squared_lengths_of_two(sk, sq) + 1e-6)
         of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, lengths.type.layout))[:, None] == 1
         i = gl.arange(0, STEP, layout=gl.SliceLayout(0, lengths.type.layout))[None, :]
-        lengths *= gl.where(of_q, gl.where(is_in(i, first, end), scale, 0.0), 1.0)
+        lengths *= gl.where(of_q, gl.where(is_in(i, first, end), scale, 0.0) if PIECE else scale, 1.0)
         norms.store(lengths.reshape([1, 2 * STEP]))
     else:
-        weights = gl.where(both < STEP, 1.0, gl.where(is_in(both % STEP, first, end), scale, 0.0))
-        norms.store(weights.reshape([1, 2 * STEP]))
-
-
-@gluon.jit
-def is_in(i, first, end):
-    return (i >= first) & (i < end)
+        of_q = gl.where(is_in(both % STEP, first, end), scale, 0.0) if PIECE else scale
+        norms.store(gl.where(both < STEP, 1.0, of_q).reshape([1, 2 * STEP]))
 
 
 @gluon.jit
@@ -126,9 +129,9 @@ def both_totals(totals, layout: gl.constexpr):
 
 
 @gluon.jit
-def middle(total, rest):
+def before(total, rest):
     """n, of the totals of both blocks."""
-    return ((total + rest) * 0.5).to(gl.int32)
+    return gl.minimum((total + rest).to(gl.int32) - LOW, 0)
 
 
 @gluon.jit
@@ -136,13 +139,10 @@ def store_tiles(sq, sk, s, totals, rows, columns):
     """One store for all rows, for a second one would wait for the first."""
     first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
     total, rest = both_totals(totals, SUMS)
-    whole = total.to(gl.int32)
-    moved = gl.where(first, 0, whole - (whole >> 1))
-    s += (gl.where(first, 0.0, total - moved.to(gl.float32)) + UP * 1.0).expand_dims(1)
-    moved -= middle(total, rest) + UP
-    up, down = power(moved).expand_dims(1), power(moved * -1).expand_dims(1)
-    e, kk = gl.exp2(s) * up, take(sk, 0)
-    put(columns, 0, kk * (gl.exp2(s * -1.0) * down))
+    n = before(total, rest) + UP
+    s += (gl.where(first, 0.0, total) + UP * 1.0).expand_dims(1)
+    e, kk = gl.exp2(s) * power(n * -1).expand_dims(1), take(sk, 0)
+    put(columns, 0, kk * (gl.exp2(s * -1.0) * power(n).expand_dims(1)))
     k, q = (kk * e).to(rows.dtype), (take(sq, 0) * e).to(rows.dtype)
     rows.store(gl.join(k, q).permute([3, 0, 1, 2]).reshape([2 * STEP, K]))
 
@@ -151,9 +151,9 @@ def store_tiles(sq, sk, s, totals, rows, columns):
 def store_decays(totals, lead, trail):
     """What states are multiplied by before the tokens, 2^n, and after them."""
     total, rest = both_totals(totals, CHANNELS)
-    n = middle(total, rest)
+    n = before(total, rest)
     lead.store(power(n))
-    trail.store(gl.exp2(total - n.to(gl.float32) + rest))
+    trail.store(gl.exp2(total + rest - n.to(gl.float32)))
 
 
 @gluon.jit
@@ -172,22 +172,17 @@ def find_end(s, totals, first):
 
 
 @gluon.jit
-def store_piece(
-    tiles, made, x, first, own, NORM: gl.constexpr, RAW_GATE: gl.constexpr, RAW_BETA: gl.constexpr
-):  # fmt: skip
-    """Makes all of the piece that begins with token ``first``, in slot x. Returns the token after it."""
-    sq, sk, sg = tiles
-    totals, left, b, constants, numbers = own
-    barrier()  # all warps of the gate group: they have read sums
-    s = sum_blocks(sg, totals, constants, first, RAW_GATE, False, True)
-    barrier()  # all warps of the gate group: sums of blocks are there
+def store_piece(tiles, made, x, s, first, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+    """Makes all of the piece that begins with token ``first``, in slot x, of sums from there on. Returns the token after
+    it."""
+    totals, left, b, numbers = own
     end = find_end(s, totals, first)
     barrier()  # all warps of the gate group: they have read sums
     s = cut(s, totals, end)
-    barrier()  # all warps of the gate group: sums of blocks are there
     vectors = made[3].index(x), made[4].index(x)
-    store_vectors(tiles, vectors, b, first, gl.minimum(left, end), numbers, NORM, RAW_BETA)
-    store_tiles(sq, sk, s, totals, made[0].index(x), made[1].index(x))
+    store_vectors(tiles, vectors, b, first, gl.minimum(left, end), numbers, NORM, RAW_BETA, True)
+    barrier()  # all warps of the gate group: sums of blocks are there
+    store_tiles(tiles[0], tiles[1], s, totals, made[0].index(x), made[1].index(x))
     store_decays(totals, made[5].index(x), made[6].index(x))
     store_flag(made[7].index(x), end == STEP)
     return end
@@ -226,6 +221,8 @@ def gate_role(
         constants = head_parameters(hv, numbers, RAW_GATE, BOUNDED)
         b = load_strengths(numbers, n, hv, start, n * 0, length)
         for token in range(0, length, STEP):
+            if BOUNDED:
+                y = t  # one number less
             s, x = y % NR, t % NX
             tiles, left = (sq.index(s), sk.index(s), sg.index(s)), length - token
             mbarrier.wait(gfull.index(s), (y // NR) & 1)  # signalled by the copy engine: g is there
@@ -236,22 +233,25 @@ def gate_role(
             mbarrier.wait(full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
             wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
             vectors = made[3].index(x), made[4].index(x)
-            store_vectors(tiles, vectors, b, 0, left, numbers, NORM, RAW_BETA)
+            store_vectors(tiles, vectors, b, 0, left, numbers, NORM, RAW_BETA, False)
             barrier()  # all warps of the gate group: sums of blocks are there
             if BOUNDED:
                 store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
                 store_decays(totals, made[5].index(x), made[6].index(x))
             elif falls_too_far(totals):
-                own = totals, left, b, constants, numbers
-                end = left * 0
+                own = totals, left, b, numbers
+                first, end = left * 0, left * 0
                 while end < STEP:
-                    if end > 0:
+                    end = store_piece(tiles, made, t % NX, sums, first, own, NORM, RAW_BETA)
+                    first = end
+                    if end < STEP:
                         fence_async_shared()
-                        barrier()  # all warps of the gate group: a piece is there
+                        barrier()  # all warps of the gate group: a piece is there, and they have read sums
                         mbarrier.arrive(tiled.index(t % NX), count=1)
                         t += 1
                         wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
-                    end = store_piece(tiles, made, t % NX, end, own, NORM, RAW_GATE, RAW_BETA)
+                        sums = sum_blocks(tiles[2], totals, constants, end, RAW_GATE, False, True)
+                        barrier()  # all warps of the gate group: sums of blocks are there
             else:
                 store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
                 store_decays(totals, made[5].index(x), made[6].index(x))
