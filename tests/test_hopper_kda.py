@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper import backend
+from flash_delta.kernels.hopper import backend, tiles
 from flash_delta.kernels.hopper.channel import loop, prepare, run, walk
 from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -70,8 +70,8 @@ def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The backend with its kernels emulated, as the choice of every call. `channel_loop` does it all, or
-    `walk_channels` walks, or `scan`."""
+    """The backend with its kernels emulated, as the choice of every call. `channel_loop` does it all, with whole states
+    or with halves, or `walk_channels` walks, or `scan`."""
     kernels = (loop, "channel_loop"), (prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back")
     for module, name in kernels:
         path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
@@ -79,7 +79,9 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, name, kernel)
 
     def chosen(how):
-        monkeypatch.setattr(run, "loops_channels", lambda p, chip: how == "loop")
+        tile = tiles.CHANNEL_HALF if how == "half" else tiles.CHANNEL_WHOLE
+        monkeypatch.setattr(run, "loops_channels", lambda p, chip: how in ("loop", "half"))
+        monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tile,))
         monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: how == "walk")
         take_every_call(monkeypatch, backend.forward, backend.backward)
 
@@ -93,6 +95,7 @@ def on_cpu(monkeypatch):
         *((cell, torch.float32, "scan") for cell in WIDE),
         *((cell, torch.bfloat16, "loop") for cell in CELLS),
         *((cell, torch.float32, "loop") for cell in WIDE),
+        *((cell, torch.bfloat16, "half") for cell in ("packed", "rows", "v-first", "no-initial-state", "free-strong")),
     ],
 )
 @torch.no_grad()
@@ -141,7 +144,7 @@ def test_no_token_changes_one_before_it(on_cpu, form, decay, how):
     x = make_inputs(replace(ROW, T=100, options=options, decay=decay), KDA, torch.bfloat16)
     on_cpu(how)
     o, _ = KDA.op(**x)
-    for t in (99, 70, 45, 17):
+    for t in (99, 70, 52, 45, 33, 17, 9):
         for name in ("q", "k", "v", "g", "beta"):
             x[name].data[:, t:] = torch.randn_like(x[name][:, t:]) * 3
         if form == "steep":
@@ -194,19 +197,16 @@ def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu, how):
 
 
 @pytest.mark.parametrize(
-    ("cell", "saved", "how"),
-    [*((cell, True, "scan") for cell in TRAINING), ("logs", False, "scan"), ("bounded", True, "loop")],
+    ("cell", "how"),
+    [*((cell, "scan") for cell in TRAINING), *((cell, "loop") for cell in ("bounded", "logs", "free-strong"))],
 )
-def test_gradients(on_cpu, monkeypatch, cell, saved, how):
+def test_gradients(on_cpu, cell, how):
     """What `prepare` leaves for the backward pass, or makes for it where nothing has been saved; `chunk_back` or
     ``triton`` finds the gradients."""
     case, g_dtype = TRAINING[cell]
     want = truth(KDA, inputs_of(case, g_dtype))
     with products_in(torch.bfloat16):
         reference = run_op(KDA, inputs_of(case, g_dtype), "torch")
-    if not saved:
-        backward = run.backward
-        monkeypatch.setattr(run, "backward", lambda p, x, saved, *more: backward(p, x, (), *more))
     on_cpu(how)
     got = run_op(KDA, inputs_of(case, g_dtype), "hopper")
     for tensor, value in want.items():

@@ -9,12 +9,13 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from dataclasses import replace
 
 import flash_delta
+from flash_delta.kernels.hopper import tiles
 from flash_delta.kernels.hopper.channel import run
 from flash_delta.testing import allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.accuracy import run as run_op
 from tests.hostile_bounds import HOSTILE, T, hostile
-from tests.test_hopper_kda import CELLS, FREE, KDA, PACKED, ROWS, TRAINING, WIDE, inputs_of
+from tests.test_hopper_kda import CELLS, FREE, KDA, PACKED, RAW, ROWS, TRAINING, WIDE, inputs_of
 
 LOGS = {"use_qk_l2norm_in_kernel": True}
 LONG = {
@@ -29,10 +30,12 @@ LONG_TRAINING = TRAINING | {
 }
 
 
-@pytest.fixture(params=["loop", "walk", "scan"])
+@pytest.fixture(params=["loop", "half", "walk", "scan"])
 def walking(request, monkeypatch):
-    """`channel_loop` does it all, where it can, or `walk_channels` walks, or `scan`."""
-    monkeypatch.setattr(run, "loops_channels", lambda p, chip: request.param == "loop")
+    """`channel_loop` does it all, with whole states or with halves, or `walk_channels` walks, or `scan`."""
+    tile = tiles.CHANNEL_HALF if request.param == "half" else tiles.CHANNEL_WHOLE
+    monkeypatch.setattr(run, "loops_channels", lambda p, chip: request.param in ("loop", "half"))
+    monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tile,))
     monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: request.param == "walk")
     monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", request.param))  # its own: launches are remembered
 
@@ -56,6 +59,22 @@ def test_against_the_recurrence(walking, cell, g_dtype):
         assert relative_error(got.cpu(), want) <= allowed(relative_error(rounded, want), dtype)
     for _ in range(20):
         assert all(map(torch.equal, KDA.op(**on_gpu), results))
+
+
+@pytest.mark.parametrize("decay", ["mild", "strong"])
+@pytest.mark.parametrize("options", [RAW, FREE, LOGS])
+@torch.no_grad()
+def test_no_token_changes_one_before_it(walking, options, decay):
+    """Not by a bit, though it makes a chunk steep, has 32 tokens go in pieces, or moves the point where decays are taken
+    apart."""
+    x = make_inputs(replace(ROWS, B=1, HV=1, T=100, options=options, decay=decay), KDA, torch.bfloat16, "cuda")
+    o, _ = KDA.op(**x)
+    for t in range(99, 0, -1):
+        for name in ("q", "k", "v", "g", "beta"):
+            x[name].data[:, t:] = torch.randn_like(x[name][:, t:]) * 3
+        x["beta"].data[:, t:] = x["beta"][:, t:].sigmoid()
+        x["g"].data[:, t:] = x["g"][:, t:].abs() * (100 if "use_gate_in_kernel" in options else -100)
+        assert torch.equal(KDA.op(**x)[0][:, :t], o[:, :t])
 
 
 @pytest.mark.parametrize("cell", LONG_TRAINING)

@@ -14,7 +14,6 @@ from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kern
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
-from flash_delta.kernels.hopper.channel.run import can_loop
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
@@ -25,7 +24,16 @@ from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
+from flash_delta.kernels.hopper.tiles import (
+    CHANNEL_HALF,
+    CHANNEL_WHOLE,
+    NARROW,
+    SAVING,
+    SLIM,
+    WIDE,
+    ChannelTile,
+    LoopTile,
+)
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
@@ -124,6 +132,7 @@ GRADIENTS = {
 }
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
+CHANNEL_FORMS = {"loop": CHANNEL_WHOLE, "loop-half": CHANNEL_HALF}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
@@ -142,9 +151,13 @@ def call_channels(case: str) -> None:
     c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o)
-    run_walk_channels(c, w, o, final := torch.empty(p.state_shape, device="meta"))
-    if can_loop(p):
-        run_channel_loop(c, o, final)
+    run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
+
+
+def call_channel_loop(case: str, t: ChannelTile) -> None:
+    p, x = CHANNELS[case]()
+    c = make_call(p, x, ("launches",))._replace(direct=False)
+    run_channel_loop(c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), t)
 
 
 def call_prepare(case: str, form: str) -> None:
@@ -233,6 +246,8 @@ def launches(target: str) -> Iterator[Launch]:
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for case in CHANNELS:
         yield Launch(case, partial(call_channels, case))
+        for form, t in CHANNEL_FORMS.items():
+            yield Launch(f"{case}-{form}", partial(call_channel_loop, case, t))
     for case in ("channel", "channel-logs-float32"):
         for form in CHANNELS_BACK:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))

@@ -74,7 +74,24 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
 PREPARES = 2  # programs share a multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
-CHANNEL_LOOP = {"NR": 3, "NV": 3, "NX": 3, "NO": 2, "HALVES": 2, "GATES": 128, "FACTORS": 104}
+CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
+
+
+class ChannelTile(NamedTuple):
+    HALVES: int  # of the value columns of a state: what a program has
+    GATES: int  # registers of the role that gates
+    FACTORS: int  # and of the one that factors; the one that carries the state gets the rest
+
+
+CHANNEL_WHOLE, CHANNEL_HALF = ChannelTile(2, 128, 104), ChannelTile(1, 168, 136)
+
+
+def channel_tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[ChannelTile, ...]:
+    """Half a state per program as long as all programs can run at once: on an H100 8,192 tokens then take 0.54 ms, and
+    0.65 with a whole state. every: the tiles that any number of states may select."""
+    if every:
+        return CHANNEL_WHOLE, CHANNEL_HALF
+    return (CHANNEL_HALF if 2 * sequences_of(p)[0] * p.HV <= chip.processors else CHANNEL_WHOLE,)
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:
@@ -85,12 +102,14 @@ def walks_by_hand(p: Problem, chip: Chip) -> bool:
 
 
 def loops_channels(p: Problem, chip: Chip) -> bool:
-    """Whether `channel_loop` does it all: where enough multiprocessors have a state in every round. On an H100 8,192
-    tokens of one sequence take 0.65 ms however many heads there are, and `prepare` and a walk 0.66 ms for 64 heads and
-    1.01 for 96; an H200 is faster at the latter. No other sequence may decide where it would change bits."""
+    """Whether `channel_loop` does it all: where enough multiprocessors have a program in every round. On an H100 8,192
+    tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole one, however many heads
+    there are; `prepare` and a walk take 0.66 ms or more for 64 heads and 1.01 for 96. An H200 is faster at the latter.
+    No other sequence may decide where it would change bits."""
     states = sequences_of(p)[0] * p.HV
     rounds = -(-states // chip.processors)
-    return not p.batch_invariant and 5 * states > 3 * rounds * chip.processors
+    halves = 2 * states <= chip.processors and 9 * states > 4 * chip.processors
+    return not p.batch_invariant and (halves or 5 * states > 3 * rounds * chip.processors)
 
 
 # The backward pass. RETRACE is `walk_segments` without outputs.

@@ -173,8 +173,8 @@ def find_end(s, totals, first):
 
 @gluon.jit
 def store_piece(tiles, made, x, s, first, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Makes all of the piece that begins with token ``first``, in slot x, of sums from there on. Returns the token after
-    it."""
+    """Makes all of the piece that begins with token ``first``, in slot x, of sums from there on. Returns the token
+    after it."""
     totals, left, b, numbers = own
     end = find_end(s, totals, first)
     barrier()  # all warps of the gate group: they have read sums

@@ -63,7 +63,7 @@ from flash_delta.kernels.hopper.layouts import (
     C,
 )
 from flash_delta.kernels.hopper.rings import barriers, load_box, wait_free
-from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP
+from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -288,17 +288,17 @@ def channel_loop(
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
 
 
-def run_channel_loop(c: Call, o: Tensor, final: Tensor) -> None:
+def run_channel_loop(c: Call, o: Tensor, final: Tensor, t: ChannelTile) -> None:
     p, x, initial = c.p, c.x, c.x.initial_state
-    widths = p.K, p.K, 64 * CHANNEL_LOOP["HALVES"], p.K, 64
-    slots = CHANNEL_LOOP | {"NR": 2} if p.g_dtype == torch.float32 else CHANNEL_LOOP
+    widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.g_dtype == torch.float32 else 3
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (
-        *(ragged(t, width, STEP.value) for t, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
+        *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
         states(p, final if initial is None else initial), states(p, final), x.cu_seqlens, o, x.beta, x.A_log,
         x.dt_bias, p.T, p.N * p.HV, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H, p.scale,
         p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, **slots)
-    grid = min(p.N * p.HV, c.shape.chip.processors), 2 // slots["HALVES"]
+    own = CHANNEL_LOOP | t._asdict()
+    constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)
+    grid = min(p.N * p.HV, c.shape.chip.processors), 2 // t.HALVES
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)

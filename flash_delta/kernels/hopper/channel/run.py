@@ -12,7 +12,7 @@ from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.tiles import loops_channels, walks_by_hand
+from flash_delta.kernels.hopper.tiles import channel_tiles, loops_channels, walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
@@ -72,7 +72,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
     def kernels(c: Call) -> None:
         if can_loop(p) and (looped or every(c)):
-            run_channel_loop(c, o, final)
+            for t in channel_tiles(p, chip_of(p.device), every=every(c)):
+                run_channel_loop(c, o, final, t)
         if not looped:
             _prepare_and_walk(c, handed, saved, o, final, segments)
         elif every(c):
@@ -121,9 +122,8 @@ def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
 
 def can_loop(p: Problem) -> bool:
     """Whether `channel_loop` can run it. It saves nothing, and neither do kernels in its place: the backward pass finds
-    A anew. So before a backward pass it is for bounded gates in 16 bits only."""
-    bounded = p.lower_bound is not None and p.g_dtype == torch.bfloat16
-    return not p.writes_states and (bounded or not p.needs_grad)
+    A anew."""
+    return not p.writes_states
 
 
 def saves(p: Problem) -> bool:
