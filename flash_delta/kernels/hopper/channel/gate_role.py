@@ -1,18 +1,19 @@
 """The role that gates the keys and queries of 32 tokens, so that all scores are one product.
 
-Decays are taken apart at one place. With G from the start of the 32 tokens on, in bits, and n the whole part of half of
-the last G, let u = G - n. If they fall by no more than FALL it lies within 116 bits of 0, and bfloat16 holds all of
+Decays are taken apart at one place per channel. With G the sums of log decays, in bits, from the start of the 32 tokens
+on, let u = G - n, where n is 0, or where they fall by more than 115 bits the whole part of the rest. If they fall by no
+more than 231 bits, u lies within 116 bits of 0, and bfloat16 holds all of
 
     rows     k 2^u, then q 2^u          columns  k 2^{-u}
 
-With a bound of -5 nats they never fall further. The states need nothing else: they are multiplied by 2^n before
-(loop.py). n depends on tokens that come later. But it is whole, so that it changes no number but by a power of two: no
-token changes a bit of what is found of tokens before it. For that, too, G is found as a sum within 16 tokens, and whole
-bits, and exponents are moved to where float32 holds their powers by numbers that no later token changes.
+The states need nothing else: they are multiplied by 2^n before (loop.py). n depends on tokens that come later. But it
+is whole, so that it changes no number but by a power of two: no token changes a bit of what is found of tokens before
+it. float32 does not hold 2^G, and so 2^{G + 114} is found first.
 
-**Where they fall further**, they go through all roles in pieces, each in a slot of its own: as many tokens as fall no
-further than FALL from the first one on, and then as many again. In a piece the tokens of others neither decay nor have
-b or a query. As no token falls by more than FADED, a piece has 8 tokens, or more.
+With a bound of -5 nats 32 tokens never fall further. **Without a bound**, those that fall further than FALL go through
+all roles in pieces, each in a slot of its own: as many tokens as fall no further from the first one on, and then as many
+again. In a piece the tokens of others neither decay nor have b or a query. As a token's decay counts as FADED if it is
+less, a piece has 8 tokens or more. FALL is not 231 bits: a state times 2^n would lose bits.
 """
 
 from triton.experimental import gluon

@@ -8,8 +8,8 @@ time, with a role per warp group.
              O = scale r_q ((2^n S0) q~) + P U
 
 k~ and q~ are the rows, k^ the columns, and d, ``trail``, decays from the point where decays are taken apart to the end.
-Where 32 tokens fall too far they come in several pieces (gate_role.py). A piece has zeros for the tokens of others, and
-so their outputs are added up.
+Where 32 tokens fall too far they come in several pieces (gate_role.py). A piece has outputs of 0 for the tokens of
+others, and so they are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators, as two halves [64, K], which it walks
 one after the other. The rules of forward/loop.py for ptxas hold here, too.
