@@ -65,8 +65,8 @@ def test_against_the_recurrence(walking, cell, g_dtype):
 @pytest.mark.parametrize("options", [RAW, FREE, LOGS])
 @torch.no_grad()
 def test_no_token_changes_one_before_it(walking, options, decay):
-    """Not by a bit, though it makes a chunk steep, has 32 tokens go in pieces, or moves the point where decays are taken
-    apart."""
+    """Not by a bit, though it makes a chunk steep, has 32 tokens go in pieces, or moves the place where decays are
+    taken apart."""
     x = make_inputs(replace(ROWS, B=1, HV=1, T=100, options=options, decay=decay), KDA, torch.bfloat16, "cuda")
     o, _ = KDA.op(**x)
     for t in range(99, 0, -1):

@@ -11,9 +11,9 @@ is whole, so that it changes no number but by a power of two: no token changes a
 it. float32 does not hold 2^G, and so 2^{G + 114} is found first.
 
 With a bound of -5 nats 32 tokens never fall further. **Without a bound**, those that fall further than FALL go through
-all roles in pieces, each in a slot of its own: as many tokens as fall no further from the first one on, and then as many
-again. In a piece the tokens of others neither decay nor have b or a query. As a token's decay counts as FADED if it is
-less, a piece has 8 tokens or more. FALL is not 231 bits: a state times 2^n would lose bits.
+all roles in pieces, each in a slot of its own: as many tokens as fall no further from the first one on, and then as
+many again. In a piece the tokens of others neither decay nor have b or a query. As a token's decay counts as FADED if
+it is less, a piece has 8 tokens or more. FALL is not 231 bits: a state times 2^n would lose bits.
 """
 
 from triton.experimental import gluon
