@@ -24,16 +24,7 @@ from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
-from flash_delta.kernels.hopper.tiles import (
-    CHANNEL_HALF,
-    CHANNEL_WHOLE,
-    NARROW,
-    SAVING,
-    SLIM,
-    WIDE,
-    ChannelTile,
-    LoopTile,
-)
+from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
@@ -132,7 +123,7 @@ GRADIENTS = {
 }
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
-CHANNEL_FORMS = {"loop": CHANNEL_WHOLE, "loop-half": CHANNEL_HALF}
+CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
@@ -146,18 +137,15 @@ def call_loop(case: str, t: LoopTile) -> None:
     run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual)
 
 
-def call_channels(case: str) -> None:
+def call_channels(case: str, form: str) -> None:
     p, x = CHANNELS[case]()
     c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
+    final, t = torch.empty(p.state_shape, device="meta"), CHANNEL_FORMS[form]
+    if t is not None:
+        return run_channel_loop(c, o, final, t)
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o)
-    run_walk_channels(c, w, o, torch.empty(p.state_shape, device="meta"))
-
-
-def call_channel_loop(case: str, t: ChannelTile) -> None:
-    p, x = CHANNELS[case]()
-    c = make_call(p, x, ("launches",))._replace(direct=False)
-    run_channel_loop(c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), t)
+    run_walk_channels(c, w, o, final)
 
 
 def call_prepare(case: str, form: str) -> None:
@@ -245,9 +233,7 @@ def launches(target: str) -> Iterator[Launch]:
             for form in ("back", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
     for case in CHANNELS:
-        yield Launch(case, partial(call_channels, case))
-        for form, t in CHANNEL_FORMS.items():
-            yield Launch(f"{case}-{form}", partial(call_channel_loop, case, t))
+        yield from (Launch(case + form, partial(call_channels, case, form)) for form in CHANNEL_FORMS)
     for case in ("channel", "channel-logs-float32"):
         for form in CHANNELS_BACK:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))

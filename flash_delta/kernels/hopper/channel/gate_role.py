@@ -71,8 +71,8 @@ def is_in(i, first, end):
 def store_vectors(
     tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
-    """Norms of k, and then those of q with the scale; b, twice. b is 0 but for tokens from ``first`` to ``end``, and in
-    a piece so are norms of q."""
+    """Norms of k, and then those of q with the scale; b, twice. For tokens before ``first`` and from ``end`` on b is 0,
+    and so are norms of q in a piece."""
     sq, sk, _ = tiles
     norms, strengths = vectors
     scale, beta_top = numbers[3], numbers[7]
