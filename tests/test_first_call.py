@@ -42,9 +42,9 @@ def test_threads_make_first_code_in_turns():
 
 def test_one_that_fails_leaves_its_turn():
     def fail():
-        raise ValueError
+        raise ValueError("no code")
 
-    with pytest.raises(ValueError), ThreadPoolExecutor(1) as thread:
+    with pytest.raises(ValueError, match="no code"), ThreadPoolExecutor(1) as thread:
         thread.submit(turns._in_turn(fail)).result()
     assert turns._in_turn(threading.get_ident)() == threading.get_ident()
 
