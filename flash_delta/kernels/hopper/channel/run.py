@@ -104,7 +104,7 @@ def _later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
 
 
 def _taken_back(x: Inputs) -> Inputs:
-    """As `as_taken`, but for the initial states, which `triton` walks from."""
+    """As `as_taken`. The initial states stay as they are: `triton` walks from them."""
     return as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
 
 
