@@ -210,8 +210,7 @@ def state_role(
                 O = warpgroup_mma(gl.convert_layout(read, operand), P.permute([1, 0]), O, is_async=True)
                 O, S = warpgroup_mma_wait(0, deps=[O, S])
                 S *= trail.index(x).load(WIDE_ROWS)
-                place = out.index(half).permute([1, 0])
-                place.store(O.to(ty))
+                out.index(half).permute([1, 0]).store(O.to(ty))
                 if HALVES == 2:
                     S, S2 = S2, S
             fence_async_shared()
