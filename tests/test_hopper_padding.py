@@ -35,13 +35,13 @@ CELLS = {  # member, case, dtype, tokens of a segment
     "rows": ("gdn", ROWS, torch.bfloat16, None),
     "packed-raw": ("gdn", replace(PACKED, options=RAW), torch.bfloat16, None),
     "packed-segments": ("gdn", PACKED, torch.bfloat16, 64),
-    "60": ("gdn", replace(ROWS, H=2, K=60, V=60, options=RAW), torch.bfloat16, None),
+    "60": ("gdn", replace(ROWS, H=2, HV=4, K=60, V=60, options=RAW), torch.bfloat16, None),
     "96": ("delta-rule", replace(ROWS, K=96, V=96, options={"state_v_first": True}), torch.bfloat16, None),
     "keys-60-values-100": ("gdn", replace(ROWS, K=60, V=100, options={"state_v_first": True}), torch.bfloat16, None),
     "keys-128-values-72": ("gdn", replace(PACKED, K=128, V=72), torch.bfloat16, None),
     "no-initial-state": ("gdn", replace(ROWS, initial_state=False), torch.bfloat16, None),
     "kept": ("gdn", replace(PACKED, options=RAW | {"disable_recompute": True}), torch.bfloat16, None),
-    "float16": ("gdn", replace(PACKED, options=RAW), torch.float16, None),
+    "float16": ("gdn", replace(PACKED, T=150, HV=4, lengths=(0, 75, 0, 64, 8), options=RAW), torch.float16, None),
     "scale": ("gdn", replace(ROWS, options={"scale": 0.3}), torch.float16, None),
 }
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.chunk import steps
+from flash_delta.kernels.device.chunk import follow, steps
 from flash_delta.kernels.hopper.tiles import PADDING, PADDING_ROWS
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
@@ -125,10 +125,11 @@ def widen(
 @triton.jit(do_not_specialize=["N", "B", "T"])
 def narrow(
     wide_q, wide_k, wide_v, wide_state, q, k, v, state, N, B, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, FROM: tl.constexpr,
-    ROWS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    FROM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, tensors): program_id(1) is 0 for v, 1 for the states, 2 for q, 3 for k."""
+    follow(OVERLAP)
     part, T64 = tl.program_id(1), T.to(tl.int64)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
@@ -147,7 +148,8 @@ def narrow(
 
 
 def run_widen(c: Call, copies: Padded | None) -> Call:
-    """Launches `widen`. Returns the call that is run in the place of ``c``."""
+    """Launches `widen`. Returns the call that is run in the place of ``c``. Its first kernel may look at copies at once,
+    before it waits for rates or the like."""
     if copies is None:
         return c
     p, x, (do, dfinal) = c.p, c.x, (*c.more, None, None)[:2]
@@ -161,7 +163,7 @@ def run_widen(c: Call, copies: Padded | None) -> Call:
         ROWS=PADDING_ROWS,
     )  # fmt: skip
     inside = x._replace(q=copies.q, k=copies.k, v=copies.v, initial_state=copies.initial_state)
-    return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)])
+    return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)], apart=True)
 
 
 def run_narrow(c: Call, found: Found, wanted: Found) -> None:
@@ -170,7 +172,7 @@ def run_narrow(c: Call, found: Found, wanted: Found) -> None:
     grid = _blocks((*found.rows, found.state)), 2 if found.rows[0] is None else 4, 1
     pointers = *found.rows, found.state, *wanted.rows, wanted.state
     width = found.rows[2].shape[3]
-    launch_rule(c, narrow, pointers, grid, PADDING, p.N, p.B, p.T, FROM=width, ROWS=PADDING_ROWS)
+    launch_rule(c, narrow, pointers, grid, PADDING, p.N, p.B, p.T, FROM=width, ROWS=PADDING_ROWS, follows=True)
 
 
 def _blocks(tensors: tuple[Tensor | None, ...]) -> int:

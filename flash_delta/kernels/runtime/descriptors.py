@@ -8,7 +8,7 @@ from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.cuda_driver import Step, describe, make_step
+from flash_delta.kernels.runtime.cuda_driver import Step, apart, describe, make_step
 from flash_delta.kernels.runtime.launch import compiled_as
 from flash_delta.kernels.runtime.profiling import tell
 
@@ -33,12 +33,13 @@ class DescribedPlan(NamedTuple):
 
 def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -> None:
     """Launches all ``plans``, which may share descriptors. ``more``: options for the compiler."""
-    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **more}
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": not c.apart, **more}
     described: dict[int, tuple] = {}
     for plan in plans:
         name = (id(kernel), c.shape.key, *plan.constants.values())
         if c.steps is not None:
-            c.steps.append(step_of(compiled_as(name), plan, described))
+            step = step_of(compiled_as(name), plan, described)
+            c.steps.append(apart(step) if c.apart else step)
             continue
         arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
         if c.compiling is not None:

@@ -1,5 +1,6 @@
 """The backward pass by hand: which calls it runs, and its launches, one after the other."""
 
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -121,14 +122,15 @@ def run_kernels(
     """Launches all kernels, except those whose results the forward pass has left."""
     w, between, trace, parts = memory
     rates, split = walked.rates.view(-1, 4 * C), w.starts is not None
+    calls = chain((c,), repeat(c._replace(apart=False)))  # of the first launch, and of all others
     if split and not left.maps:
-        run_find_maps(c, rates, w)
+        run_find_maps(next(calls), rates, w)
         if not left.trace:
-            run_compose_maps(c, w)
+            run_compose_maps(next(calls), w)
     if not left.trace:
-        run_retrace(c, rates, w, trace)
+        run_retrace(next(calls), rates, w, trace)
     if split:
-        run_find_ends(c, rates, w, do, dfinal, between.D)
-        run_compose_back(c, w, between.D, between.ends, dfinal)
-    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d)
-    run_finish(c, walked, parts, d)
+        run_find_ends(next(calls), rates, w, do, dfinal, between.D)
+        run_compose_back(next(calls), w, between.D, between.ends, dfinal)
+    run_walk_back(next(calls), rates, w, trace, do, dfinal, between.ends, parts, d)
+    run_finish(next(calls), walked, parts, d)
