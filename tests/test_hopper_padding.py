@@ -3,7 +3,6 @@ interpreter runs the rest."""
 
 import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.plan import Lengths
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence, run, truth
+from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 

@@ -148,8 +148,8 @@ def narrow(
 
 
 def run_widen(c: Call, copies: Padded | None) -> Call:
-    """Launches `widen`. Returns the call that is run in the place of ``c``. Its first kernel may look at copies at once,
-    before it waits for rates or the like."""
+    """Launches `widen`. Returns the call that is run in the place of ``c``: one whose first kernel starts when the
+    copies are there, for it may look at them before it waits for anything."""
     if copies is None:
         return c
     p, x, (do, dfinal) = c.p, c.x, (*c.more, None, None)[:2]

@@ -16,6 +16,7 @@ from flash_delta.kernels.hopper.padding import (
     gradients_in,
     new_padded,
     padded,
+    pads,
     run_narrow,
     run_widen,
 )
@@ -30,6 +31,7 @@ from flash_delta.kernels.runtime.workspace import Residual, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients, with_flat_parameters
 from flash_delta.problem import Inputs, KnownCall, Problem
 
+
 class Left(NamedTuple):
     """What the forward pass has left."""
 
@@ -41,8 +43,7 @@ def unsupported(p: Problem) -> str | None:
     """Why the backward pass of ``p``, whose forward pass this backend runs, is that of ``triton``."""
     if p.dtype != torch.bfloat16:
         return f"U is divided by b, for which {p.dtype} has too few exponents"
-    wide = padded(p)
-    if wide.K not in WIDTHS or wide.V != wide.K:
+    if not pads(p) and (p.K not in WIDTHS or p.V != p.K):
         return f"K and V have to be 64 or 128, both; they are {p.K} and {p.V}"
     return None
 
@@ -56,9 +57,9 @@ def run_backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None,
     length: int | None, name: tuple,
 ) -> Inputs:  # fmt: skip
-    """What `gradients_of` makes gradients of. ``x``, ``do``: described to the copy engine without a copy, or of heads that
-    are padded. ``length``: tokens of a segment, None where sequences are not split. ``saved``: of `for_backward`, and of `new_maps` if the
-    forward pass has left them. ``name``: by which the call is known from then on."""
+    """What `gradients_of` makes gradients of. ``x``, ``do``: described to the copy engine without a copy, unless heads
+    are padded. ``length``: tokens of a segment, None where sequences are not split. ``saved``: of `for_backward`, and
+    of `new_maps` if the forward pass has left them. ``name``: by which the call is known from then on."""
     found, kind = new_gradients(p, x), _kind(p)
     with on(p.device):
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal)))
@@ -86,8 +87,8 @@ def _prepare(
     given: Problem, x: Inputs, outer: tuple[Tensor, Tensor | None], saved: tuple[Tensor, ...], found: Inputs,
     length: int | None,
 ) -> tuple[Kernels, tuple[Tensor | None, ...]]:  # fmt: skip
-    """What launches all kernels, and the memory that it takes for that, on the device of the problem. ``outer``: do
-    and dfinal."""
+    """What launches all kernels, and the memory that it takes for that, on the device of ``given``. ``outer``: do and
+    dfinal."""
     p, copies = padded(given), new_padded(given, x, *outer)
     d = found if copies is None else gradients_in(copies, found)
     forward, maps = for_backward(p, saved[0]), saved[1:]
