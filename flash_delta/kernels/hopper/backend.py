@@ -29,7 +29,7 @@ from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.padding import Found, new_padded, padded, pads, run_narrow, run_widen
+from flash_delta.kernels.hopper.padding import Found, copies_values, new_padded, padded, pads, run_narrow, run_widen
 from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
     Lengths,
@@ -145,19 +145,20 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
     walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
     rates = None if makes and walk is None else new_rates(p)
-    copies = new_padded(p, x)
+    copies = new_padded(p, x, values=copies_values(p, x))
+    reads_values = copies is not None and copies.v is None  # as they are given
     o_wide, final_wide = (o, final) if copies is None else _new_outputs(wide)
 
     def kernels(given: Call) -> None:
-        c = run_widen(given, copies)
         w, r = walk, rates
-        if every(c):
+        if every(given):
             one = wide._replace(N=1, T=1)
             w, r = _new_walk(one, split_endless(wide, processors)), new_rates(one)
-        parts = [] if saved is None else c.parts(saved)
+        parts = [] if saved is None else given.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        if w is not None or not makes:
-            run_rates(c, o_wide, r, solved)
+        if w is not None or not makes:  # of gates and norms, which heads have as they are given
+            run_rates(given._replace(p=p._replace(V=wide.V)), o_wide, r, solved)
+        c = run_widen(given, copies, first=w is None and makes)
         if w is None or (every(c) and wide.K != WHOLE):
             run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual)
         if w is not None:
@@ -168,7 +169,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, length))
+        call = make_call(p, x, (*kind, reads_values), known=known, name=(*kind, length))
         handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
         spare = rates, *handed, *(() if copies is None else (*copies, o_wide, final_wide))

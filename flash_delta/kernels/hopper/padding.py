@@ -1,8 +1,11 @@
 """Heads of other widths than 64 and 128: they are run as heads of the next of these, with zeros in the columns above.
 
-Zeros in q and k change no product and no norm, value columns of zeros stay zeros, and so do the rows and columns of a
-state that belong to them. `widen` copies what is given, all of it in one launch, and `narrow` copies what is wanted of
-what was found. The copies belong to one call: the backward pass makes its own.
+Zeros in q and k change no product, value columns of zeros stay zeros, and so do the rows and columns of a state that
+belong to them. `widen` copies what is given, all of it in one launch, and `narrow` copies what is wanted of what was
+found. The copies belong to one call: the backward pass makes its own.
+
+No value column knows of another one. So where nobody needs a gradient, v need not be copied: if the copy engine can
+read its rows, the columns above are those of the next head, and what comes of them is not looked at.
 """
 
 from typing import NamedTuple
@@ -13,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import follow, steps
+from flash_delta.kernels.hopper.boxes import has_rows
 from flash_delta.kernels.hopper.tiles import PADDING, PADDING_ROWS
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
@@ -27,7 +31,7 @@ class Padded(NamedTuple):
 
     q: Tensor  # [B, T, H, W]
     k: Tensor  # [B, T, H, W]
-    v: Tensor  # [B, T, HV, W]
+    v: Tensor | None  # [B, T, HV, W]
     do: Tensor | None  # [B, T, HV, W]
     initial_state: Tensor | None  # [N, HV, W, W] float32
     dfinal: Tensor | None  # [N, HV, W, W] float32
@@ -55,13 +59,20 @@ def padded(p: Problem) -> Problem:
     return p._replace(K=width, V=width)
 
 
-def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor | None = None) -> Padded | None:
-    """Memory for the copies of a call; None where it needs none."""
+def copies_values(p: Problem, x: Inputs) -> bool:
+    """Whether the forward pass copies v if heads are padded."""
+    return p.needs_grad or not has_rows(x.v) or x.v.data_ptr() % 16 != 0
+
+
+def new_padded(
+    p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor | None = None, *, values: bool = True
+) -> Padded | None:
+    """Memory for the copies of a call, with or without that of ``values``; None where it needs none."""
     wide = padded(p)
     if wide is p:
         return None
-    keys, values = ((p.B, p.T, heads, wide.K) for heads in (p.H, p.HV))
-    rows = keys, keys, values, None if do is None else values
+    q, v = ((p.B, p.T, heads, wide.K) for heads in (p.H, p.HV))
+    rows = q, q, v if values else None, None if do is None else v
     states = (None if t is None else wide.state_shape for t in (x.initial_state, dfinal))
     new = [_new(p, shape, p.dtype) for shape in rows] + [_new(p, shape, torch.float32) for shape in states]
     return Padded(*new)
@@ -83,86 +94,84 @@ def copy_rows(
     x, strides, to, A, B, H: tl.constexpr, TO_H: tl.constexpr, WIDTH: tl.constexpr, TO: tl.constexpr, BW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous; zeros where x has nothing."""
-    row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BW)
-    line, h = row // TO_H, row % TO_H
-    known = row < A * B * TO_H
-    at = steps((line // B).to(tl.int64), strides, 0) + steps((line % B).to(tl.int64), strides, 1)
-    at = (at + steps(h.to(tl.int64), strides, 2))[:, None] + c[None, :] * strides[3]
-    tile = tl.load(x + at, mask=(known & (h < H))[:, None] & (c < WIDTH)[None, :], other=0.0)
-    place = to + row.to(tl.int64)[:, None] * TO + c[None, :]
-    tl.store(place, tile.to(to.dtype.element_ty), mask=known[:, None] & (c < TO)[None, :])
+    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if they are there; zeros where x has
+    nothing."""
+    if to is not None:
+        row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BW)
+        line, h = row // TO_H, row % TO_H
+        known = row < A * B * TO_H
+        at = steps((line // B).to(tl.int64), strides, 0) + steps((line % B).to(tl.int64), strides, 1)
+        at = (at + steps(h.to(tl.int64), strides, 2))[:, None] + c[None, :] * strides[3]
+        tile = tl.load(x + at, mask=(known & (h < H))[:, None] & (c < WIDTH)[None, :], other=0.0)
+        place = to + row.to(tl.int64)[:, None] * TO + c[None, :]
+        tl.store(place, tile.to(to.dtype.element_ty), mask=known[:, None] & (c < TO)[None, :])
 
 
 @triton.jit(do_not_specialize=["N", "B", "T"])
 def widen(
     q, k, v, do, initial, dfinal, wide_q, wide_k, wide_v, wide_do, wide_initial, wide_dfinal, N, B, T, q_strides,
     k_strides, v_strides, do_strides, initial_strides, dfinal_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, TO: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    TO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, tensors): program_id(1) is 0 for q, 1 for k, 2 for v, 3 for do; INITIAL and FINAL for states."""
+    """Grid (blocks, tensors): in PLACES stands which program_id(1) a tensor has, -1 if it is not copied. It takes
+    nothing from the kernel before it, but those behind it do, and only wait for this one."""
     part = tl.program_id(1)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
-    if part == 0:
+    if part == PLACES[0]:
         copy_rows(q, q_strides, wide_q, B, T, H, H, K, TO, TO, ROWS)
-    elif part == 1:
+    elif part == PLACES[1]:
         copy_rows(k, k_strides, wide_k, B, T, H, H, K, TO, TO, ROWS)
-    elif part == 2:
+    elif part == PLACES[2]:
         copy_rows(v, v_strides, wide_v, B, T, HV, HV, V, TO, TO, ROWS)
-    elif part == INITIAL:
-        if initial is not None:
-            copy_rows(initial, initial_strides, wide_initial, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
-    elif part == FINAL:
-        if dfinal is not None:
-            copy_rows(dfinal, dfinal_strides, wide_dfinal, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
+    elif part == PLACES[3]:
+        copy_rows(do, do_strides, wide_do, B, T, HV, HV, V, TO, TO, ROWS)
+    elif part == PLACES[4]:
+        copy_rows(initial, initial_strides, wide_initial, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
     else:
-        if do is not None:
-            copy_rows(do, do_strides, wide_do, B, T, HV, HV, V, TO, TO, ROWS)
+        copy_rows(dfinal, dfinal_strides, wide_dfinal, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
+    follow(OVERLAP)
 
 
 @triton.jit(do_not_specialize=["N", "B", "T"])
 def narrow(
     wide_q, wide_k, wide_v, wide_state, q, k, v, state, N, B, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
-    FROM: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, FROM: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, tensors): program_id(1) is 0 for v, 1 for the states, 2 for q, 3 for k."""
-    follow(OVERLAP)
     part, T64 = tl.program_id(1), T.to(tl.int64)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
     if part == 0:
         copy_rows(wide_v, (T64 * (HV * FROM), HV * FROM, FROM, 1), v, B, T, HV, HV, V, V, FROM, ROWS)
     elif part == 1:
-        if state is not None:
-            strides = (HV * FROM * FROM, FROM * FROM, FROM, 1)
-            copy_rows(wide_state, strides, state, N, HV, HEIGHT, HEIGHT, WIDTH, WIDTH, FROM, ROWS)
+        strides = (HV * FROM * FROM, FROM * FROM, FROM, 1)
+        copy_rows(wide_state, strides, state, N, HV, HEIGHT, HEIGHT, WIDTH, WIDTH, FROM, ROWS)
     elif part == 2:
-        if q is not None:
-            copy_rows(wide_q, (T64 * (H * FROM), H * FROM, FROM, 1), q, B, T, H, H, K, K, FROM, ROWS)
+        copy_rows(wide_q, (T64 * (H * FROM), H * FROM, FROM, 1), q, B, T, H, H, K, K, FROM, ROWS)
     else:
-        if k is not None:
-            copy_rows(wide_k, (T64 * (H * FROM), H * FROM, FROM, 1), k, B, T, H, H, K, K, FROM, ROWS)
+        copy_rows(wide_k, (T64 * (H * FROM), H * FROM, FROM, 1), k, B, T, H, H, K, K, FROM, ROWS)
 
 
-def run_widen(c: Call, copies: Padded | None) -> Call:
-    """Launches `widen`. Returns the call that is run in the place of ``c``: one whose first kernel starts when the
-    copies are there, for it may look at them before it waits for anything."""
+def run_widen(c: Call, copies: Padded | None, *, first: bool) -> Call:
+    """Launches `widen`, as the call's ``first`` kernel or not. Returns the call that is run in the place of ``c``: one
+    whose next kernel starts when the copies are there, for it may look at them before it waits for anything."""
     if copies is None:
         return c
     p, x, (do, dfinal) = c.p, c.x, (*c.more, None, None)[:2]
-    given = x.q, x.k, x.v, do, x.initial_state, dfinal
-    there = [number for number, t in enumerate(given) if t is not None]  # a tensor's place is its number on the grid
-    initial, final = (there.index(number) if number in there else -1 for number in (4, 5))
-    grid = _blocks(copies), len(there), 1
+    given = [None if to is None else t for t, to in zip((*x[:3], do, x.initial_state, dfinal), copies, strict=True)]
+    there = [number for number, t in enumerate(given) if t is not None]
+    places = tuple([there.index(number) if number in there else -1 for number in range(len(given))])
     scalars = p.N, p.B, p.T, *(NO_STRIDES if t is None else strides(t) for t in given)
     launch_rule(
-        c, widen, (*given, *copies), grid, PADDING, *scalars, TO=copies.q.shape[3], INITIAL=initial, FINAL=final,
-        ROWS=PADDING_ROWS,
+        c._replace(apart=first), widen, (*given, *copies), (_blocks(copies), len(there), 1), PADDING, *scalars,
+        TO=copies.q.shape[3], PLACES=places, ROWS=PADDING_ROWS, follows=True,
     )  # fmt: skip
-    inside = x._replace(q=copies.q, k=copies.k, v=copies.v, initial_state=copies.initial_state)
+    inside = x._replace(q=copies.q, k=copies.k, initial_state=copies.initial_state)
+    if copies.v is not None:
+        inside = inside._replace(v=copies.v)
     return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)], apart=True)
 
 
@@ -172,7 +181,7 @@ def run_narrow(c: Call, found: Found, wanted: Found) -> None:
     grid = _blocks((*found.rows, found.state)), 2 if found.rows[0] is None else 4, 1
     pointers = *found.rows, found.state, *wanted.rows, wanted.state
     width = found.rows[2].shape[3]
-    launch_rule(c, narrow, pointers, grid, PADDING, p.N, p.B, p.T, FROM=width, ROWS=PADDING_ROWS, follows=True)
+    launch_rule(c, narrow, pointers, grid, PADDING, p.N, p.B, p.T, FROM=width, ROWS=PADDING_ROWS)
 
 
 def _blocks(tensors: tuple[Tensor | None, ...]) -> int:

@@ -33,7 +33,7 @@ class DescribedPlan(NamedTuple):
 
 def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -> None:
     """Launches all ``plans``, which may share descriptors. ``more``: options for the compiler."""
-    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": not c.apart, **more}
+    options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **more}
     described: dict[int, tuple] = {}
     for plan in plans:
         name = (id(kernel), c.shape.key, *plan.constants.values())
@@ -46,7 +46,8 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
             c.compiling[name] = kernel.warmup(*arguments, grid=plan.grid, **plan.constants, **options)
         else:
             kernel.launch_metadata = tell
-            kernel[plan.grid](*arguments, **plan.constants, **options)
+            follows = options["launch_pdl"] and not c.apart
+            kernel[plan.grid](*arguments, **plan.constants, **(options | {"launch_pdl": follows}))
 
 
 def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> Step:

@@ -98,7 +98,7 @@ def _prepare(
     walk = Walk(length, walked.A, None, *maps_in(p, length, *maps)) if maps else new_walk(p, length, walked.A)
 
     def kernels(c: Call) -> None:
-        wide = run_widen(c, copies)
+        wide = run_widen(c, copies, first=True)
         do, dfinal = wide.more
         forms = [(walk, between)]
         if every(c):  # whole sequences, and segments
