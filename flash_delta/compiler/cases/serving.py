@@ -14,6 +14,8 @@ from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
+from flash_delta.kernels.triton.serving.prompts import new_convolved
+from flash_delta.kernels.triton.serving.rows import run_rows
 from flash_delta.kernels.triton.tiles import FEW, scan_tiles
 from flash_delta.problem import Around, Inputs, Slots
 
@@ -126,7 +128,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     s = Slots(pool, read, to if written else None, accepted, parents, write_pool=target)
     s = Slots(pool[:B], None) if case.apart else s
     call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
-    run_decode(call, new(B, T, p.HV, p.V, dtype=p.dtype), *choice)
+    run_rows(call, new(B, T, p.HV, p.V, dtype=p.dtype), new_convolved(p._replace(device=torch.device("meta"))), *choice)
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:

@@ -60,13 +60,3 @@ def sigmoid(x):
     also scale what could be subnormal: for sm_90a the short convolution has 1192 instead of 1584."""
     r = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
     return r * r
-
-
-@triton.jit
-def gated_norm(x, z, weight, d, eps, V: tl.constexpr, ACTIVATION: tl.constexpr):
-    """``RMSNorm(x) act(z)`` of one head's values. Values after the last one are 0."""
-    x = spread(x)
-    length = tl.sum(x * x, 0) / V
-    w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)
-    gate = silu(z) if ACTIVATION == "silu" else strength(z, 1.0)
-    return x * tl.rsqrt(length + eps) * w * gate

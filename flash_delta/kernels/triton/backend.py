@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.runtime import fastcall
-from flash_delta.kernels.runtime.arguments import block, every
+from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP, laid_out
@@ -49,12 +49,12 @@ from flash_delta.kernels.triton.serving.prompts import (
     run_before,
     with_convolved,
 )
+from flash_delta.kernels.triton.serving.rows import run_rows
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 MOST_SEQUENCES = 65_534  # the last axis of a grid, which also has a program for what lies after them
-WHOLE = 128 * 128  # numbers of a head's state that one program holds in registers
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # after `step`'s new states
 HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
@@ -194,10 +194,10 @@ def backward_by(
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous; the pools are written in place."""
-    o = output_of(p, s)
+    o, convolved = output_of(p, s), new_convolved(p)
     with on(p.device):
         call = make_call(p, with_flat_parameters(x), DECODE, *s._replace(out=None), *around, known=known)
-        run(call, partial(run_decode, o=o), o)
+        run(call, partial(run_rows, o=o, convolved=convolved), o, spare=convolved)
     remember(call, x)
     if known is not None and call.shape.replayable:
         known.again = _decode_again
@@ -290,10 +290,6 @@ def _cannot_decode(p: Problem) -> str | None:
         return f"token by token it counts a tensor's numbers in 32 bits, there are {p.B} x {p.T} tokens"
     if p.K > WIDEST_KEY or p.V > WIDEST_VALUE:
         return f"token by token K can be up to {WIDEST_KEY} and V up to {WIDEST_VALUE}, they are {p.K} and {p.V}"
-    if (p.taps or p.eps is not None) and block(p.K) * block(p.V) > WHOLE:
-        return (
-            f"with a convolution or a norm a program holds states of up to {WHOLE} numbers, K and V are {p.K} and {p.V}"
-        )
     return None
 
 

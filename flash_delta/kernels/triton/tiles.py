@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from flash_delta.kernels.device.chunk import C, count_slots
-from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
+from flash_delta.kernels.runtime.chip import Chip, Tile, family
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, fastest_split, sequences_of, waves_us
 from flash_delta.problem import Problem
 
@@ -185,27 +185,20 @@ ONE_TOKEN_REGISTERS = 64
 # Of few rows with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
 # By the bytes of a number in the pool; and how many columns they may be for each processor.
 FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(2, 1, 8)}, {4: 128, 2: 32}
-# A head's whole state in one program, by the bytes of a number in the pool and whether there is a decay per channel:
-# numbers a warp, and registers a thread at most where measured.
-WHOLE = {(4, False): (1024, None), (4, True): (2048, 128), (2, False): (2048, 128), (2, True): (4096, None)}
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """``every``: all that other batch sizes may choose. A row's bits do not depend on it: a tile of 4 rows has its sums
     over the same threads as a wider one."""
     channel, size = p.gate == "channel", max(p.pool.itemsize, (p.write_pool or p.pool).itemsize)
-    if not p.taps and p.eps is None:
-        usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
-        usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
-        if usual_heads and one_token and size == 4 and family(chip.target) == "sm_90":
-            usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
-        if channel or not usual_heads or p.V <= 64:
-            return (usual,)
-        few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS[size] * chip.processors
-        return (FEW[size], usual) if every else (FEW[size] if few else usual,)
-    K, V = (max(16, next_power_of_2(width)) for width in (p.K, p.V))
-    numbers, registers = WHOLE[size, channel]
-    return (Tile(max(1, K * V // numbers), 1, V, registers=registers if family(chip.target) == "sm_90" else None),)
+    usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
+    usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
+    if usual_heads and one_token and size == 4 and family(chip.target) == "sm_90":
+        usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
+    if channel or not usual_heads or p.V <= 64:
+        return (usual,)
+    few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS[size] * chip.processors
+    return (FEW[size], usual) if every else (FEW[size] if few else usual,)
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:

@@ -2,13 +2,9 @@
 
     S~ = e^g S      u = b (v - S~^T k)      S = S~ + k u^T      o = scale S^T q
 
-On request also what a layer does around it: a short convolution of q, k and v before it (window.py), and a gated norm
-of o after it.
-
-One program takes BV value columns of HEADS value heads of one row: grid (B HV / HEADS V / BV). It reads its part of
-the row's state once, and writes it after every token whose slot ``write_indices`` names. The state is in registers,
-transposed, S^T [BV, BK]. A norm needs all columns of a head in one program. A convolution also needs all heads that
-share q and k, or one program would overwrite the windows that another reads.
+One program takes BV value columns of one value head of one row: grid (B HV V / BV). It reads its part of the row's
+state once, and writes it after every token whose slot ``write_indices`` names. The state is in registers, transposed,
+S^T [BV, BK]. After a convolution (AFTER, rows.py) a program asks for its state while the convolution still runs.
 
 Between tokens the state has the pool's dtype, whether it is written or not. So the number of calls in which tokens
 come does not matter. Neither do the other arguments: products are rounded by themselves or are written as ``fma``, and
@@ -34,16 +30,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.activation import gated_norm
 from flash_delta.kernels.device.chunk import bounds, follow
 from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, short, states, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import alone, unit
-from flash_delta.kernels.triton.serving.token import advance, load_gate, load_numbers, load_token
-from flash_delta.kernels.triton.serving.window import convolve, load_window, push, store_windows, window_after
+from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
 from flash_delta.kernels.triton.tiles import decode_tiles
-from flash_delta.problem import Around, Problem, Slots
+from flash_delta.problem import Around, Slots
 
 
 @triton.jit
@@ -111,12 +105,11 @@ def load_state(at, live):
 
 
 @triton.jit
-def store_zeros(o, start, T, head, d, HV: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr):
+def store_zeros(o, start, T, hv, d, HV: tl.constexpr, V: tl.constexpr):
     """Of tokens of a packed row."""
     for t in range(T):
-        for j in range(HEADS):
-            at = o + ((start + t) * HV + head + j).to(tl.int64) * V + d
-            tl.store(at, tl.zeros(d.shape, o.dtype.element_ty), mask=d < V)
+        at = o + ((start + t) * HV + hv).to(tl.int64) * V + d
+        tl.store(at, tl.zeros(d.shape, o.dtype.element_ty), mask=d < V)
 
 
 @triton.jit
@@ -135,7 +128,7 @@ def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr, S
 
 NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
-    "k_token", "v_row", "v_token", "g_row", "g_token", "beta_row", "beta_token", "z_row", "z_token", "read_row",
+    "k_token", "v_row", "v_token", "g_row", "g_token", "beta_row", "beta_token", "read_row",
     "read_column", "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
 ]  # fmt: skip
 # Servers slice these; to a load of one number an address is as good as any other.
@@ -145,28 +138,28 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def decode(
     q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
-    cu_seqlens, conv_pool, conv_weight, conv_bias, z, norm_weight, conv_target, o,
-    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range, eps,
-    source_stride, slot_stride, step_stride, conv_stride, conv_target_stride, conv_step_stride,
-    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, z_row, z_token,
+    cu_seqlens, o,
+    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range,
+    source_stride, slot_stride, step_stride,
+    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
-    q_strides, k_strides, v_strides, g_strides, beta_strides, z_strides,
+    q_strides, k_strides, v_strides, g_strides, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    HEADS: tl.constexpr, ALONE: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr, CONV: tl.constexpr,
-    CONV_TARGET: tl.constexpr, ACTIVATION: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr,
-    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    AFTER: tl.constexpr, ROLLING: tl.constexpr, ALONE: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr,
+    SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
     ``q_strides[0]``; and so on (launch_decode.counted). ALONE: T is 1. STRIDES: of (head, key, value) in the pool,
-    SOURCE: in ``initial``."""
+    SOURCE: in ``initial``. ROLLING: a row without a slot for its window is none."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     WRITES: tl.constexpr = read_indices is None or write_indices is not None
     K_EVEN: tl.constexpr = K == BK
     V_EVEN: tl.constexpr = V % BV == 0
     program = tl.program_id(0)
-    w, head, b = program % BLOCKS * BV, program // BLOCKS % (HV // HEADS) * HEADS, program // (BLOCKS * (HV // HEADS))
-    h, c, d = head // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
+    w, hv, b = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
+    h, c, d = hv // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
     inside = tl.full([BV, BK], True, tl.int1)
     if not (K_EVEN and V_EVEN):
         inside = (d < V)[:, None] & (c < K)[None, :]
@@ -183,7 +176,8 @@ def decode(
         start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
         row, T, first_written = b * 0, stop - start, tl.minimum(first_written, stop - start - 1)
         if b == N:  # what lies after the last row
-            store_zeros(o, start, T, head, d, HV, V, HEADS)
+            follow(OVERLAP and AFTER)
+            store_zeros(o, start, T, hv, d, HV, V)
             return
     # Before what ends programs: where it is on its way together with the row's bounds.
     row_slot, stored, is_row = find_state(
@@ -192,137 +186,117 @@ def decode(
     if most is not None:
         too_long = most < T
         if too_long:
-            store_zeros(o, start, T, head, d, HV, V, HEADS)
+            follow(OVERLAP and AFTER)
+            store_zeros(o, start, T, hv, d, HV, V)
             return
     if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or not WRITES)):
+        follow(OVERLAP and AFTER)
         return
     if SHORT > 0 and WRITES and T < 1:  # the state moves on as it is
         slot, live = row_slot, is_row
         if write_indices is not None:
             slot, live = load_slot(write_indices, b, 0, write_strides, targets, is_row)
-        source, tile = tiles_of(pool, initial, head, w, c, BV, STRIDES, SOURCE)
+        source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
         last = load_state(state_at(source, row_slot, read_stride), inside & stored)
         tl.store(state_at(tile, slot, slot_stride), last, mask=inside & live)
         return
-    if CONV is not None:
-        q_at, k_at = h * K, (H + h) * K  # first channels
-        windows, window_slot, column = (conv_pool, conv_stride, None), row_slot, 0
-        if CONV[4]:
-            column, _ = find_column(accepted, b, accepted_row, columns)
-            window_slot, is_row = load_slot(read_indices, b, 0, (read_row, read_column), slots, is_row)
-            stored = stored & is_row
-        q_first = load_window(windows, window_slot, column, q_at, c, K, stored, CONV)
-        k_first = load_window(windows, window_slot, column, k_at, c, K, stored, CONV)
-        windows = windows if conv_target is None else (conv_target, conv_target_stride, conv_step_stride)
+    if ROLLING:
+        _, is_row = load_slot(read_indices, b, 0, (read_row, read_column), slots, is_row)
+        stored = stored & is_row
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
     vs, gs = (v, v_strides, row * v_row, v_token), (g, g_strides, row * g_row, g_token)
     betas = (beta, beta_strides, row * beta_row, beta_token)
-    for j in range(HEADS):
-        hv = head + j
-        # All that the first token needs is asked for while the row's slot is on its way, before the loop, even of
-        # one turn: within a block of code the compiler puts loads off until they are wanted (docs/notes).
-        token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
-        rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
-        written_index = b if write_indices is None else load_index(write_indices, b, 0, write_strides)
-        source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
+    source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
+    if AFTER:
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)  # [BV, BK]
-        if SHORT > 0 or first.dtype != pool.dtype.element_ty:
-            first = first.to(tl.float32)
-        if CONV is not None:
-            v_at = 2 * H * K + hv * V
-            v_first = load_window((conv_pool, conv_stride, None), window_slot, column, v_at, d, V, stored, CONV)
-            q_window, k_window, v_window = q_first, k_first, v_first
-            tl.debug_barrier()  # nothing is stored before all threads have loaded
-        alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row; bit t + 1: token t
-        last = first
-        for t in range(T):
-            if parents is not None:
-                parent, known = load_parent(parents, b, t, parents_row, parents_token)
-                slot, live = load_slot(write_indices, b, parent, write_strides, targets, known & (parent >= 0))
-                last = load_state(state_at(tile, slot, slot_stride, parent, step_stride), inside & live).to(first.dtype)
-                last = tl.where(parent < 0, first, last)
-                if CONV is not None:
-                    q_window = window_after(parent, q_first, windows, slot, q_at, c, K, live, CONV_TARGET)
-                    k_window = window_after(parent, k_first, windows, slot, k_at, c, K, live, CONV_TARGET)
-                    v_window = window_after(parent, v_first, windows, slot, v_at, d, V, live, CONV_TARGET)
-            slot, live = row_slot, alive != 0 if parents is None else ((alive >> (parent + 1)) & 1) != 0
+        follow(OVERLAP)  # q, k and v are there
+    # All that the first token needs is asked for while the row's slot is on its way, before the loop, even of one turn:
+    # within a block of code the compiler puts loads off until they are wanted (docs/notes).
+    token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+    rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
+    written_index = b if write_indices is None else load_index(write_indices, b, 0, write_strides)
+    if not AFTER:
+        first = load_state(state_at(source, row_slot, read_stride), inside & stored)
+    if SHORT > 0 or first.dtype != pool.dtype.element_ty:
+        first = first.to(tl.float32)
+    alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row; bit t + 1: token t
+    last = first
+    for t in range(T):
+        if parents is not None:
+            parent, known = load_parent(parents, b, t, parents_row, parents_token)
+            slot, live = load_slot(write_indices, b, parent, write_strides, targets, known & (parent >= 0))
+            last = load_state(state_at(tile, slot, slot_stride, parent, step_stride), inside & live).to(first.dtype)
+            last = tl.where(parent < 0, first, last)
+        slot, live = row_slot, alive != 0 if parents is None else ((alive >> (parent + 1)) & 1) != 0
+        if write_indices is not None:
+            slot, live = as_slot(written_index, targets, live)
+        qt, kt, vt, a, bt = token
+        if not ALONE and t + 1 < T:
+            after = start + t + 1
+            token = load_token(qs, ks, vs, gs, betas, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
             if write_indices is not None:
-                slot, live = as_slot(written_index, targets, live)
-            qt, kt, vt, a, bt = token
-            if not ALONE and t + 1 < T:
-                after = start + t + 1
-                token = load_token(qs, ks, vs, gs, betas, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
-                if write_indices is not None:
-                    written_index = load_index(write_indices, b, t + 1, write_strides)
+                written_index = load_index(write_indices, b, t + 1, write_strides)
+        S, ot = advance(
+            last, qt, kt, vt, a, bt, rate, bias, scale, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
+            NORM,
+        )  # fmt: skip
+        ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
+        tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
+        rounded = S.to(pool.dtype.element_ty)
+        if WRITES:
             written = live & (t >= first_written)
-            if CONV is not None:
-                q_window, k_window, v_window = push(q_window, qt), push(k_window, kt), push(v_window, vt)
-                if WRITES:
-                    keys, values = (q_window, k_window, q_at, k_at), (v_window, v_at)
-                    to, kept = (window_slot, live) if CONV[4] else (slot, written)
-                    store_windows(keys, values, windows, to, t, c, d, K, V, kept, j == 0, CONV_TARGET)
-                qt = convolve(q_window, conv_weight, conv_bias, q_at, c, K, CONV)
-                kt = convolve(k_window, conv_weight, conv_bias, k_at, c, K, CONV)
-                vt = convolve(v_window, conv_weight, conv_bias, v_at, d, V, CONV)
-            S, ot = advance(
-                last, qt, kt, vt, a, bt, rate, bias, scale, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED,
-                RAW_BETA, NORM,
-            )  # fmt: skip
-            if z is not None:
-                zt = load_numbers(z, z_strides, row * z_row + (start + t) * z_token, hv, d, V, V_EVEN).to(tl.float32)
-                ot = gated_norm(ot, zt, norm_weight, d, eps, V, ACTIVATION)
-            ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
-            tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
-            rounded = S.to(pool.dtype.element_ty)
-            if WRITES:
-                tl.store(state_at(tile, slot, slot_stride, t, step_stride), rounded, mask=inside & written)
-            last = S if SHORT > 0 else rounded.to(first.dtype)
-            alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
-            if parents is not None:
-                tl.debug_barrier()  # a later token's threads load what this one's stored
+            tl.store(state_at(tile, slot, slot_stride, t, step_stride), rounded, mask=inside & written)
+        last = S if SHORT > 0 else rounded.to(first.dtype)
+        alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
+        if parents is not None:
+            tl.debug_barrier()  # a later token's threads load what this one's stored
 
 
-def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
-    """``c.more`` are the call's `Slots` and what is `Around`; a prefill's rows are its sequences. No products are
-    contracted: how depends on what else is compiled with them."""
-    p, x, s, around = c.p, c.x, *opened(c)
-    write, heads = s.write_indices, p.HV // p.H if p.taps else 1
-    conv, conv_target, apart = around.conv_pool, around.conv_write_pool, s.write_pool is not None
+def run_decode(c: Call, o: Tensor, *choice: Tile, after: bool = False) -> None:
+    """``c.more`` are the call's `Slots` and what is `Around`; a prefill's rows are its sequences. ``after``: the
+    convolution is launched before. No products are contracted: how depends on what else is compiled with them."""
+    p, x, s = c.p, c.x, opened(c)[0]
+    apart = s.write_pool is not None
     pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
-    last_only = s.read_indices is None or (write is not None and write.dim() == 1 and pool.dim() == 4)
-    first_written = p.T - 1 if last_only else 0
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # the kernels of a prefill
-    units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta, around.norm_gate)]
+    units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta)]
     rows = p.N + (p.most_tokens > 0) if p.packed else p.B
     slot, *inner = states(p, pool[:, 0] if pool.dim() == 5 else pool)
-    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, write)
+    pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, s.write_indices)
     more = (s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens)
     for chosen in choice or decode_tiles(p, c.shape.chip, every(c)):
-        programs = rows * (p.HV // heads) * -(-p.V // columns(p, chosen)) + beside
+        programs = rows * p.HV * -(-p.V // columns(p, chosen)) + beside
         launch_rule(
-            c, decode, (*pointers, *more, *around, o), (programs, 1, 1), chosen,
+            c, decode, (*pointers, *more, o), (programs, 1, 1), chosen,
             p.N, p.T, p.most_tokens or None, len(s.state_pool), len(pool) if apart else None, p.null_slot,
-            1 if s.read_indices is None else s.read_indices.shape[-1],
-            first_written, p.scale, p.lower_bound or 0.0, p.beta_range, p.eps or 0.0,
-            source.stride(0) if apart else None, slot, token_stride(pool, 4), 0 if conv is None else conv.stride(0),
-            None if conv_target is None else conv_target.stride(0), token_stride(conv_target, 3),
-            *(count for counts, _ in units for count in counts),
-            *table(s.read_indices), table(s.num_accepted_tokens)[0], *table(write), *table(s.parent_idx),
-            table(s.has_initial_state)[0], *(strides for _, strides in units),
-            HEADS=heads, ALONE=one, STRIDES=tuple(inner), SOURCE=None if source is None else states(p, source)[1:],
-            CONV=windows_of(p, conv), CONV_TARGET=windows_of(p, conv if conv_target is None else conv_target),
-            ACTIVATION=p.activation, follows=beside, contracts=False,
+            1 if s.read_indices is None else s.read_indices.shape[-1], first_written_of(c), p.scale,
+            p.lower_bound or 0.0, p.beta_range, source.stride(0) if apart else None, slot,
+            token_stride(pool, 4), *(count for counts, _ in units for count in counts), *rows_of(s),
+            *(strides for _, strides in units), AFTER=after, ROLLING=p.rolling, ALONE=one, STRIDES=tuple(inner),
+            SOURCE=None if source is None else states(p, source)[1:],
+            follows=beside or after, contracts=False,
         )  # fmt: skip
+
+
+def first_written_of(c: Call) -> int:
+    """The first token after which a state is written: the last one where a row has one slot to write."""
+    p, s = c.p, opened(c)[0]
+    write, pool = s.write_indices, s.state_pool if s.write_pool is None else s.write_pool
+    last_only = s.read_indices is None or (write is not None and write.dim() == 1 and pool.dim() == 4)
+    return p.T - 1 if last_only else 0
+
+
+def rows_of(s: Slots) -> tuple[int, ...]:
+    """Strides of the tables of indices."""
+    read, write, accepted, parents, has = (
+        table(t) for t in (s.read_indices, s.write_indices, s.num_accepted_tokens, s.parent_idx, s.has_initial_state)
+    )
+    return *read, accepted[0], *write, *parents, has[0]
 
 
 def token_stride(pool: Tensor | None, axes: int) -> int | None:
     """Between what a row of a pool holds of its tokens; None if the pool has slots, which hold one state or window."""
     return None if pool is None or pool.dim() == axes else pool.stride(1)
-
-
-def windows_of(p: Problem, pool: Tensor | None) -> tuple[int, ...] | None:
-    """What window.py takes as CONV."""
-    return None if pool is None else (p.taps, p.window, *pool.stride()[-2:], p.rolling)
 
 
 def opened(c: Call) -> tuple[Slots, Around]:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
-from flash_delta.kernels.device.chunk import bounds, find_slot
+from flash_delta.kernels.device.chunk import bounds, find_slot, follow
 from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -139,18 +139,19 @@ def convolve_prompts(
 
 @triton.jit
 def normalize_rows(
-    o, gate, weight, first, M, eps, strides, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    o, gate, weight, row, M, eps, stride, V: tl.constexpr, BV: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the M rows of o, in place; strides of the gate: (token, head, channel)."""
-    row, d = first + tl.arange(0, ROWS), tl.arange(0, BV)
+    """Some of the M rows of o, in place. ``gate``: where those of the gate begin, whose channels have the ``stride``.
+    OVERLAP: o is there when the kernel before this one has ended."""
+    d = tl.arange(0, BV)
     inside = (row < M)[:, None] & (d < V)[None, :]
-    at = o + row.to(tl.int64)[:, None] * V + d[None, :]
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    rows = gate + (row // HV).to(tl.int64) * strides[0] + (row % HV).to(tl.int64) * strides[1]
-    z = tl.load(rows[:, None] + d[None, :] * strides[2], mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(gate[:, None] + d[None, :] * stride, mask=inside, other=0.0).to(tl.float32)
     act, _ = activate(z, ACTIVATION)
     w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    at = o + row.to(tl.int64)[:, None] * V + d[None, :]
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     y = x * reciprocal_rms(x, row, M, eps, V)[:, None] * w[None, :] * act
     tl.store(at, tl.where(x == 0.0, 0.0, y).to(o.dtype.element_ty), mask=inside)
 
@@ -217,7 +218,9 @@ def finish_prompts(
     if gate is not None:
         normed = tl.cdiv(T * HV, ROWS)
         if program < normed:
-            normalize_rows(o, gate, norm_weight, program * ROWS, T * HV, eps, gate_strides, HV, V, BV, ROWS, ACTIVATION)
+            row = program * ROWS + tl.arange(0, ROWS)
+            gates = gate + (row // HV).to(tl.int64) * gate_strides[0] + (row % HV).to(tl.int64) * gate_strides[1]
+            normalize_rows(o, gates, norm_weight, row, T * HV, eps, gate_strides[2], V, BV, ACTIVATION, False)
             return
         program -= normed
     if conv_pool is not None:
@@ -253,11 +256,11 @@ def finish_prompts(
 
 
 def new_convolved(p: Problem) -> tuple[Tensor, ...]:
-    """Memory for q, k and v after the convolution, if there is one. There is one row, whose stride says nothing: it is
-    0, so that no length changes what the rule's kernels are compiled for."""
+    """Memory for q, k and v after the convolution, if there is one. Prompts are one row, whose stride says nothing: it
+    is 0, so that no length changes what the rule's kernels are compiled for."""
     sizes = (p.H, p.K), (p.H, p.K), (p.HV, p.V)
-    new = partial(torch.empty_strided, dtype=p.dtype, device=p.device)
-    return tuple(new((1, p.T, *size), (0, prod(size), size[1], 1)) for size in sizes if p.taps)
+    new, row = partial(torch.empty_strided, dtype=p.dtype, device=p.device), p.T if p.recurrent else 0
+    return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes if p.taps)
 
 
 def convolved_bytes(p: Problem) -> int:

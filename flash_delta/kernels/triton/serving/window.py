@@ -17,11 +17,11 @@ from flash_delta.kernels.device.activation import silu, spread
 
 
 @triton.jit
-def place(windows, slot, n, start, c, WIDTH: tl.constexpr, CONV: tl.constexpr):
+def place(windows, slot, n, start, c, width, CONV: tl.constexpr):
     """Where window ``n`` lies in a slot, and which of it. ``windows``: their pool, its stride of slots, and the stride
     of a slot's windows; None: there is one, unless the slot is rolling."""
     i = CONV[1] - 4 + tl.arange(0, 4)
-    inside = (c < WIDTH)[:, None] & (i >= 0)[None, :]
+    inside = (c < width)[:, None] & (i >= 0)[None, :]
     if CONV[4]:
         i += n
     at = windows[0] + slot.to(tl.int64) * windows[1]
@@ -32,34 +32,24 @@ def place(windows, slot, n, start, c, WIDTH: tl.constexpr, CONV: tl.constexpr):
 
 
 @triton.jit
-def load_window(windows, slot, n, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
-    at, inside = place(windows, slot, n, start, c, WIDTH, CONV)
+def load_window(windows, slot, n, start, c, width, live, CONV: tl.constexpr):
+    at, inside = place(windows, slot, n, start, c, width, CONV)
     return tl.load(at, mask=inside & live, other=0.0)
 
 
 @triton.jit
-def store_window(window, windows, slot, n, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
-    at, inside = place(windows, slot, n, start, c, WIDTH, CONV)
+def store_window(window, windows, slot, n, start, c, width, live, CONV: tl.constexpr):
+    at, inside = place(windows, slot, n, start, c, width, CONV)
     if CONV[4]:  # the others are there since the token before
         inside = inside & ((tl.arange(0, 4) == 3) | (n == 0))[None, :]
     tl.store(at, window, mask=inside & live)
 
 
 @triton.jit
-def window_after(parent, first, windows, slot, start, c, WIDTH: tl.constexpr, live, CONV: tl.constexpr):
+def window_after(parent, first, windows, slot, start, c, width, live, CONV: tl.constexpr):
     """Of a tree: the window that token ``parent`` left in its slot; for -1 the row's ``first``."""
-    window = load_window(windows, slot, parent, start, c, WIDTH, live, CONV)
+    window = load_window(windows, slot, parent, start, c, width, live, CONV)
     return tl.where(parent < 0, first, window)
-
-
-@triton.jit
-def store_windows(
-    keys, values, windows, slot, n, c, d, K: tl.constexpr, V: tl.constexpr, live, is_first, CONV: tl.constexpr
-):
-    """Of a value head. Of q and k the first one (``is_first``) writes what all of them read."""
-    store_window(keys[0], windows, slot, n, keys[2], c, K, live & is_first, CONV)
-    store_window(keys[1], windows, slot, n, keys[3], c, K, live & is_first, CONV)
-    store_window(values[0], windows, slot, n, values[1], d, V, live, CONV)
 
 
 @triton.jit
@@ -70,9 +60,9 @@ def push(window, x):
 
 
 @triton.jit
-def convolve(window, weight, bias, start, c, WIDTH: tl.constexpr, CONV: tl.constexpr):
+def convolve(window, weight, bias, start, c, width, CONV: tl.constexpr):
     """Of the window's latest input, in float32."""
-    i, inside = CONV[0] - 4 + tl.arange(0, 4), c < WIDTH
+    i, inside = CONV[0] - 4 + tl.arange(0, 4), c < width
     at = weight + (start + c)[:, None] * CONV[0] + i[None, :]
     w = tl.load(at, mask=inside[:, None] & (i >= 0)[None, :], other=0.0)
     y = tl.sum(window.to(tl.float32) * w.to(tl.float32), 1)
