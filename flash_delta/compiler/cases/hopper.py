@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
+from flash_delta.compiler.cases import padding
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
@@ -20,7 +21,6 @@ from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.padding import Found, gradients_in, new_padded, padded, run_narrow, run_widen
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
@@ -124,8 +124,6 @@ GRADIENTS = {
     "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0),
 }
 RATES = CASES | {"packed-alike": alike}
-# Packed, with states: widths of heads that are padded.
-PADDED = {"padded": 100, "padded-60": 60, "padded-96": 96}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
@@ -211,24 +209,6 @@ def call_back(case: str, form: str) -> None:
         run_compose_back(c, walk, between.D, between.ends, dfinal)
 
 
-def call_padding(case: str, *, back: bool) -> None:
-    """What is launched before and after the kernels of a call whose heads are padded."""
-    p, x = training(PADDED[case])
-    if back:
-        outer, d = (torch.empty_like(x.v), torch.empty(p.state_shape, device="meta")), new_gradients(p, x)
-        copies = new_padded(p, x, *outer)
-        found, wanted = (Found((t.q, t.k, t.v), t.initial_state) for t in (gradients_in(copies, d), d))
-    else:
-        outer, copies = (), new_padded(p, x)
-        found, wanted = (
-            Found((None, None, x.v.new_empty(p.B, p.T, p.HV, q.V)), torch.empty(q.state_shape, device="meta"))
-            for q in (padded(p), p)
-        )
-    c = make_call(p, x, ("launches", back), *outer)._replace(direct=False)
-    run_widen(c, copies, first=back)
-    run_narrow(c, found, wanted)
-
-
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
@@ -252,9 +232,7 @@ def launches(target: str) -> Iterator[Launch]:
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
-    for case in PADDED:
-        for back in (False, True):
-            yield Launch(f"{case}-back" if back else case, partial(call_padding, case, back=back))
+    yield from padding.launches()
     for case in CHANNELS:
         yield Launch(case, partial(call_channels, case))
     for case in ("channel", "channel-logs-float32"):

@@ -29,7 +29,16 @@ from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.padding import Found, copies_values, new_padded, padded, pads, run_narrow, run_widen
+from flash_delta.kernels.hopper.padding import (
+    Found,
+    Padded,
+    copies_values,
+    new_padded,
+    padded,
+    pads,
+    run_narrow,
+    run_widen,
+)
 from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
     Lengths,
@@ -145,15 +154,10 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
     walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
     rates = None if makes and walk is None else new_rates(p)
-    copies = new_padded(p, x, values=copies_values(p, x))
-    reads_values = copies is not None and copies.v is None  # as they are given
-    o_wide, final_wide = (o, final) if copies is None else _new_outputs(wide)
+    copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
     def kernels(given: Call) -> None:
-        w, r = walk, rates
-        if every(given):
-            one = wide._replace(N=1, T=1)
-            w, r = _new_walk(one, split_endless(wide, processors)), new_rates(one)
+        w, r = _every_walk(wide, processors) if every(given) else (walk, rates)
         parts = [] if saved is None else given.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
         if w is not None or not makes:  # of gates and norms, which heads have as they are given
@@ -165,15 +169,13 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             run_walk(c, o_wide, final_wide, r, w, residual)
         if factors is not None:
             run_factor(c, solved, factors, follows=False)
-        if copies is not None:
-            run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
+        run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
-        call = make_call(p, x, (*kind, reads_values), known=known, name=(*kind, length))
+        call = make_call(p, x, (*kind, copies_values(p, x)), known=known, name=(*kind, length))
         handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
-        spare = rates, *handed, *(() if copies is None else (*copies, o_wide, final_wide))
-        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
+        run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed, *made), later=later)
     remember(call, x, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
 
@@ -182,6 +184,23 @@ def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
     """o, and the final states."""
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device), final
+
+
+def _new_copies(
+    p: Problem, x: Inputs, o: Tensor, final: Tensor
+) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+    """Copies, if heads are padded; then where kernels write o and final states; and what of that is not given."""
+    copies = new_padded(p, x, values=copies_values(p, x))
+    if copies is None:
+        return None, (o, final), ()
+    outputs = _new_outputs(padded(p))
+    return copies, outputs, (*copies, *outputs)
+
+
+def _every_walk(p: Problem, processors: int) -> tuple[Walk | None, Tensor]:
+    """For what compiles all that a call may launch."""
+    one = p._replace(N=1, T=1)
+    return _new_walk(one, split_endless(p, processors)), new_rates(one)
 
 
 def backward(

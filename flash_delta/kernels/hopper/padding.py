@@ -60,7 +60,7 @@ def padded(p: Problem) -> Problem:
 
 
 def copies_values(p: Problem, x: Inputs) -> bool:
-    """Whether the forward pass copies v if heads are padded."""
+    """Whether the forward pass copies v if it pads heads."""
     return p.needs_grad or not has_rows(x.v) or x.v.data_ptr() % 16 != 0
 
 
@@ -115,7 +115,7 @@ def widen(
     TO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, tensors): in PLACES stands which program_id(1) a tensor has, -1 if it is not copied. It takes
-    nothing from the kernel before it, but those behind it do, and only wait for this one."""
+    nothing from the kernel before it. But later kernels may, which wait for this one only."""
     part = tl.program_id(1)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
@@ -176,8 +176,10 @@ def run_widen(c: Call, copies: Padded | None, *, first: bool) -> Call:
 
 
 def run_narrow(c: Call, found: Found, wanted: Found) -> None:
-    """Launches `narrow`. ``c``: the call as it was given. ``wanted`` is contiguous."""
+    """Launches `narrow`, if heads are padded. ``c``: the call as it was given. ``wanted`` is contiguous."""
     p = c.p
+    if not pads(p):
+        return
     grid = _blocks((*found.rows, found.state)), 2 if found.rows[0] is None else 4, 1
     pointers = *found.rows, found.state, *wanted.rows, wanted.state
     width = found.rows[2].shape[3]

@@ -108,8 +108,7 @@ def _prepare(
             memory = *form, trace, parts
             left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
             run_kernels(wide, walked, memory, left, do, dfinal, d)
-        if copies is not None:
-            run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
+        run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
     spare = *parts, *(() if maps else walk[2:]), *between, *(() if kept else trace), *made
