@@ -204,6 +204,24 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card, monkeypatch):
     assert _backend.Explain().of(p).reasons["hopper"].endswith(f"'triton' is preferred: {why}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "padded"),
+    [
+        ({"K": 100, "V": 100}, True),
+        ({"K": 60, "V": 100, "dtype": torch.float16}, True),
+        ({"K": 96, "V": 96}, False),
+        ({"K": 96, "V": 96, "needs_grad": True}, True),
+        ({"K": 96, "V": 96, "needs_grad": True, "dtype": torch.float16}, False),
+        ({"K": 32, "V": 32, "needs_grad": True}, False),
+    ],
+)
+def test_heads_are_padded_where_that_was_faster(on_a_card, changes, padded):
+    p = problem(**changes)
+    assert backend.unsupported(p) is None
+    assert (backend.preference(p) > triton.preference(p)) is padded
+    assert (backend.preference(p)[1] is None) is padded, "why not is said"
+
+
 def test_what_it_cannot_run_others_do(on_a_card, monkeypatch):
     monkeypatch.setattr(triton, "unsupported", lambda problem: None)
     assert _backend.choose_backend(problem(keep_states=True), None) == "triton"
