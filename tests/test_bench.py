@@ -16,7 +16,7 @@ from flash_delta.bench import Group, Result, changes, runner, select, taking_par
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
-from flash_delta.bench.speed import SpeedUp, chart, speed_ups
+from flash_delta.bench.speed import SpeedUp, chart, newest, speed_ups, summary
 from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, remarks, times
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import GROUPS, WORKLOADS
@@ -407,9 +407,8 @@ def test_the_chart_shows_every_shape_and_who_is_ahead(group):
 def test_the_committed_chart_has_every_peer_of_every_group_and_hides_none_that_is_ahead():
     root = Path(__file__).parent.parent
     drawing = (root / "docs" / "speed-light.svg").read_text()
-    groups = [
-        Group.read(path) for path in (root / "benchmarks/results/nvidia-h200").glob("*.json") if path.stem in GROUPS
-    ]
+    paths = (root / "benchmarks/results").glob("nvidia-*/*.json")
+    groups = newest(Group.read(path) for path in paths if path.stem in GROUPS)
     lines = [found for group in groups for peers in speed_ups(group).values() for found in peers.values()]
     shapes = [speed_up for found in lines for speed_up in found]
     assert len(re.findall(r'<text class="end" ', drawing)) == len(lines)
@@ -417,6 +416,27 @@ def test_the_committed_chart_has_every_peer_of_every_group_and_hides_none_that_i
     behind = sum(speed_up.ratio < 1 for speed_up in shapes)
     assert behind
     assert len(re.findall(r'<(?:circle|path) class="behind', drawing)) == behind
+
+
+def test_of_a_group_on_two_gpus_the_newest_run_counts():
+    workload = rows("kda-forward")["32/32 1x8192"]
+
+    def measured(gpu, ours, run):
+        results = [
+            Result(workload, name, graph_ms=Spread(ms, ms, ms), run=run)
+            for name, ms in (("flash_delta", ours), ("fla", 2.0))
+        ]
+        return Group("kda-forward", {"gpu": gpu}, dict.fromkeys(("flash_delta", "fla"), "1.0"), H200, results)
+
+    old = measured("NVIDIA H200", 1.0, "2026-01-02T03:04:05Z")
+    new = measured("NVIDIA H100 80GB HBM3", 0.5, "2026-01-02T04:04:05Z")
+    other = replace(old, group="decode")
+    assert newest([old, new, other]) == newest([new, old, other]) == [new, other]
+    assert list(summary([new, other])) == [
+        ["KDA forward", "H100", "4.00x", "none"],
+        ["GDN decode", "H200", "2.00x", "none"],
+    ]
+    assert "KDA forward, H100: fla 4.00x; GDN decode, H200: fla 2.00x" in chart([new, other], "light")
 
 
 def test_no_results_is_an_error(tmp_path):

@@ -293,6 +293,8 @@ CALLERS = {
     "dfinal",
     "cu_seqlens",
     "read_indices",
+    "gate",
+    "weight",
 }
 POINTER = {"find_chunk": 1, "bounds": 1}  # which argument is one; of the other readers, the first
 

@@ -1,7 +1,7 @@
 """``docs/benchmarks.md`` and the page beside it, from the JSON that ``flash-delta bench`` wrote."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     if not results.is_dir():
         raise FileNotFoundError(f"results: expected a folder that `flash-delta bench` wrote, got {results}")
     groups = read_groups(results)
-    on_gpus = _newest(group for folder, group in groups if folder != "cpu")
+    on_gpus = speed.newest(group for folder, group in groups if folder != "cpu")
     on_cpu = [group for folder, group in groups if folder == "cpu"]
     charts = [_Chart(drawn) for drawn in (on_gpus, on_cpu) if drawn]
     html = render(
@@ -135,14 +135,6 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     if charts and readme.is_file():
         readme.write_text(with_summary(readme.read_text(encoding="utf-8"), charts[0].groups), encoding="utf-8")
     return [docs / name for name in written]
-
-
-def _newest(groups: Iterable[Group]) -> list[Group]:
-    """Of a group that was measured on several GPUs the run that began last. Sorted as `GROUPS` is."""
-    found: dict[str, Group] = {}
-    for group in sorted(groups, key=lambda group: max(r.run for r in group.results)):
-        found[group.group] = group
-    return [found[name] for name in GROUPS if name in found]
 
 
 def with_summary(readme: str, groups: list[Group]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import geometric_mean
 from textwrap import wrap
 from typing import NamedTuple
@@ -75,6 +75,15 @@ class Line(NamedTuple):
 
 
 Peers = dict[str, list[SpeedUp]]
+
+
+def newest(groups: Iterable[Group]) -> list[Group]:
+    """Of a group that was measured on several GPUs the run that began last."""
+    found: dict[str, Group] = {}
+    for group in groups:
+        rival = found.setdefault(group.group, group)
+        found[group.group] = max(rival, group, key=lambda group: max(result.run for result in group.results))
+    return list(found.values())
 
 
 def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:

@@ -117,15 +117,6 @@ ALLOWED = (
     Allowed(
         f"{SERVING}/prefill-kda-128-offsets*/scan", ("gfx942",), "spill", "A beside all that others have", 60, "3.9",
     ),
-    Allowed(
-        f"{SERVING}/decode-*-whole*/decode", HOPPER, "spill",
-        "with 128 registers two programs share a multiprocessor: faster on an H200 than without a spill", 290,
-    ),
-    Allowed(
-        f"{SERVING}/decode-*-whole*/decode", ("sm_80", "sm_100", "sm_120"), "spill",
-        "tiles are those that are fastest on an H200: a head's whole state in few warps", 100,
-    ),
-    Allowed(f"{SERVING}/decode-*-whole*/decode", ("sm_89",), "spill", "the same", 40),
     Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80",), "spill", "16 tokens of two channels are a thread's", 140),
     Allowed(f"{SERVING}/prefill-kda-128/channel", ("sm_89",), "spill", "the same", 20, "3.6"),
     Allowed(f"{LIBRARY}/kda-128*/channel", ("sm_90a", "sm_100", "sm_120"), "spill", "the same", 60, "3.9"),

@@ -2,8 +2,8 @@
 
 Every process of vLLM calls `register` (entry point ``vllm.general_plugins``). It gives vLLM's own layer classes another
 method for what lies between a layer's projections: short convolution, norms, gates, the rule, and the output norm. For
-decoding rows and for drafts that is three launches. The tensors are those that vLLM has: its caches, its tables of blocks,
-its buffer for the output. Nothing is gathered, except for batches of drafts and prompts, as in vLLM's own code.
+decoding rows and for drafts that is three launches. The tensors are those that vLLM has: its caches, its tables of
+blocks, its buffer for the output. Nothing is gathered, except for batches of drafts and prompts, as in vLLM's own code.
 
 ``FLASH_DELTA_VLLM=1`` switches it on. It has run on CPUs only, so it is off by default. A call that these ops do not
 take, and all calls of a version of vLLM whose methods are others, go to vLLM's own code, and the log says why.

@@ -139,14 +139,14 @@ def convolve_prompts(
 
 @triton.jit
 def normalize_rows(
-    o, gate, weight, row, M, eps, stride, V: tl.constexpr, BV: tl.constexpr, ACTIVATION: tl.constexpr,
+    o, gate, rows, stride, weight, row, M, eps, V: tl.constexpr, BV: tl.constexpr, ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some of the M rows of o, in place. ``gate``: where those of the gate begin, whose channels have the ``stride``.
+    """Some of the M rows of o, in place. ``rows``: where in the gate theirs begin, whose channels have the ``stride``.
     OVERLAP: o is there when the kernel before this one has ended."""
     d = tl.arange(0, BV)
     inside = (row < M)[:, None] & (d < V)[None, :]
-    z = tl.load(gate[:, None] + d[None, :] * stride, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(gate + rows[:, None] + d[None, :] * stride, mask=inside, other=0.0).to(tl.float32)
     act, _ = activate(z, ACTIVATION)
     w = tl.load(weight + d, mask=d < V, other=0.0).to(tl.float32)
     follow(OVERLAP)
@@ -219,8 +219,8 @@ def finish_prompts(
         normed = tl.cdiv(T * HV, ROWS)
         if program < normed:
             row = program * ROWS + tl.arange(0, ROWS)
-            gates = gate + (row // HV).to(tl.int64) * gate_strides[0] + (row % HV).to(tl.int64) * gate_strides[1]
-            normalize_rows(o, gates, norm_weight, row, T * HV, eps, gate_strides[2], V, BV, ACTIVATION, False)
+            at = (row // HV).to(tl.int64) * gate_strides[0] + (row % HV).to(tl.int64) * gate_strides[1]
+            normalize_rows(o, gate, at, gate_strides[2], norm_weight, row, T * HV, eps, V, BV, ACTIVATION, False)
             return
         program -= normed
     if conv_pool is not None:

@@ -126,8 +126,8 @@ def normalize_outputs(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, t = row // HV // T, row // HV % T
     count = b.to(tl.int64) * z_row + t.to(tl.int64) * z_token
-    gate = z + count * z_strides[0] + (row % HV).to(tl.int64) * z_strides[1]
-    normalize_rows(o, gate, norm_weight, row, M, eps, z_strides[2], V, BV, ACTIVATION, OVERLAP)
+    at = count * z_strides[0] + (row % HV).to(tl.int64) * z_strides[1]
+    normalize_rows(o, z, at, z_strides[2], norm_weight, row, M, eps, V, BV, ACTIVATION, OVERLAP)
 
 
 def run_rows(c: Call, o: Tensor, convolved: tuple[Tensor, ...], *choice: Tile) -> None:
