@@ -171,21 +171,18 @@ class Descriptor:
         for r in rows:
             place = [*at[:-2], at[-2] + r, at[-1]]
             inside = all(0 <= p < size for p, size in zip(place, self.shape, strict=True))
+            assert place[-1] + tile.shape[-1] <= self.shape[-1], "columns are never clipped here"
             start = sum(p * s for p, s in zip(place, self.strides, strict=True)) % self.space
-            width = min(tile.shape[-1], self.shape[-1] - place[-1])
-            yield flat[r], self.memory[start : start + width] if inside else None
+            yield flat[r], self.memory[start : start + tile.shape[-1]] if inside else None
 
     def load(self, at, bar, tile):
         for line, source in self.lines(at, tile):
-            line.zero_()
-            if source is not None:
-                line[: len(source)] = source
+            line.zero_() if source is None else line.copy_(source)
         bar.arrive(0, bytes=-tile.t.numel() * tile.t.itemsize)
 
     def store(self, at, tile):
         for line, target in self.lines(at, tile):
             if target is not None:
-                assert len(target) == len(line), "columns are never clipped here"
                 target.copy_(line)
 
 

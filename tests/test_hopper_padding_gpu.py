@@ -1,7 +1,5 @@
 """Heads of other widths than 64 and 128 on the Hopper backend, on a GPU of that kind."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.padding import copies_values
 from flash_delta.kernels.hopper.segments.plan import Lengths
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -64,17 +61,3 @@ def test_the_bits_are_those_of_a_call_whose_caller_pads(width):
 
     for got, want in zip(results(0), results(128 - width), strict=True):
         assert torch.equal(got, want)
-
-
-@torch.no_grad()
-def test_the_bits_do_not_depend_on_whether_v_is_copied(split, monkeypatch):
-    """The copy engine reads v from any column on."""
-    case = replace(CELLS["rows"][1], H=2, HV=6, T=300)
-    x = {n: t.detach() for n, t in make_inputs(case, GDN, torch.bfloat16, "cuda").items()}
-    found = []
-    for copies in (copies_values, lambda p, x: True):
-        monkeypatch.setattr(backend, "FORWARD", ("hopper", split, len(found)))
-        monkeypatch.setattr(backend, "copies_values", copies)
-        found.append([GDN.op(**x, output_final_state=True, backend="hopper") for _ in range(3)])
-    for call in (*found[0], *found[1]):
-        assert all(torch.equal(got, want) for got, want in zip(call, found[0][0], strict=True))

@@ -29,7 +29,7 @@ def call_padding(case: str, *, back: bool) -> None:
             for q in (padded(p), p)
         )
     c = make_call(p, x, ("launches", back), *outer)._replace(direct=False)
-    run_widen(c, copies, first=back)
+    run_widen(c, copies)
     run_narrow(c, found, wanted)
 
 

@@ -32,7 +32,6 @@ from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_r
 from flash_delta.kernels.hopper.padding import (
     Found,
     Padded,
-    copies_values,
     new_padded,
     padded,
     pads,
@@ -170,12 +169,12 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
     def kernels(given: Call) -> None:
-        w, r = _every_walk(wide, processors) if every(given) else (walk, rates)
-        parts = [] if saved is None else given.parts(saved)
+        c = run_widen(given, copies)
+        w, r = _every_walk(wide, processors) if every(c) else (walk, rates)
+        parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
-        if w is not None or not makes:  # of gates and norms, which heads have as they are given
-            run_rates(given._replace(p=p._replace(V=wide.V)), o_wide, r, solved)
-        c = run_widen(given, copies, first=w is None and makes)
+        if w is not None or not makes:
+            run_rates(c, o_wide, r, solved)
         if w is None or (every(c) and wide.K != WHOLE):
             run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual)
         if w is not None:
@@ -185,7 +184,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
-        call = make_call(p, x, (*kind, copies_values(p, x)), known=known, name=(*kind, length))
+        call = make_call(p, x, kind, known=known, name=(*kind, length))
         handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
         run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed, *made), later=later)
@@ -203,7 +202,7 @@ def _new_copies(
     p: Problem, x: Inputs, o: Tensor, final: Tensor
 ) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
     """Copies, if heads are padded; then where kernels write o and final states; and what of that is not given."""
-    copies = new_padded(p, x, values=copies_values(p, x))
+    copies = new_padded(p, x)
     if copies is None:
         return None, (o, final), ()
     outputs = _new_outputs(padded(p))

@@ -40,14 +40,9 @@ def as_taken(x: Inputs, *more: str) -> Inputs:
 
 
 def describable(t: Tensor) -> bool:
-    """Whether the strides allow a descriptor (`ragged`), and heads begin at multiples of 16 bytes."""
-    return t.stride(2) % 8 == 0 and has_rows(t)
-
-
-def has_rows(t: Tensor) -> bool:
-    """Whether the strides allow a descriptor of the tokens of all heads, from any column on."""
-    row, token, _, channel = t.stride()
-    return channel == 1 and token > 0 and token % 8 == 0 and row % token == 0
+    """Whether the strides allow a descriptor (`ragged`)."""
+    row, token, head, channel = t.stride()
+    return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
 def ragged(t: Tensor, width: int, height: int = C) -> Descriptor:

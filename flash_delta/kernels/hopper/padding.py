@@ -3,9 +3,6 @@
 Zeros in q and k change no product, value columns of zeros stay zeros, and so do the rows and columns of a state that
 belong to them. `widen` copies what is given, all of it in one launch, and `narrow` copies what is wanted of what was
 found. The copies belong to one call: the backward pass makes its own.
-
-No value column knows of another one. So where nobody needs a gradient, v need not be copied: if the copy engine can
-read its rows, the columns above are those of the next head, and what comes of them is not looked at.
 """
 
 from typing import NamedTuple
@@ -15,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.chunk import follow, steps
-from flash_delta.kernels.hopper.boxes import has_rows
+from flash_delta.kernels.device.chunk import steps
 from flash_delta.kernels.hopper.tiles import PADDING, PADDING_ROWS
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
@@ -31,7 +27,7 @@ class Padded(NamedTuple):
 
     q: Tensor  # [B, T, H, W]
     k: Tensor  # [B, T, H, W]
-    v: Tensor | None  # [B, T, HV, W]
+    v: Tensor  # [B, T, HV, W]
     do: Tensor | None  # [B, T, HV, W]
     initial_state: Tensor | None  # [N, HV, W, W] float32
     dfinal: Tensor | None  # [N, HV, W, W] float32
@@ -59,20 +55,13 @@ def padded(p: Problem) -> Problem:
     return p._replace(K=width, V=width)
 
 
-def copies_values(p: Problem, x: Inputs) -> bool:
-    """Whether the forward pass copies v if it pads heads."""
-    return p.needs_grad or not has_rows(x.v) or x.v.data_ptr() % 16 != 0
-
-
-def new_padded(
-    p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor | None = None, *, values: bool = True
-) -> Padded | None:
-    """Memory for the copies of a call, with or without that of ``values``; None where it needs none."""
+def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor | None = None) -> Padded | None:
+    """Memory for the copies of a call; None where it needs none."""
     wide = padded(p)
     if wide is p:
         return None
     q, v = ((p.B, p.T, heads, wide.K) for heads in (p.H, p.HV))
-    rows = q, q, v if values else None, None if do is None else v
+    rows = q, q, v, None if do is None else v
     states = (None if t is None else wide.state_shape for t in (x.initial_state, dfinal))
     new = [_new(p, shape, p.dtype) for shape in rows] + [_new(p, shape, torch.float32) for shape in states]
     return Padded(*new)
@@ -111,11 +100,10 @@ def copy_rows(
 def widen(
     q, k, v, do, initial, dfinal, wide_q, wide_k, wide_v, wide_do, wide_initial, wide_dfinal, N, B, T, q_strides,
     k_strides, v_strides, do_strides, initial_strides, dfinal_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
-    TO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, TO: tl.constexpr,
+    PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, tensors): in PLACES stands which program_id(1) a tensor has, -1 if it is not copied. It takes
-    nothing from the kernel before it. But later kernels may, which wait for this one only."""
+    """Grid (blocks, tensors): in PLACES stands which program_id(1) a tensor has, -1 if it is not there."""
     part = tl.program_id(1)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
@@ -131,7 +119,6 @@ def widen(
         copy_rows(initial, initial_strides, wide_initial, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
     else:
         copy_rows(dfinal, dfinal_strides, wide_dfinal, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
-    follow(OVERLAP)
 
 
 @triton.jit(do_not_specialize=["N", "B", "T"])
@@ -155,24 +142,21 @@ def narrow(
         copy_rows(wide_k, (T64 * (H * FROM), H * FROM, FROM, 1), k, B, T, H, H, K, K, FROM, ROWS)
 
 
-def run_widen(c: Call, copies: Padded | None, *, first: bool) -> Call:
-    """Launches `widen`, as the call's ``first`` kernel or not. Returns the call that is run in the place of ``c``: one
-    whose next kernel starts when the copies are there, for it may look at them before it waits for anything."""
+def run_widen(c: Call, copies: Padded | None) -> Call:
+    """Launches `widen`, if heads are padded. Returns the call that is run in the place of ``c``."""
     if copies is None:
         return c
     p, x, (do, dfinal) = c.p, c.x, (*c.more, None, None)[:2]
-    given = [None if to is None else t for t, to in zip((*x[:3], do, x.initial_state, dfinal), copies, strict=True)]
+    given = *x[:3], do, x.initial_state, dfinal
     there = [number for number, t in enumerate(given) if t is not None]
     places = tuple([there.index(number) if number in there else -1 for number in range(len(given))])
     scalars = p.N, p.B, p.T, *(NO_STRIDES if t is None else strides(t) for t in given)
     launch_rule(
-        c._replace(apart=first), widen, (*given, *copies), (_blocks(copies), len(there), 1), PADDING, *scalars,
-        TO=copies.q.shape[3], PLACES=places, ROWS=PADDING_ROWS, follows=True,
+        c, widen, (*given, *copies), (_blocks(copies), len(there), 1), PADDING, *scalars, TO=copies.q.shape[3],
+        PLACES=places, ROWS=PADDING_ROWS,
     )  # fmt: skip
-    inside = x._replace(q=copies.q, k=copies.k, initial_state=copies.initial_state)
-    if copies.v is not None:
-        inside = inside._replace(v=copies.v)
-    return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)], apart=True)
+    inside = x._replace(q=copies.q, k=copies.k, v=copies.v, initial_state=copies.initial_state)
+    return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)])
 
 
 def run_narrow(c: Call, found: Found, wanted: Found) -> None:

@@ -23,7 +23,7 @@ from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, keep, profiled
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import numbers
-from flash_delta.kernels.runtime.cuda_driver import Replay, apart, ensure_context, make_step
+from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
@@ -158,13 +158,12 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
         return
     elif c.steps is not None:
         compiled = compiled_as(_name(c, kernel, plan))
-        step = make_step(compiled, plan.grid, (*values, *plan.constants.values()))
-        c.steps.append(apart(step) if c.apart else step)
+        c.steps.append(make_step(compiled, plan.grid, (*values, *plan.constants.values())))
     else:
         if plan.tile.tma:
             triton.set_allocator(_scratch)
         kernel.launch_metadata = tell
-        kernel[plan.grid](*values, **plan.constants, **_options(plan._replace(follows=plan.follows and not c.apart)))
+        kernel[plan.grid](*values, **plan.constants, **_options(plan))
 
 
 def compiled_as(name: tuple) -> Any:

@@ -98,7 +98,8 @@ def _prepare(
     walk = Walk(length, walked.A, None, *maps_in(p, length, *maps)) if maps else new_walk(p, length, walked.A)
 
     def kernels(c: Call) -> None:
-        wide = run_widen(c, copies, first=True)
+        # The first kernel reads copies before it waits for the kernel before it, which has written them.
+        wide = run_widen(c, copies)._replace(apart=copies is not None)
         do, dfinal = wide.more
         forms = [(walk, between)]
         if every(c):  # whole sequences, and segments

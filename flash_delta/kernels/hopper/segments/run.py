@@ -17,7 +17,6 @@ def run_walk(
 ) -> None:  # fmt: skip
     """Does what `run_loop` does, in segments. ``slots``: of a pool, for checkpoints."""
     run_factor_chunks(c, rates, w)
-    c = c._replace(apart=False)
     if w.starts is not None:
         run_find_maps(c, rates, w)
         run_compose_maps(c, w)
