@@ -37,7 +37,7 @@ class Call(NamedTuple):
     more: tuple[Tensor | None, ...]  # other tensors that come from outside
     shape: Shape
     direct: bool  # launched with addresses, past Triton's own launcher
-    compiling: dict | None = None  # if there, launchers only compile, for it, every tile that other sizes may choose
+    compiling: dict | None = None  # if there, launchers only note in it what compiles: all that other sizes may launch
     steps: list[Step] | None = None  # if there, launchers note what is to be launched
     apart: bool = False  # what is launched next may not start under the end of the launch before
 

@@ -1,6 +1,7 @@
 """How the loop is launched: as launch.py does it, but with descriptors for the copy engine."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,7 +44,7 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
             continue
         arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
         if c.compiling is not None:
-            c.compiling[name] = kernel.warmup(*arguments, grid=plan.grid, **plan.constants, **options)
+            c.compiling[name] = partial(kernel.warmup, *arguments, grid=plan.grid, **plan.constants, **options)
         else:
             kernel.launch_metadata = tell
             follows = options["launch_pdl"] and not c.apart

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import is_
 from typing import Any, NamedTuple
@@ -26,9 +26,11 @@ from flash_delta.kernels.runtime.compile_key import numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
+from flash_delta.kernels.runtime.turns import take_turns
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 Kernels = Callable[[Call], None]
+MOST_THREADS = 16  # that compile: a call has fewer large kernels
 
 
 class Plan(NamedTuple):
@@ -78,21 +80,29 @@ def run(
 
 
 def _compile(*calls: tuple[Call, Kernels]) -> None:
-    """All that calls with their keys can ever launch, in parallel."""
-    found: dict[tuple, Any] = {}
+    """All that calls with their keys can ever launch, in parallel, and what takes longest first."""
+    wanted: dict[tuple, partial] = {}
+    for c, kernels in calls:
+        kernels(c._replace(direct=False, compiling=wanted))
+    take_turns()
     with (
         _explained(calls[0][0]),
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
+        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
         triton.AsyncCompileMode(threads),
     ):
         loading = threads.submit(fastcall.load) if fastcall.API else None  # takes as long as a small kernel
-        for c, kernels in calls:
-            kernels(c._replace(direct=False, compiling=found))
+        found = {name: wanted[name]() for name in sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)}
     for key, kernel in found.items():
         _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
     if loading is not None:
         loading.result()
     _ready.update(c.shape.key for c, _ in calls)
+
+
+def _size(compile_it: partial) -> tuple[bool, int]:
+    """Of a kernel, roughly: how long the compiler takes. Those by hand have several roles, and call more functions."""
+    kernel = compile_it.func.__self__
+    return kernel.is_gluon(), len(kernel.src)
 
 
 def remember(
@@ -152,8 +162,8 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
     """``pointers``, the plan's scalars and its constants are the kernel's parameters, in their order."""
     values = (*pointers, *plan.scalars)
     if c.compiling is not None:
-        compiled = kernel.warmup(*values, grid=plan.grid, **plan.constants, **_options(plan))
-        c.compiling[_name(c, kernel, plan)] = compiled
+        compile_it = partial(kernel.warmup, *values, grid=plan.grid, **plan.constants, **_options(plan))
+        c.compiling[_name(c, kernel, plan)] = compile_it
     elif 0 in plan.grid:
         return
     elif c.steps is not None:

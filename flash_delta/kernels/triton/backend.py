@@ -23,7 +23,7 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP, laid_out
-from flash_delta.kernels.runtime.launch import again, remember, run
+from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
 from flash_delta.kernels.runtime.workspace import (
     Chain,
     Channels,
@@ -50,7 +50,7 @@ from flash_delta.kernels.triton.serving.prompts import (
     with_convolved,
 )
 from flash_delta.kernels.triton.serving.rows import run_rows
-from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
+from flash_delta.kernels.triton.tiles import Segments, plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
@@ -166,11 +166,39 @@ def backward_by(
     given = with_flat_parameters(x)
     if given is not x:
         return backward_by(chunks, p, given, saved, do, dfinal, known)
+    d, split = new_gradients(p, x), plan_back(p, chip_of(p.device))
+    kernels, spare = _prepare_back(chunks, p, saved, d, split)
+    with on(p.device):
+        kind = _kind_back(chunks, p, saved)
+        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
+        run(call, kernels, *d, left=saved, spare=spare)
+    remember(call, (*x, do, dfinal), known, name)
+    return gradients_of(x, d)
+
+
+def later_by(chunks: Chunks, p: Problem, x: Inputs, saves: bool) -> tuple[Call, Kernels]:
+    """The call of `backward_by` after most forward calls with ``x``, to be compiled beside these: nobody looks at final
+    states, and the gradient has no gaps."""
+    nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
+    saved = (for_backward(nowhere).buffer,) if saves else ()
+    do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    d, split = new_gradients(nowhere, x), plan_back(p, chip_of(p.device))
+    kernels, _ = _prepare_back(chunks, nowhere, saved, d, split)
+    return make_call(p, x, _kind_back(chunks, p, saved), do, None), kernels
+
+
+def _kind_back(chunks: Chunks, p: Problem, saved: tuple[Tensor, ...]) -> tuple:
+    return "backward", chunks.name, not saved, p.disable_recompute
+
+
+def _prepare_back(
+    chunks: Chunks, p: Problem, saved: tuple[Tensor, ...], d: Inputs, split: Segments | None
+) -> tuple[Kernels, tuple[Tensor | None, ...]]:
+    """What launches all kernels, and the memory that it takes for that, on the device of ``p``."""
     anew, kept = not saved, p.disable_recompute
     recompute = anew or not kept
     own = () if kept else (Factors, Channels, Residual)
     memory = for_backward(p, *saved), Workspace(p, *own, Chain, *chunks.hands)
-    d, split = new_gradients(p, x), plan_back(p, chip_of(p.device))
     segments = new_segmented_back(p, split)
 
     def kernels(c: Call) -> None:
@@ -183,13 +211,7 @@ def backward_by(
         run_segmented_back(*walked, segments, recompute=recompute)
         chunks.find(c, memory, d)
 
-    with on(p.device):
-        kind = "backward", chunks.name, anew, kept
-        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
-        spare = *(w.buffer for w in memory[len(saved) :]), *memory_of(segments)
-        run(call, kernels, *d, left=saved, spare=spare)
-    remember(call, (*x, do, dfinal), known, name)
-    return gradients_of(x, d)
+    return kernels, (*(w.buffer for w in memory[len(saved) :]), *memory_of(segments))
 
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:

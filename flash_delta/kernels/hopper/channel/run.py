@@ -4,6 +4,8 @@ In the backward pass ``triton`` walks the states. Before that comes `prepare`, i
 it, where it can, `chunk_back` (channel_backward/).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from flash_delta.kernels.hopper.tiles import loops_channels, walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
-from flash_delta.kernels.runtime.launch import again, remember, run
+from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
 from flash_delta.kernels.runtime.workspace import Channels, Deep, Factors, Prepared, Solved, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
@@ -76,12 +78,13 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         if not looped:
             _prepare_and_walk(c, handed, saved, o, final, segments)
         elif every(c):
-            _prepare_and_walk(c, Workspace(p, Prepared), None, o, final, new_segmented_scan(p, split))
+            _prepare_and_walk(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None)
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
         spare = (*(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
-        run(call, kernels, o, final, *buffers, spare=spare)
+        later = partial(_later_call, p, x) if p.needs_grad else None
+        run(call, kernels, o, final, *buffers, spare=spare, later=later)
     remember(call, x, known, (p.lengths, *kind))
     return Outputs(o, final, buffers)
 
@@ -90,11 +93,26 @@ def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input."""
-    given = as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
-    chunks = CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
+    given = _taken_back(x)
+    do = do if by_chunk.unsupported(p) is not None else described(do)
+    return triton.backward_by(_chunks(p), p, given, saved, do, dfinal, known)
+
+
+def _later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
+    """The backward call of most forward calls with ``x``."""
+    return triton.later_by(_chunks(p), p, _taken_back(x), saves(p))
+
+
+def _taken_back(x: Inputs) -> Inputs:
+    """As `as_taken`. The initial states stay as they are: `triton` walks from them."""
+    return as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
+
+
+def _chunks(p: Problem) -> Chunks:
+    """What the backward pass does with each chunk."""
     if by_chunk.unsupported(p) is None:
-        chunks, do = Chunks("hopper", (Deep,), _prepare_again, by_chunk.find_gradients), described(do)
-    return triton.backward_by(chunks, p, given, saved, do, dfinal, known)
+        return Chunks("hopper", (Deep,), _prepare_again, by_chunk.find_gradients)
+    return CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
 
 
 def _found(p: Problem) -> str:

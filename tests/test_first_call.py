@@ -1,0 +1,117 @@
+"""How a first call compiles: kernels' first code in turns, the largest kernels first, both passes in one go."""
+
+import shutil
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from example_output import EXAMPLES
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flash_delta.kernels.runtime import launch, turns
+from flash_delta.problem import NormProblem
+
+ROWS = {"gdn": 0, "kda": 3}  # of training_step.ROWS
+
+
+def test_threads_make_first_code_in_turns():
+    inside, most = [], []
+
+    def make(number):
+        inside.append(number)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.remove(number)
+        return number
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(turns._in_turn(make), range(50))) == list(range(50))
+    assert max(most) == 1
+
+
+def test_one_that_fails_leaves_its_turn():
+    def fail():
+        raise ValueError("no code")
+
+    with pytest.raises(ValueError, match="no code"), ThreadPoolExecutor(1) as thread:
+        thread.submit(turns._in_turn(fail)).result()
+    assert turns._in_turn(threading.get_ident)() == threading.get_ident()
+
+
+def test_both_languages_take_turns_once():
+    turns.take_turns()
+    made = ASTSource.make_ir, GluonASTSource.make_ir
+    turns.take_turns()
+    assert made == (ASTSource.make_ir, GluonASTSource.make_ir)
+    assert all(hasattr(make, "__wrapped__") and not hasattr(make.__wrapped__, "__wrapped__") for make in made)
+
+
+class Kernel:
+    """Stands for one, of so many characters."""
+
+    def __init__(self, gluon, size, asked):
+        self.is_gluon, self.src, self.asked = lambda: gluon, size * " ", asked
+
+    def warmup(self, *, grid):
+        self.asked.append(self)
+        return SimpleNamespace(result=lambda: (self, grid))
+
+
+def test_large_kernels_are_compiled_first(monkeypatch):
+    """Those by hand before others, whatever the order of launches."""
+    monkeypatch.setattr(launch.fastcall, "API", None)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_ready", set())
+    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
+    asked = []
+    small, large, by_hand, longer = (Kernel(*of, asked) for of in ((False, 1), (False, 9), (True, 5), (True, 7)))
+
+    def kernels(c):
+        for kernel in (small, by_hand, large, longer):
+            c.compiling[id(kernel),] = partial(kernel.warmup, grid=1)
+            c.compiling[id(kernel),] = partial(kernel.warmup, grid=2)
+
+    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), eps=1e-5, activation=None)
+    launch._compile((launch.Call(p, None, (), SimpleNamespace(key=7), False), kernels))
+    assert asked == [longer, by_hand, large, small]
+    assert launch._compiled == {(id(kernel),): (kernel, 2) for kernel in asked}
+    assert launch._ready == {7}
+
+
+def compilations(place, row, changes):
+    """How often a step compiles, and how many calls' kernels at a time."""
+    sys.path.append(EXAMPLES)
+    import training_step
+    from pretended_gpu import pretended_gpu
+
+    found, compile_ = [], launch._compile
+
+    def noting(*calls):
+        found.append(len(calls))
+        compile_(*calls)
+
+    workload = training_step.ROWS[row]
+    with pretended_gpu(place), patch.object(launch, "_compile", noting), patch.object(launch, "_ready", set()):
+        step = training_step.make_step(workload, torch.device("cpu"))
+        op = partial(workload.op.op, *step.tensors, **changes)
+        torch.autograd.grad(op()[0], step.tensors, torch.zeros_like(step.tensors[2]))
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there, and cannot be pretended")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("changes", [{}, {"disable_recompute": True}], ids=str)
+@pytest.mark.parametrize("member", ROWS)
+def test_the_backward_pass_is_compiled_beside_the_forward_pass(process, tmp_path, member, changes):
+    assert process.submit(compilations, tmp_path, ROWS[member], changes).result() == [2]
