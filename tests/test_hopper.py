@@ -80,8 +80,17 @@ def on_a_card(monkeypatch):
         ({"dtype": torch.float32}, "16 bits"),
         ({"K": 64}, None),
         ({"K": 256, "V": 512}, None),
-        ({"V": 64}, "K has to be one of 64, 128, 256, and V a multiple of it up to 512; they are 128 and 64"),
-        ({"K": 32}, "K has to be one of 64, 128, 256"),
+        ({"V": 64}, None),
+        ({"K": 100, "V": 100, "needs_grad": True}, None),
+        ({"K": 60, "V": 100, "dtype": torch.float16, "needs_grad": True}, None),
+        ({"K": 100, "V": 100, "needs_grad": True, "disable_recompute": True}, None),
+        (
+            {"K": 100, "V": 100, "needs_grad": True, "disable_recompute": True, "dtype": torch.float16},
+            "with disable_recompute it pads heads in torch.bfloat16 only, the tensors are torch.float16",
+        ),
+        ({"K": 100, "V": 100, "pool": torch.float32}, "or both up to 128 without a pool; they are 100 and 100"),
+        ({"K": 160, "V": 160}, "K has to be one of 64, 128, 256, and V a multiple of it up to 512, or both up to 128"),
+        (KDA | {"K": 100, "V": 100}, "heads of 128 in bfloat16; they are 100 and 100"),
         ({"V": 640}, "up to 512"),
         ({"K": 64, "needs_grad": True}, None),
         ({"K": 64, "needs_grad": True, "disable_recompute": True}, "K and V have to be the same"),
@@ -105,6 +114,11 @@ def test_what_else_is_said_of_a_call(on_a_card):
         "segments of 2048 tokens"
     )
     assert backend.remark(problem(T=32768, N=1, HV=8, K=256, V=256)) is None, "wide heads are not split"
+    padded = backend.remark(problem(T=32768, N=1, HV=8, K=60, V=100))
+    assert padded == (
+        "it pads heads of 60 and 100 to 128 columns, in copies of q, k, v and o; it walks sequences in segments of "
+        "2048 tokens, up to 16 of them side by side"
+    )
     columns = backend.remark(problem(T=32768, N=1, HV=4, V=256))
     assert columns == (
         "it walks every head's 256 values as 2 heads of 128; it walks sequences in segments of 2048 tokens, "
@@ -190,6 +204,24 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card, monkeypatch):
     assert backend.preference(p._replace(HV=24)) > triton.preference(p)
     assert _backend.choose_backend(p, "hopper") == "hopper", "a wish is obeyed"
     assert _backend.Explain().of(p).reasons["hopper"].endswith(f"'triton' is preferred: {why}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "padded"),
+    [
+        ({"K": 100, "V": 100}, True),
+        ({"K": 60, "V": 100, "dtype": torch.float16}, True),
+        ({"K": 96, "V": 96}, False),
+        ({"K": 96, "V": 96, "needs_grad": True}, True),
+        ({"K": 96, "V": 96, "needs_grad": True, "dtype": torch.float16}, False),
+        ({"K": 32, "V": 32, "needs_grad": True}, False),
+    ],
+)
+def test_heads_are_padded_where_that_was_faster(on_a_card, changes, padded):
+    p = problem(**changes)
+    assert backend.unsupported(p) is None
+    assert (backend.preference(p) > triton.preference(p)) is padded
+    assert (backend.preference(p)[1] is None) is padded, "why not is said"
 
 
 def test_what_it_cannot_run_others_do(on_a_card, monkeypatch):
@@ -285,6 +317,15 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     ragged = boxes.ragged(c.x.k, 128)
     assert maps[1][1:] == (*ragged.shape, *ragged.strides)
     assert step.values[11] is c.x.cu_seqlens
+
+
+def test_a_launch_apart_waits_for_the_one_before_it(compiled):
+    """Which may have written what it looks at first, as the copies of a call whose heads are padded."""
+    c, o, final, rates = call()
+    for apart in (False, True):
+        c = c._replace(steps=[], apart=apart)
+        loop.run_loop(c, o, final, rates, None, NARROW)
+        assert c.steps[0].kernel.overlaps is not apart
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")

@@ -61,7 +61,7 @@ def test_a_known_step_is_two_launches_of_c_and_little_python(process, tmp_path, 
 kept = []  # functions of compiled kernels, which stay as long as their process
 
 
-def addresses_of_passes(place, contiguous):
+def addresses_of_passes(place, contiguous, width):
     """Of some steps on other tensors each: whether the kernels of the backward pass got the gradients' addresses; and
     None for every time that a call was looked at."""
     from pretended_gpu import pretended_gpu
@@ -85,8 +85,8 @@ def addresses_of_passes(place, contiguous):
     ):
         T = 200 if contiguous else 300  # of which the process knows nothing yet
         for _ in range(5):
-            q, k = (torch.randn(1, T, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
-            v = torch.randn(1, T, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+            q, k = (torch.randn(1, T, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
+            v = torch.randn(1, T, 4, width, dtype=torch.bfloat16, requires_grad=True)
             g, beta = (torch.zeros(1, T, 4, requires_grad=True) for _ in "gb")
             o, _ = flash_delta.chunk_gated_delta_rule(q, k, v, g, beta)
             do = torch.ones_like(o) if contiguous else torch.ones(1, 1, 1, 1, dtype=o.dtype).expand(o.shape)
@@ -100,10 +100,11 @@ def addresses_of_passes(place, contiguous):
     return found
 
 
+@pytest.mark.parametrize("width", [64, 60])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_known_backward_pass_gets_its_own_addresses(process, tmp_path, contiguous):
-    """Also one whose incoming gradient has to be copied first, as that of a sum."""
-    found = process.submit(addresses_of_passes, tmp_path, contiguous).result()
+def test_a_known_backward_pass_gets_its_own_addresses(process, tmp_path, contiguous, width):
+    """Also one whose incoming gradient has to be copied first, as that of a sum, and one whose heads are padded."""
+    found = process.submit(addresses_of_passes, tmp_path, contiguous, width).result()
     assert None in found[:2]
     assert None not in found[-2:]
     for addresses in filter(None, found):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
+from flash_delta.compiler.cases import padding
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
@@ -232,6 +233,7 @@ def launches(target: str) -> Iterator[Launch]:
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
+    yield from padding.launches()
     for case in CHANNELS:
         yield from (Launch(case + form, partial(call_channels, case, form)) for form in CHANNEL_FORMS)
     for case in ("channel", "channel-logs-float32"):

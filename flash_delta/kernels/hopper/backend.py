@@ -29,6 +29,15 @@ from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.padding import (
+    Found,
+    Padded,
+    new_padded,
+    padded,
+    pads,
+    run_narrow,
+    run_widen,
+)
 from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.plan import (
     Lengths,
@@ -56,6 +65,7 @@ WIDTHS = (64, 128, 256)
 PROMPT_HEADS = 0.18  # per multiprocessor: from there on prompts on a pool, of which few are split, keep the card busy
 WHOLE = 256  # heads too wide for the loop: `factor_chunks` first, then a walk of whole sequences
 MOST_VALUES = 512
+NARROWEST_PADDED = 60  # columns
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -72,11 +82,15 @@ def unsupported(problem: Problem) -> str | None:
         return by_channel.unsupported(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
-    if problem.K not in WIDTHS or problem.V % problem.K or problem.V > MOST_VALUES:
+    wide = padded(problem)
+    if wide.K not in WIDTHS or wide.V % wide.K or wide.V > MOST_VALUES:
         widths = f"K has to be one of {', '.join(map(str, WIDTHS))}, and V a multiple of it up to {MOST_VALUES}"
-        return f"{widths}; they are {problem.K} and {problem.V}"
-    if problem.V != problem.K and problem.needs_grad and problem.disable_recompute:
-        return "with disable_recompute K and V have to be the same"
+        return f"{widths}, or both up to 128 without a pool; they are {problem.K} and {problem.V}"
+    if problem.needs_grad and problem.disable_recompute:
+        if wide.V != wide.K:
+            return "with disable_recompute K and V have to be the same"
+        if wide is not problem and by_hand.unsupported(problem):  # `triton` would take what is kept for its own width
+            return f"with disable_recompute it pads heads in torch.bfloat16 only, the tensors are {problem.dtype}"
     if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {triton.DECODED}"
     if problem.pool is not None and (problem.K == WHOLE or problem.V != problem.K):
@@ -98,11 +112,23 @@ def preference(p: Problem) -> tuple[int, str | None]:
     backend is ahead of ``triton``, except for one sequence of some 2,000 tokens on few heads of 128. On a pool it walks
     half a state's chunk in 1.73 us, for which ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
     """
-    if p.device.type != "cuda" or not (isinstance(p.HV, int) and isinstance(p.K, int)):
+    if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
-    return 2, None
+    why = _slow_padding(p) if pads(p) else None
+    return (2, None) if why is None else (0, why)
+
+
+def _slow_padding(p: Problem) -> str | None:
+    """Why padded heads are not ahead of ``triton``, as measured on an H100 (docs/notes): training is at every width
+    that was measured. The forward pass alone is not where that backend uses the copy engine."""
+    if min(p.K, p.V) < NARROWEST_PADDED:
+        return f"heads of {_widths(p)} were not measured padded"
+    by_copy_engine = p.K % 8 == 0 and p.V % 8 == 0 and max(p.K, p.V) > 64
+    if by_copy_engine and not (p.needs_grad and by_hand.unsupported(p) is None):
+        return f"heads of {_widths(p)} are worth copies only where the backward pass is by hand, too"
+    return None
 
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
@@ -110,59 +136,83 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
     if p.gate == "channel" and not by_channel.saves(fixed):
         return ()
-    return (_for_backward(fixed).buffer,) if p.V == p.K else ()
+    wide = padded(fixed)
+    return (_for_backward(wide).buffer,) if wide.V == wide.K else ()
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.gate == "channel" and p.N * p.T:
         return by_channel.forward(p, x, known)
-    if p.V != p.K:
+    if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
     kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
-    given = as_taken(x)
+    wide = padded(p)
+    given = as_taken(x) if wide is p else triton.with_flat_parameters(x)
     if given is not x:
         return forward(p, given, known)
-    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = _for_backward(p) if p.needs_grad else None
+    o, final = _new_outputs(p)
+    saved = _for_backward(wide) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    processors, (length, back) = chip_of(p.device).processors, _lengths(p)
-    maps = new_maps(p, length) if length is not None and length == back else None
+    processors, (length, back) = chip_of(p.device).processors, _lengths(wide)
+    maps = new_maps(wide, length) if length is not None and length == back else None
     planned = () if maps is None else (maps,)
     views = [] if saved is None else saved.views()
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk, makes = _new_walk(p, length, A, maps), makes_rates(p)
+    walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
     rates = None if makes and walk is None else new_rates(p)
+    copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
-    def kernels(c: Call) -> None:
-        w, r = walk, rates
-        if every(c):
-            one = p._replace(N=1, T=1)
-            w, r = _new_walk(one, split_endless(p, processors)), new_rates(one)
+    def kernels(given: Call) -> None:
+        c = run_widen(given, copies)
+        w, r = _every_walk(wide, processors) if every(c) else (walk, rates)
         parts = [] if saved is None else c.parts(saved)
         solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
         if w is not None or not makes:
-            run_rates(c, o, r, solved)
-        if w is None or (every(c) and p.K != WHOLE):
-            run_loop(c, o, final, None if makes else r, A, r=residual)
+            run_rates(c, o_wide, r, solved)
+        if w is None or (every(c) and wide.K != WHOLE):
+            run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual)
         if w is not None:
-            run_walk(c, o, final, r, w, residual)
+            run_walk(c, o_wide, final_wide, r, w, residual)
         if factors is not None:
             run_factor(c, solved, factors, follows=False)
+        run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, length))
         handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
-        run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed), later=later)
+        run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed, *made), later=later)
     remember(call, x, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
+
+
+def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
+    """o, and the final states."""
+    final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
+    return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device), final
+
+
+def _new_copies(
+    p: Problem, x: Inputs, o: Tensor, final: Tensor
+) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+    """Copies, if heads are padded; then where kernels write o and final states; and what of that is not given."""
+    copies = new_padded(p, x)
+    if copies is None:
+        return None, (o, final), ()
+    outputs = _new_outputs(padded(p))
+    return copies, outputs, (*copies, *outputs)
+
+
+def _every_walk(p: Problem, processors: int) -> tuple[Walk | None, Tensor]:
+    """For what compiles all that a call may launch."""
+    one = p._replace(N=1, T=1)
+    return _new_walk(one, split_endless(p, processors)), new_rates(one)
 
 
 def backward(
@@ -177,11 +227,14 @@ def backward(
         return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
-    given = as_taken(x), described(do), plain_state(dfinal)
+    if pads(p):  # whose copies may be of anything
+        given = triton.with_flat_parameters(x), do, dfinal
+    else:
+        given = as_taken(x), described(do), plain_state(dfinal)
     if not all(map(is_, given, (x, do, dfinal))):
         d = backward(p, given[0], saved, *given[1:], known)
         return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
-    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _lengths(p).back, name)
+    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _lengths(padded(p)).back, name)
     return triton.gradients_of(x, made)
 
 
@@ -260,8 +313,12 @@ def remark(p: Problem) -> str | None:
     """What `explain` adds: whether sequences are split, and who runs the backward pass."""
     if p.gate == "channel":
         return by_channel.remark(p)
-    said = [] if p.V == p.K else [f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}"]
-    walked = p._replace(HV=p.HV * p.V // p.K, V=p.K, needs_grad=p.needs_grad and p.V == p.K)
+    wide, said = padded(p), []
+    if wide is not p:
+        said.append(f"it pads heads of {_widths(p)} to {wide.K} columns, in copies of q, k, v and o")
+    elif p.V != p.K:
+        said.append(f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}")
+    walked = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
     length, back = _lengths(walked)
     if p.pool is not None:
         length = split_prompt(walked, chip_of(p.device).processors)
@@ -275,3 +332,7 @@ def remark(p: Problem) -> str | None:
         elif back is not None:
             said.append(f"its backward pass walks segments of {back} tokens")
     return "; ".join(said) or None
+
+
+def _widths(p: Problem) -> str:
+    return f"{p.K}" if p.K == p.V else f"{p.K} and {p.V}"

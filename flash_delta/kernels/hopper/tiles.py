@@ -67,6 +67,7 @@ FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
 MEMBERS = 2  # value heads per program of `factor_chunks` at most; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
 HAND_OVER = triton.Tile(4, 3, 4096)
+PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies heads to another width
 # By the width of heads.
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 

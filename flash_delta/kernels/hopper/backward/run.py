@@ -1,5 +1,6 @@
 """The backward pass by hand: which calls it runs, and its launches, one after the other."""
 
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,16 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.backward.finish import run_finish
 from flash_delta.kernels.hopper.backward.memory import Ends, Parts, Trace, new_ends, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.padding import (
+    WIDTHS,
+    Found,
+    gradients_in,
+    new_padded,
+    padded,
+    pads,
+    run_narrow,
+    run_widen,
+)
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_compose_maps, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import Walk, maps_in, new_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
@@ -19,8 +30,6 @@ from flash_delta.kernels.runtime.launch import Kernels, remember, run
 from flash_delta.kernels.runtime.workspace import Residual, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients, with_flat_parameters
 from flash_delta.problem import Inputs, KnownCall, Problem
-
-WIDTHS = (64, 128)
 
 
 class Left(NamedTuple):
@@ -34,7 +43,7 @@ def unsupported(p: Problem) -> str | None:
     """Why the backward pass of ``p``, whose forward pass this backend runs, is that of ``triton``."""
     if p.dtype != torch.bfloat16:
         return f"U is divided by b, for which {p.dtype} has too few exponents"
-    if p.K not in WIDTHS or p.V != p.K:
+    if not pads(p) and (p.K not in WIDTHS or p.V != p.K):
         return f"K and V have to be 64 or 128, both; they are {p.K} and {p.V}"
     return None
 
@@ -48,13 +57,13 @@ def run_backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None,
     length: int | None, name: tuple,
 ) -> Inputs:  # fmt: skip
-    """What `gradients_of` makes gradients of. ``x``, ``do``: described to the copy engine without a copy. ``length``:
-    tokens of a segment, None where sequences are not split. ``saved``: of `for_backward`, and of `new_maps` if the
-    forward pass has left them. ``name``: by which the call is known from then on."""
+    """What `gradients_of` makes gradients of. ``x``, ``do``: described to the copy engine without a copy, unless heads
+    are padded. ``length``: tokens of a segment, None where sequences are not split. ``saved``: of `for_backward`, and
+    of `new_maps` if the forward pass has left them. ``name``: by which the call is known from then on."""
     found, kind = new_gradients(p, x), _kind(p)
     with on(p.device):
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal)))
-        kernels, spare = _prepare(p, saved, found, length)
+        kernels, spare = _prepare(p, x, (do, dfinal), saved, found, length)
         run(call, kernels, *found, left=saved, spare=spare)
     remember(call, (*x, do, dfinal), known, name)
     return found
@@ -65,7 +74,8 @@ def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
     and the gradient has no gaps."""
     nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    kernels, _ = _prepare(nowhere, (for_backward(nowhere).buffer,), new_gradients(nowhere, x), None)
+    saved = (for_backward(padded(nowhere)).buffer,)
+    kernels, _ = _prepare(nowhere, x, (do, None), saved, new_gradients(nowhere, x), None)
     return make_call(p, x, _kind(p), do, None), kernels
 
 
@@ -74,9 +84,13 @@ def _kind(p: Problem) -> tuple:
 
 
 def _prepare(
-    p: Problem, saved: tuple[Tensor, ...], found: Inputs, length: int | None
-) -> tuple[Kernels, tuple[Tensor | None, ...]]:
-    """What launches all kernels, and the memory that it takes for that, on the device of ``p``."""
+    given: Problem, x: Inputs, outer: tuple[Tensor, Tensor | None], saved: tuple[Tensor, ...], found: Inputs,
+    length: int | None,
+) -> tuple[Kernels, tuple[Tensor | None, ...]]:  # fmt: skip
+    """What launches all kernels, and the memory that it takes for that, on the device of ``given``. ``outer``: do and
+    dfinal."""
+    p, copies = padded(given), new_padded(given, x, *outer)
+    d = found if copies is None else gradients_in(copies, found)
     forward, maps = for_backward(p, saved[0]), saved[1:]
     walked, *kept = forward.views()
     parts, between = new_parts(p), new_ends(p, length)
@@ -84,7 +98,9 @@ def _prepare(
     walk = Walk(length, walked.A, None, *maps_in(p, length, *maps)) if maps else new_walk(p, length, walked.A)
 
     def kernels(c: Call) -> None:
-        do, dfinal = c.more
+        # The first kernel reads copies before it waits for the kernel before it, which has written them.
+        wide = run_widen(c, copies)._replace(apart=copies is not None)
+        do, dfinal = wide.more
         forms = [(walk, between)]
         if every(c):  # whole sequences, and segments
             one = p._replace(N=1, T=1)
@@ -92,9 +108,12 @@ def _prepare(
         for form in forms:
             memory = *form, trace, parts
             left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
-            run_kernels(c, walked, memory, left, do, dfinal, found)
+            run_kernels(wide, walked, memory, left, do, dfinal, d)
+        run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
-    return kernels, (*parts, *(() if maps else walk[2:]), *between, *(() if kept else trace))
+    made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
+    spare = *parts, *(() if maps else walk[2:]), *between, *(() if kept else trace), *made
+    return kernels, spare
 
 
 def run_kernels(
@@ -104,14 +123,15 @@ def run_kernels(
     """Launches all kernels, except those whose results the forward pass has left."""
     w, between, trace, parts = memory
     rates, split = walked.rates.view(-1, 4 * C), w.starts is not None
+    calls = chain((c,), repeat(c._replace(apart=False)))  # of the first launch, and of all others
     if split and not left.maps:
-        run_find_maps(c, rates, w)
+        run_find_maps(next(calls), rates, w)
         if not left.trace:
-            run_compose_maps(c, w)
+            run_compose_maps(next(calls), w)
     if not left.trace:
-        run_retrace(c, rates, w, trace)
+        run_retrace(next(calls), rates, w, trace)
     if split:
-        run_find_ends(c, rates, w, do, dfinal, between.D)
-        run_compose_back(c, w, between.D, between.ends, dfinal)
-    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d)
-    run_finish(c, walked, parts, d)
+        run_find_ends(next(calls), rates, w, do, dfinal, between.D)
+        run_compose_back(next(calls), w, between.D, between.ends, dfinal)
+    run_walk_back(next(calls), rates, w, trace, do, dfinal, between.ends, parts, d)
+    run_finish(next(calls), walked, parts, d)
