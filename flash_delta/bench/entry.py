@@ -142,6 +142,9 @@ class Entry:
                 x = make(workload, self.device)
                 run = timed(workload, prepare(workload, x), x)
                 host_ms.append(timing.host_us(run, self.device, calls=1) / 1e3)
+                x = run = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what so many sizes left: the others need the room
         stalls = [ms for ms in host_ms if ms > median(host_ms) + STALL_MS]
         return Lengths(len(host_ms), len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
 

@@ -5,8 +5,9 @@ method for what lies between a layer's projections: short convolution, norms, ga
 decoding rows and for drafts that is three launches. The tensors are those that vLLM has: its caches, its tables of
 blocks, its buffer for the output. Nothing is gathered, except for batches of drafts and prompts, as in vLLM's own code.
 
-``FLASH_DELTA_VLLM=1`` switches it on. It has run on CPUs only, so it is off by default. A call that these ops do not
-take, and all calls of a version of vLLM whose methods are others, go to vLLM's own code, and the log says why.
+``FLASH_DELTA_VLLM=1`` switches it on. It is off by default, since not every row of its run on a GPU was faster. A call
+that these ops do not take, and all calls of a version of vLLM whose methods are others, go to vLLM's own code, and the
+log says why.
 """
 
 import inspect
