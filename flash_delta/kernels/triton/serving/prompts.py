@@ -256,10 +256,10 @@ def finish_prompts(
 
 
 def new_convolved(p: Problem) -> tuple[Tensor, ...]:
-    """Memory for q, k and v after the convolution, if there is one. Prompts are one row, whose stride says nothing: it
-    is 0, so that no length changes what the rule's kernels are compiled for."""
-    sizes = (p.H, p.K), (p.H, p.K), (p.HV, p.V)
-    new, row = partial(torch.empty_strided, dtype=p.dtype, device=p.device), p.T if p.recurrent else 0
+    """Memory for q, k and v after the convolution, if there is one: in float32 for decoding. Prompts are one row, whose
+    stride says nothing: it is 0, so that no length changes what the rule's kernels are compiled for."""
+    sizes, dtype = ((p.H, p.K), (p.H, p.K), (p.HV, p.V)), torch.float32 if p.recurrent else p.dtype
+    new, row = partial(torch.empty_strided, dtype=dtype, device=p.device), p.T if p.recurrent else 0
     return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes if p.taps)
 
 

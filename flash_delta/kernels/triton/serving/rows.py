@@ -2,7 +2,7 @@
 
 `convolve_rows` puts q, k and v of all tokens of all rows through a short convolution and its SiLU. A program has BD
 channels of q, of k or of v of one row, and goes from token to token. It keeps their window in registers and leaves what
-comes out of the convolution in memory of the call, in q's dtype. It reads and writes the windows by the row's indices,
+comes out of the convolution in memory of the call, in float32. It reads and writes the windows by the row's indices,
 as `decode` does the states. So `decode` has a program for every head, or for a part of one, however many heads share q
 and k.
 
