@@ -273,6 +273,28 @@ class Stub:
         pass
 
 
+class Full(Stub):
+    """Fills the GPU when it is asked for lengths."""
+
+    stopped = False
+
+    def call(self, question, *arguments):
+        if question == "lengths":
+            raise Refused("OutOfMemoryError: CUDA out of memory.")
+        return super().call(question, *arguments)
+
+    def stop(self):
+        self.stopped = True
+
+
+def test_a_process_that_has_filled_the_gpu_makes_room():
+    worker, result = Full("fla", CPU, 1.0, False), Result(next(iter(rows("gdn-prefill").values())), "fla")
+    runner._finish(worker, result, with_lengths=True)
+    assert worker.stopped
+    assert result.notes == ["no lengths: OutOfMemoryError: CUDA out of memory."]
+    assert result.costs is not None
+
+
 @pytest.fixture
 def group(monkeypatch):
     monkeypatch.setattr(runner, "Worker", Stub)
