@@ -160,12 +160,12 @@ def state_role(
         O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
         O, S = warpgroup_mma_wait(0, deps=[O, S])
         mbarrier.arrive(done.index(s), count=1)
-        tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
-        barrier()  # all warps of the state group: none writes before that
-        out = so.index(t % NO)
-        box = reinterpret(out, ty, [1, 1, C, 64], BOX)
-        at = gl.where(token < begin, RAGGED, RAGGED - length + token)  # in front of the part all is clipped
-        store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
+        if token >= begin:
+            tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
+            barrier()  # all warps of the state group: none writes before that
+            out = so.index(t % NO)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
+            store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
     if walks & (end >= length):
         store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
 
