@@ -58,11 +58,13 @@ def channels(
     return p, x._replace(cu_seqlens=None, initial_state=None)
 
 
-def channel_gradients(*, raw: bool, bound: float | None = None) -> tuple[Problem, Inputs]:
-    """As many key heads as value heads; log decays are float32."""
+def channel_gradients(
+    *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True
+) -> tuple[Problem, Inputs]:
+    """As many key heads as value heads. Norms and g in float32 take most shared memory."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
-    x = x._replace(q=x.v, k=x.v, g=x.g if raw else x.g.float())
-    return p._replace(H=p.HV, needs_grad=True), x
+    x = x._replace(q=x.v, k=x.v, g=x.g.to(g_dtype))
+    return p._replace(H=p.HV, needs_grad=True, g_dtype=g_dtype, l2norm=l2norm), x
 
 
 def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
@@ -117,10 +119,12 @@ CHANNELS = {
 # For the backward pass: what `prepare` writes, of A and of L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 GRADIENTS = {
-    "channel-back": partial(channel_gradients, raw=False),
-    "channel-back-raw": partial(channel_gradients, raw=True),
-    "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0),
-    "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0),
+    "channel-back": partial(channel_gradients, raw=False, l2norm=False),
+    "channel-back-norm": partial(channel_gradients, raw=False),
+    "channel-back-raw": partial(channel_gradients, raw=True, g_dtype=torch.bfloat16),
+    "channel-back-raw-float32": partial(channel_gradients, raw=True),
+    "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0, g_dtype=torch.bfloat16),
+    "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0, l2norm=False),
 }
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
