@@ -173,36 +173,6 @@ def test_pieces(on_cpu, falling):
         assert relative_error(o, exact) <= allowed(relative_error(rounded, exact), torch.bfloat16)
 
 
-@pytest.mark.parametrize("lengths", [None, (0, 300, 1, 120)])
-@torch.no_grad()
-def test_parts(on_cpu, monkeypatch, lengths):
-    """Where gates forget, several programs walk parts of a sequence, to the same bits as one program that walks it all.
-    The first head forgets, the second one does not in one channel, the third one does in its second half only."""
-    x = inputs_of(replace(ROW, T=421, H=1, HV=3, lengths=lengths, options={}), torch.float32)
-    g = x["g"].data
-    g -= 3.0
-    g[:, :, 1, 77] = -0.01
-    g[:, :256, 2, 3:9] = -0.01
-    on_cpu("walk")
-    found, own = [], walk.walk_channels.function.__globals__
-    find = own["find_part"]
-    own["find_part"] = lambda *given: found.append(find(*given)) or found[-1]
-    monkeypatch.setattr(walk, "walk_parts", lambda p, chip: 1)
-    whole = KDA.op(**x)
-    found.clear()
-    monkeypatch.setattr(walk, "walk_parts", lambda p, chip: 3)
-    assert all(map(torch.equal, KDA.op(**x), whole))
-    walked = {(n, hv, first, begin, end) for n, hv, _, _, first, begin, end, walks in found if walks and begin < end}
-    if lengths is None:
-        assert walked == {
-            *((0, 0, *part) for part in ((0, 0, 192), (64, 192, 384), (256, 384, 421))),
-            (0, 1, 0, 0, 421),
-            *((0, 2, *part) for part in ((0, 0, 384), (256, 384, 421))),
-        }  # fmt: skip
-    else:
-        assert len(walked) == 3 + 1 + 1 + 3 + 3  # of 300 tokens a part more for the first head, of 1 and 120 none
-
-
 @pytest.mark.parametrize("how", ["walk", "loop"])
 @torch.no_grad()
 def test_parameters_may_be_missing(on_cpu, how):

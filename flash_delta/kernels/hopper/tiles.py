@@ -102,11 +102,6 @@ def walks_by_hand(p: Problem, chip: Chip) -> bool:
     return not p.batch_invariant and chip.processors >= 4 * p.N * p.HV
 
 
-def walk_parts(p: Problem, chip: Chip) -> int:
-    """Into how many parts `walk_channels` cuts a sequence where gates forget: as many as run at once."""
-    return max(1, chip.processors // (2 * p.N * p.HV))
-
-
 def loops_channels(p: Problem, chip: Chip) -> bool:
     """Whether `channel_loop` does it all: where enough multiprocessors have a program in every round. On an H100 8,192
     tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole one, however many heads

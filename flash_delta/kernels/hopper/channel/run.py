@@ -14,7 +14,7 @@ from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.tiles import channel_tiles, loops_channels, walk_parts, walks_by_hand
+from flash_delta.kernels.hopper.tiles import channel_tiles, loops_channels, walks_by_hand
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
@@ -49,17 +49,10 @@ def remark(p: Problem) -> str:
     elif split is not None:
         said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
-        said = [_by_hand(p) if _walks(p) else "'triton' walks the states"]
+        said = ["it walks half a state per program" if _walks(p) else "'triton' walks the states"]
     if p.needs_grad:
         said.append(f"'triton' walks the states back{_found(p)}")
     return "; ".join(said)
-
-
-def _by_hand(p: Problem) -> str:
-    """What `remark` says of `walk_channels`."""
-    parts = walk_parts(p, chip_of(p.device))
-    cut = f", and in {parts} parts of a sequence at once where gates forget" if parts > 1 else ""
-    return f"it walks half a state per program{cut}"
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
