@@ -9,8 +9,7 @@ from torch import Tensor
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases import padding
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
-from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
+from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_gates, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
@@ -195,18 +194,18 @@ def call_back(case: str, form: str) -> None:
     walked, *kept = for_backward(p).views()
     trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
     do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
-    parts, rates = new_parts(p), walked.rates.view(-1, 4 * C)
+    parts, gates = new_parts(p), new_gates(p)
     length = None if form == "back" else 128
     walk, between = new_walk(p, length, walked.A), new_ends(p, length)
     left = Left(trace=bool(kept), maps=False)
     if form == "back":
-        run_kernels(c, walked, (walk, between, trace, parts), left, do, dfinal, d)
+        run_kernels(c, walked.norms, (gates, walk, between, trace, parts), left, do, dfinal, d)
     elif form == "back-segments":
-        run_retrace(c, rates, walk, trace)
-        run_walk_back(c, rates, walk, trace, do, dfinal, between.ends, parts, d)
+        run_retrace(c, gates.rates, walk, trace)
+        run_walk_back(c, gates.rates, walk, trace, do, dfinal, between.ends, parts, d)
     else:
-        run_find_maps(c, rates, walk)
-        run_find_ends(c, rates, walk, do, dfinal, between.D)
+        run_find_maps(c, gates.rates, walk)
+        run_find_ends(c, gates.rates, walk, do, dfinal, between.D)
         run_compose_back(c, walk, between.D, between.ends, dfinal)
 
 
