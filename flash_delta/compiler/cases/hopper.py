@@ -9,6 +9,7 @@ from torch import Tensor
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases import padding
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
+from flash_delta.kernels.hopper.backward.finish import run_finish
 from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_gates, new_parts, new_trace
 from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
@@ -18,7 +19,7 @@ from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates, run_rates_back
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
@@ -209,6 +210,15 @@ def call_back(case: str, form: str) -> None:
         run_compose_back(c, walk, between.D, between.ends, dfinal)
 
 
+def call_gates_back() -> None:
+    """What training launches for gates that are given as log decays, without norms."""
+    p, x = problem_of(RuleCase())
+    p = p._replace(needs_grad=True)
+    c, gates = make_call(p, x, ("launches",))._replace(direct=False), new_gates(p)
+    run_rates_back(c, gates.rates, None, gates.decays)
+    run_finish(c, gates, None, new_parts(p), new_gradients(p, x))
+
+
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
@@ -232,6 +242,7 @@ def launches(target: str) -> Iterator[Launch]:
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, case, form))
+    yield Launch("training-logs-back", call_gates_back)
     yield from padding.launches()
     for case in CHANNELS:
         yield from (Launch(case + form, partial(call_channels, case, form)) for form in CHANNEL_FORMS)

@@ -129,7 +129,7 @@ def finish(
         db = beta_gradient(line, rate, beta_top, C, RAW_BETA)
         store_row(rows_of(dbeta, strides, row, hv), strides, db, token, stop, C)
     if GATE:
-        log_decays = decays
+        log_decays = rate  # or anything: they are read with a raw gate only
         if RAW_GATE:
             log_decays = decays + head * C
         given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)
