@@ -8,11 +8,9 @@ from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases import padding
+from flash_delta.compiler.cases.hopper_back import call_back, call_gates_back
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
-from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
-from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
-from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.backward.run import unsupported
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
@@ -20,11 +18,9 @@ from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
@@ -191,29 +187,6 @@ def call_walk(case: str) -> None:
     run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
 
 
-def call_back(case: str, form: str) -> None:
-    """The launches of the backward pass: of whole sequences; of segments, without what is found of their ends; of
-    that."""
-    p, x = CASES[case]()
-    c = make_call(p, x, ("launches",))._replace(direct=False)
-    walked, *kept = for_backward(p).views()
-    trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
-    do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
-    parts, rates = new_parts(p), walked.rates.view(-1, 4 * C)
-    length = None if form == "back" else 128
-    walk, between = new_walk(p, length, walked.A), new_ends(p, length)
-    left = Left(trace=bool(kept), maps=False)
-    if form == "back":
-        run_kernels(c, walked, (walk, between, trace, parts), left, do, dfinal, d)
-    elif form == "back-segments":
-        run_retrace(c, rates, walk, trace)
-        run_walk_back(c, rates, walk, trace, do, dfinal, between.ends, parts, d)
-    else:
-        run_find_maps(c, rates, walk)
-        run_find_ends(c, rates, walk, do, dfinal, between.D)
-        run_compose_back(c, walk, between.D, between.ends, dfinal)
-
-
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
@@ -236,7 +209,8 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):
-                yield Launch(f"{case}-{form}", partial(call_back, case, form))
+                yield Launch(f"{case}-{form}", partial(call_back, made, form))
+    yield Launch("training-logs-back", call_gates_back)
     yield from padding.launches()
     for case in CHANNELS:
         yield from (Launch(case + form, partial(call_channels, case, form)) for form in CHANNEL_FORMS)
