@@ -17,7 +17,8 @@ from test_serving_step import make_step
 import flash_delta
 from flash_delta.compiler.pool import clean_processes
 from flash_delta.ops.serving import Convolution, DecodeCalls, PrefillCalls, Serving, Slice, warmup, workspace_bytes
-from flash_delta.ops.serving.warmup import calls, prefill_call
+from flash_delta.ops.serving.around import NOTHING
+from flash_delta.ops.serving.warmup import calls, decode_call, prefill_call
 from flash_delta.problem import Inputs, Slots
 
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -179,6 +180,31 @@ def test_packed_rows_and_rolling_windows_are_described():
     KINDS["gdn"][0](**x, convolution=Convolution(longer.float(), *windows[1:], rolling=True), backend="triton")
     KINDS["gdn"][0](**x, convolution=Convolution(longer[:, :, :4], *windows[1:]), backend="triton")
     assert len(keys()) == len(before) + 3
+
+
+@needs_triton
+@pytest.mark.parametrize("form", [DecodeCalls(), DecodeCalls(output_norm=True), DecodeCalls(convolution=True)])
+@pytest.mark.parametrize("kind", SPECS)
+def test_workspace_of_a_decoding_step(kind, form, monkeypatch):
+    """That of what is between a convolution and the rule, whose parts' ends are rounded up."""
+    from flash_delta.kernels.triton import backend
+    from flash_delta.ops._backend import Explain
+
+    monkeypatch.setattr("flash_delta.ops.serving.memory.choose_backend", lambda problem, wish: "triton")
+    kept = []
+    monkeypatch.setattr(backend, "make_call", lambda *args, **options: None)
+    monkeypatch.setattr(backend, "remember", lambda *args: None)
+    monkeypatch.setattr(backend, "run", lambda call, kernels, o, spare: kept.extend(spare))
+    meta = torch.device("meta")
+    spec = replace(SPECS[kind], decode=(form,), prefill=())
+    op, x = decode_call(spec, form, 5, meta)
+    p = op(**x, backend=Explain("triton")).problem._replace(B=3, N=3, device=meta)
+    backend.decode(p, Inputs(**{n: x.get(n) for n in Inputs._fields}), Slots(None, None), NOTHING)
+    assert len(kept) == 3 * form.convolution
+    want = sum(-(-t.nbytes // 256) * 256 for t in kept)
+    assert workspace_bytes(spec, 15, 3, "cuda:0") == want
+    assert workspace_bytes(spec, 1000, 1, "cuda:0") == workspace_bytes(spec, 16, 2, "cuda:0")
+    assert (want > 0) == form.convolution
 
 
 @needs_triton
