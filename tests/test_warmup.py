@@ -182,6 +182,47 @@ def test_packed_rows_and_rolling_windows_are_described():
     assert len(keys()) == len(before) + 3
 
 
+def pages(count, drafts, D, device):
+    """vLLM's windows: blocks ``[W - 1 + drafts, D]`` on pages that are larger, as calls get them."""
+    page = (3 + drafts) * D + 80
+    return torch.zeros(count, page, device=device)[:, : (3 + drafts) * D].view(count, 3 + drafts, D).mT
+
+
+@needs_triton
+@pytest.mark.parametrize("drafts", [0, 3], ids=["tokens", "drafts"])
+def test_windows_of_vllm_are_described(drafts):
+    """Transposed, with gaps between blocks; with drafts they roll. A pool of another layout is another kernel's."""
+    device, D = torch.device(DEVICES["triton"]), 2 * 16 + 2 * 24
+    conv = {"conv_inputs": 3 + drafts, "conv_slot": (3 + drafts) * D + 80, "conv_channels_last": True}
+    form = DecodeCalls(True, drafts > 0, convolution=True, output_norm=True, cu_seqlens=drafts > 0)
+    prompts = PrefillCalls(True, True, convolution=True, output_norm=True)
+    spec = replace(SPECS["gdn"], **conv, conv_rolling=drafts > 0, decode=(form,), prefill=(prompts,))
+    assert {pool.stride() for pool in described(spec, device)} == {pages(2, drafts, D, device).stride()}
+    warmup(spec, device, "triton")
+    before = keys()
+    for B in (1, 3):
+        x, windows = make_step("gdn", B=B, T=1 + drafts, slots=9, bias=False, device=device)
+        index = torch.arange(B * (1 + drafts), dtype=torch.int32, device=device).view(B, 1 + drafts) % 9
+        x |= {"read_indices": index if drafts else index[:, 0], "write_indices": index if drafts else index[:, 0]}
+        if drafts:
+            x = packed(x | {"num_accepted_tokens": index[:, 0] * 0 + 1}, [1 + drafts] * B)
+        convolution = Convolution(pages(9, drafts, D, device), windows[1], rolling=drafts > 0)
+        KINDS["gdn"][0](**x, convolution=convolution, backend="triton")
+        assert keys() == before
+    op, x = prefill_call(spec, prompts, 17, 2, device)  # rows of g lie as those of one token, modulo 16
+    pool = torch.zeros(4, *x["state_pool"].shape[1:], device=device)
+    x |= {"state_pool": pool, "convolution": x["convolution"]._replace(pool=pages(4, drafts, D, device))}
+    op(**x, backend="triton")
+    assert keys() == before
+    dense = x["convolution"].pool.contiguous()
+    op(**(x | {"convolution": x["convolution"]._replace(pool=dense)}), backend="triton")
+    assert len(keys()) > len(before)
+
+
+def described(spec, device):
+    return [x["convolution"].pool for _, _, x in calls(spec, device)]
+
+
 @needs_triton
 @pytest.mark.parametrize("form", [DecodeCalls(), DecodeCalls(output_norm=True), DecodeCalls(convolution=True)])
 @pytest.mark.parametrize("kind", SPECS)
