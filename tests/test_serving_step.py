@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from prompt_truth import as_in_vllm
 from serving_truth import (
     DEVICES,
     KINDS,
@@ -243,6 +244,28 @@ def test_a_row_is_what_it_is_alone(activation, backend):
         assert torch.equal(o[0], found[0][b])
         assert torch.equal(pool[written], found[1][written])
         assert torch.equal(windows[written], found[2][written])
+
+
+@backends
+@pytest.mark.parametrize("rolling", [False, True])
+def test_windows_lie_as_in_vllm(rolling, backend):
+    """Transposed, with gaps between slots: the same bits, and nothing is written between them."""
+    x, conv = make_step("gdn-raw", B=2, T=3, L=5 if rolling else 3, V=8, device=DEVICES[backend])
+    x |= {"write_indices": slots([[2, 3, 4], [5, 6, 7]], x)}
+    pools = conv[0].clone(), as_in_vllm(conv[0])
+    assert not pools[1].is_contiguous()
+    o, again = (
+        KINDS["gdn-raw"][0](
+            **(x | {"state_pool": x["state_pool"].clone()}), convolution=Convolution(pool, *conv[1:], rolling=rolling),
+            backend=backend,
+        )
+        for pool in pools
+    )  # fmt: skip
+    assert torch.equal(again, o)
+    assert torch.equal(*pools)
+    assert not torch.equal(pools[0], conv[0])
+    (count, D, L), page = conv[0].shape, pools[1].stride(0)
+    assert pools[1].as_strided((count - 1, page - L * D), (page, 1), L * D).isnan().all()
 
 
 @backends
