@@ -17,6 +17,9 @@ from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 from flash_delta.reference.activation import l2norm, log_decay, strength
 from flash_delta.reference.tokens import read_states, write_states
 
+VECTOR = 32  # numbers that PyTorch takes at once, on a processor with the widest vectors
+OF_A_THREAD = 32768  # numbers, of which it gives none to another thread
+
 
 class Token(NamedTuple):
     """One token of n sequences, activated: a batch of value heads."""
@@ -113,7 +116,8 @@ def strength_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Ten
 
 
 def each_alone(activate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Of ``x`` without gaps, row by row. On a GPU a number's place does not matter."""
-    if x.device.type != "cpu" or len(x) < 2:
+    """Of ``x`` without gaps: each row as it is alone. They are taken together where none has numbers beside PyTorch's
+    vectors, and where threads cut none. On a GPU a number's place does not matter."""
+    if len(x) < 2 or x.device.type != "cpu" or (x[0].numel() % VECTOR == 0 and x.numel() <= OF_A_THREAD):
         return activate(x)
     return torch.stack([activate(row) for row in x.unbind(0)])
