@@ -121,15 +121,15 @@ CUTS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 130, 148, 149, 150)
 @backends
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "pool", "cuts"), [("gdn-raw", torch.float32, CUTS), ("kda-raw", torch.bfloat16, (3, 64, 70))]
+    ("kind", "dtype", "cuts"), [("gdn-raw", torch.float32, CUTS), ("kda-raw", torch.bfloat16, (3, 64, 70))]
 )
-def test_a_prompt_goes_on_from_any_checkpoint(kind, pool, cuts, batch_invariant, backend):
+def test_a_prompt_goes_on_from_any_checkpoint(kind, dtype, cuts, batch_invariant, backend):
     """With its window. From a multiple of 64 of a float32 pool it has the bits of the run that was not cut."""
-    x = make_prompts(kind, (150,), behind=2, slots=6, pool=pool, device=DEVICES[backend], **TINY)
+    x = make_prompts(kind, (150,), behind=2, slots=6, dtype=dtype, pool=dtype, device=DEVICES[backend], **TINY)
     x |= {"batch_invariant": batch_invariant}
     for cut in cuts:
         whole, rest = check_resumed(kind, x, cut, backend)
-        if batch_invariant and cut % 64 == 0 and pool == torch.float32:
+        if batch_invariant and cut % 64 == 0 and dtype == torch.float32:
             assert torch.equal(rest[0], whole[0][:, cut:])
             assert torch.equal(rest[1][1], whole[1][1])
 
