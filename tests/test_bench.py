@@ -86,6 +86,8 @@ def rows(group):
         ("serving", "16/32 batch 32, drafts of 4", 0.0788),
         ("serving", "16/32 1x32768, a checkpoint every 1024", 0.205),
         ("prompts", "16/32 1x8192", 0.0639),
+        ("steps", "16/32 batch 128", 0.1297),
+        ("kda-steps", "32/32 batch 128", 0.1322),
         ("layer", "2048 wide, 16/32 1x8192", 2.31),
         ("layer", "2048 wide, 16/32 batch 32", 0.0470),
         ("fla-gdn-forward", "2048 wide, 16/32 1x8192", 0.748),
@@ -558,6 +560,7 @@ def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("kda-gates", installed) == installed
     assert "flash_kda" not in taking_part("gdn-prefill", installed)
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
+    assert taking_part("kda-steps", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert eager(group).rows == []
     results = [
         Result(rows("serving")["16/32 64x1 + 1x2048"], name, eager_ms=Spread(ms, ms, ms))
