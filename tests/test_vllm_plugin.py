@@ -77,7 +77,7 @@ class Bailing(torch.nn.Module):
 
 
 class Kimi(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, drafts=0):
         super().__init__()
         torch.manual_seed(1)
         self.prefix, self.local_num_heads, self.head_dim, self.gate_lower_bound = "layer", H, K, -5.0
@@ -85,7 +85,10 @@ class Kimi(torch.nn.Module):
         self.conv1d = SimpleNamespace(weight=torch.randn(3 * H * K, 1, W))
         self.A_log, self.dt_bias = torch.randn(1, 1, H, 1), torch.randn(H * K) - 2
         self.o_norm = SimpleNamespace(weight=torch.rand(K), eps=1e-5, activation="sigmoid")
-        self.kv_cache = torch.randn(BLOCKS, W - 1, 3 * H * K), torch.randn(BLOCKS, H, K, K)
+        self.kv_cache = torch.randn(BLOCKS, W - 1 + drafts, 3 * H * K), torch.randn(BLOCKS, H, K, K)
+        self.num_spec, self.cache_config = drafts, SimpleNamespace(mamba_page_size_padded=None)
+
+    get_state_shape, get_state_dtype = Qwen.get_state_shape, Qwen.get_state_dtype
 
     def _forward(self, mixed_qkv, g1, g2, beta, core_attn_out):
         core_attn_out.fill_(9)
@@ -303,26 +306,51 @@ def test_while_vllm_profiles_every_form_of_calls_runs_once(batch, monkeypatch, d
     assert not out.any()
 
 
+def to_device(layer, device, page):
+    """With caches as vLLM has them: a page for each block, windows first."""
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(layer, name, value.to(device))
+        elif isinstance(getattr(value, "weight", None), torch.Tensor):
+            value.weight = value.weight.to(device)
+    inputs, states = layer.kv_cache
+    memory, size = torch.zeros(BLOCKS, page, device=device), inputs[0].numel()
+    layer.cache_config.mamba_page_size_padded = 4 * page
+    layer.kv_cache = (
+        memory[:, :size].view(inputs.shape), memory[:, size:][:, : states[0].numel()].view(states.shape),
+    )  # fmt: skip
+
+
+def call_of(kind, drafts, device):
+    """A layer, and what calls it with so many random tokens."""
+    if kind == "qwen":
+        layer = qwen(drafts=drafts)
+    else:
+        layer = sys.modules[plugin.LAYERS + ".kimi_gdn_linear_attn"].KimiGatedDeltaNetAttention(drafts=drafts)
+    to_device(layer, device, 4096)
+
+    def randn(*shape):
+        return torch.randn(*shape, device=device)
+
+    def call(count):
+        if kind == "qwen":
+            x, b, a = randn(count, D + 2 * HV).split([D, HV, HV], -1)
+            return layer._forward_core(x, b.contiguous(), a.contiguous(), randn(count, HV, V))
+        x, beta, _ = randn(count, 3 * H * K + H + 6).split([3 * H * K, H, 6], -1)
+        return layer._forward(x, randn(1, count, H, K), randn(count, H, K), beta[None], randn(1, count, H, K))
+
+    return call
+
+
 @needs_triton
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypatch, drafts):
+@pytest.mark.parametrize(("kind", "drafts"), [("qwen", 0), ("qwen", DRAFTS), ("kimi", 0)])
+def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypatch, kind, drafts):
     """What the launcher knows compiled code by: of every later batch it is there already."""
     from flash_delta.kernels.runtime import compile_key
 
     monkeypatch.setenv(ENVIRONMENT, "triton")
-    layer, device = qwen(drafts=drafts).to(DEVICES["triton"]), DEVICES["triton"]
-    page = 4096 if drafts else D * (W - 1) + HV * V * K
-    memory = torch.zeros(BLOCKS, page, device=device)
-    inputs = memory[:, : D * (W - 1 + drafts)].view(BLOCKS, -1, D)
-    states = memory[:, inputs[0].numel() :][:, : HV * V * K].view(BLOCKS, HV, V, K)
-    layer.cache_config.mamba_page_size_padded = 4 * page
-
-    def call(count):
-        projection = torch.randn(count, D + 2 * HV, device=device)
-        x, b, a = projection.split([D, HV, HV], -1)
-        layer._forward_core(x, b.contiguous(), a.contiguous(), torch.zeros(count, HV, V, device=device))
-
-    layer.kv_cache = inputs, states
+    device = DEVICES["triton"]
+    call = call_of(kind, drafts, device)
     call(40)
     before = dict(compile_key.numbers)
     assert before
@@ -330,19 +358,21 @@ def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypat
     def on(*values):
         return index(*values).to(device)
 
-    for count in (1, 3):
-        batch(num_decodes=count, num_actual_tokens=count, non_spec_state_indices_tensor=on(*range(1, 1 + count)))
-        call(count)
-    for bounds in ((0, 5), (0, 1, 70), (0, 16, 17, 33)):
-        rows = on(*range(1, len(bounds)))
-        batch(num_prefills=len(rows), num_actual_tokens=bounds[-1], non_spec_query_start_loc=on(*bounds),
-              non_spec_state_indices_tensor=rows, has_initial_state=rows > 1)  # fmt: skip
-        call(bounds[-1] + 2)
-    if drafts:
-        table, accepted = on(1, 2, 3, 4, 5, 6).view(2, 3), on(2, 1)
-        batch(num_spec_decodes=2, num_actual_tokens=5, spec_query_start_loc=on(0, 3, 5), num_accepted_tokens=accepted,
-              spec_state_indices_tensor=table, spec_sequence_masks=on(1, 1).bool())  # fmt: skip
-        call(5)
+    with flash_delta.forbid_compilation():
+        for count in (1, 3):
+            batch(num_decodes=count, num_actual_tokens=count, non_spec_state_indices_tensor=on(*range(1, 1 + count)))
+            call(count)
+        for bounds in ((0, 5), (0, 1, 70), (0, 16, 17, 33)):
+            rows = on(*range(1, len(bounds)))
+            batch(num_prefills=len(rows), num_actual_tokens=bounds[-1], non_spec_query_start_loc=on(*bounds),
+                  non_spec_state_indices_tensor=rows, has_initial_state=rows > 1)  # fmt: skip
+            call(bounds[-1] + 2)
+        if drafts:
+            table, accepted = on(1, 2, 3, 4, 5, 6).view(2, 3), on(2, 1)
+            batch(num_spec_decodes=2, num_actual_tokens=5, spec_query_start_loc=on(0, 3, 5),
+                  num_accepted_tokens=accepted, spec_state_indices_tensor=table,
+                  spec_sequence_masks=on(1, 1).bool())  # fmt: skip
+            call(5)
     assert compile_key.numbers.keys() == before.keys()
 
 
