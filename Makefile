@@ -5,8 +5,8 @@
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and interpreted
 # make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in trainers (Megatron-Core, axolotl,
-#             LLaMA-Factory, ms-swift, torchtitan, verl), and by Hugging Face kernels in transformers, on a CPU: some
-#             minutes to set up (3 GB), and some to run
+#             LLaMA-Factory, ms-swift, torchtitan, verl), and by Hugging Face kernels in transformers, on a CPU: twenty
+#             minutes on two cores, four of them to set up (3 GB)
 # make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network

@@ -2,6 +2,7 @@
 
 import html
 import os
+import random
 import re
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.bench import Group, Result, changes, runner, select, taking_part
-from flash_delta.bench.entry import Costs, Entry, Lengths, Samples
+from flash_delta.bench.entry import Costs, Entry, Lengths, Samples, drawn
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
 from flash_delta.bench.speed import SpeedUp, chart, newest, speed_ups, summary
@@ -249,6 +250,16 @@ def test_isolation(capfd):
     finally:
         isolated.stop()
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("group", "least"), [("gdn-prefill", 1), ("fla-gdn-forward", 65)])
+def test_random_lengths_make_the_call_that_was_timed(group, least):
+    """Of a few tokens fla's layers call other ops."""
+    draw, (workload, *_) = random.Random(0), rows(group).values()
+    sizes = [(w.N, w.N * w.T) for w in (drawn(workload, draw) for _ in range(3000))]
+    assert {N for N, _ in sizes} == {*range(1, 17)}
+    assert least <= min(tokens for _, tokens in sizes) < 65 + 16
+    assert 8000 < max(tokens for _, tokens in sizes) <= 8192
 
 
 class Stub:

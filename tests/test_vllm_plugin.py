@@ -3,15 +3,19 @@ the real ones."""
 
 import logging
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from serving_truth import DEVICES, needs_triton
 
 import flash_delta
+from flash_delta.integrations import _vllm_warmup
 from flash_delta.integrations import vllm as plugin
 from flash_delta.ops.serving import Convolution, OutputNorm
+from flash_delta.problem import ENVIRONMENT
 
 H, HV, K, V, W, DRAFTS, BLOCKS = 2, 4, 16, 16, 4, 2, 12
 D = 2 * H * K + HV * V
@@ -29,6 +33,16 @@ class Qwen(torch.nn.Module):
         self.A_log, self.dt_bias = torch.randn(HV), torch.randn(HV) - 2
         self.norm = SimpleNamespace(weight=torch.rand(V), eps=1e-6, activation="silu")
         self.kv_cache = torch.randn(BLOCKS, W - 1 + drafts, D), torch.randn(BLOCKS, HV, V, K)
+        self.num_spec, self.cache_config = drafts, SimpleNamespace(mamba_page_size_padded=None)
+
+    def get_state_shape(self):
+        return tuple(pool.shape[1:] for pool in self.kv_cache)
+
+    def get_state_dtype(self):
+        return tuple(pool.dtype for pool in self.kv_cache)
+
+    def split_ba(self, ba):
+        return ba.chunk(2, -1)
 
     def _forward_core(self, mixed_qkv, b, a, core_attn_out):
         core_attn_out.fill_(7)
@@ -36,9 +50,34 @@ class Qwen(torch.nn.Module):
     def _forward_core_fused_norm(self, mixed_qkv, b, a, output_gate, core_attn_out):
         core_attn_out.fill_(8)
 
+    def _forward_core_fused_norm_packed(self, mixed_qkvz, ba, core_attn_out):
+        core_attn_out.fill_(9)
+
+
+class Olmo(Qwen):
+    """Its beta reaches 2, and its norm is another method's."""
+
+    allow_neg_eigval = True
+
+
+class Bailing(torch.nn.Module):
+    """Its gates are computed before the method, and q, k and v have a convolution each."""
+
+    def __init__(self, safe=True):
+        super().__init__()
+        torch.manual_seed(2)
+        self.prefix, self.local_num_heads, self.head_dim = "layer", H, K
+        self.safe_gate, self.lower_bound, self.num_speculative_tokens = safe, -5.0, 0
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            setattr(self, name, SimpleNamespace(weight=torch.randn(H * K, 1, W)))
+        self.kv_cache = torch.randn(BLOCKS, W - 1, 3 * H * K), torch.randn(BLOCKS, H, K, K)
+
+    def _forward(self, q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out):
+        core_attn_out.fill_(9)
+
 
 class Kimi(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, drafts=0):
         super().__init__()
         torch.manual_seed(1)
         self.prefix, self.local_num_heads, self.head_dim, self.gate_lower_bound = "layer", H, K, -5.0
@@ -46,7 +85,10 @@ class Kimi(torch.nn.Module):
         self.conv1d = SimpleNamespace(weight=torch.randn(3 * H * K, 1, W))
         self.A_log, self.dt_bias = torch.randn(1, 1, H, 1), torch.randn(H * K) - 2
         self.o_norm = SimpleNamespace(weight=torch.rand(K), eps=1e-5, activation="sigmoid")
-        self.kv_cache = torch.randn(BLOCKS, W - 1, 3 * H * K), torch.randn(BLOCKS, H, K, K)
+        self.kv_cache = torch.randn(BLOCKS, W - 1 + drafts, 3 * H * K), torch.randn(BLOCKS, H, K, K)
+        self.num_spec, self.cache_config = drafts, SimpleNamespace(mamba_page_size_padded=None)
+
+    get_state_shape, get_state_dtype = Qwen.get_state_shape, Qwen.get_state_dtype
 
     def _forward(self, mixed_qkv, g1, g2, beta, core_attn_out):
         core_attn_out.fill_(9)
@@ -59,14 +101,17 @@ def batch(monkeypatch):
     modules = {
         plugin.LAYERS + ".qwen_gdn_linear_attn": {"QwenGatedDeltaNetAttention": type("Q", (Qwen,), {})},
         plugin.LAYERS + ".kimi_gdn_linear_attn": {"KimiGatedDeltaNetAttention": type("M", (Kimi,), {})},
+        plugin.LAYERS + ".olmo_gdn_linear_attn": {"OlmoHybridGatedDeltaNetAttention": type("O", (Olmo,), {})},
+        plugin.MODELS + ".bailing_moe_v3": {"BailingMoeV3KimiDeltaAttention": type("B", (Bailing,), {})},
         "vllm.forward_context": {"get_forward_context": lambda: context},
         "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},
     }
     for name, values in modules.items():
         module = ModuleType(name)
-        module.__dict__.update(values)
+        module.__dict__.update(values, __spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(plugin, "_active", [])
+    monkeypatch.setattr(_vllm_warmup, "_warm", set())
     monkeypatch.setattr(plugin, "_version", lambda package: "0.32.0" if package == "vllm" else None)
     monkeypatch.setenv(plugin.VARIABLE, "1")
     plugin.register()
@@ -198,10 +243,181 @@ def test_kimi(batch):
     judge(layer, given, out[0], want[:, 0])
 
 
-def test_while_vllm_profiles_nothing_runs(batch):
-    layer, out = qwen(), torch.zeros(3, HV, V)
-    layer._forward_core(torch.randn(3, D), torch.randn(3, HV), torch.randn(3, HV), out)
+def test_olmo(batch):
+    layer = sys.modules[plugin.LAYERS + ".olmo_gdn_linear_attn"].OlmoHybridGatedDeltaNetAttention()
+    x, a, b = torch.randn(2, D), torch.randn(2, HV), torch.randn(2, HV)
+    given, out, rows = options(layer), torch.zeros(2, HV, V), index(3, 1)
+    batch(num_decodes=2, num_actual_tokens=2, non_spec_state_indices_tensor=rows)
+    want = flash_delta.decode_gated_delta_rule(
+        *(t[:, None] for t in (*split(x), a, b)), read_indices=rows, write_indices=rows, allow_neg_eigval=True, **given
+    )
+    layer._forward_core(x, b, a, out)
+    judge(layer, given, out, want[:, 0])
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("prompts", [True, False])
+def test_bailing(batch, safe, prompts):
+    """Log decays and beta are given. Of q, k and v each has a convolution, and the windows lie in one pool."""
+    layer = sys.modules[plugin.MODELS + ".bailing_moe_v3"].BailingMoeV3KimiDeltaAttention(safe=safe)
+    x, g1, beta = torch.randn(5, 3 * H * K), -4 * torch.rand(1, 5, H, K), torch.rand(1, 5, H)
+    weight = torch.cat([conv.weight[:, 0] for conv in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)])
+    given = {
+        "state_pool": layer.kv_cache[1].clone(), "state_v_first": True, "null_slot": 0, "use_qk_l2norm_in_kernel": True,
+        "convolution": Convolution(layer.kv_cache[0].clone().mT, weight), "lower_bound": -5.0 if safe else None,
+    }  # fmt: skip
+    tokens, out = (*split(x, (H, H, H)), g1[0], beta[0]), torch.zeros(1, 5, H, K)
+    rows = index(3, 1) if prompts else index(3, 1, 4, 5, 0)
+    fields = {"num_actual_tokens": 5, "non_spec_state_indices_tensor": rows}
+    more = {"read_indices": rows, "write_indices": rows}
+    if prompts:
+        more |= {"cu_seqlens": index(0, 2, 5), "has_initial_state": torch.tensor([True, False]), "max_prompts": 2}
+        batch(num_prefills=2, non_spec_query_start_loc=more["cu_seqlens"],
+              has_initial_state=more["has_initial_state"], **fields)  # fmt: skip
+        want = flash_delta.prefill_kda(*(t[None] for t in tokens), **more, **given)[0]
+    else:
+        batch(num_decodes=5, **fields)
+        want = flash_delta.decode_kda(*(t[:, None] for t in tokens), **more, **given)[:, 0]
+    layer._forward(*x.split(H * K, -1), g1, beta, out)
+    judge(layer, given, out[0], want)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_while_vllm_profiles_every_form_of_calls_runs_once(batch, monkeypatch, drafts):
+    """On caches of its own, whose pages are vLLM's, and all rows are padding."""
+    called, run = [], _vllm_warmup.run
+
+    def counted(module, layer, x, m):
+        inputs, states = layer.options["convolution"].pool.mT, layer.options["state_pool"]
+        assert inputs.stride() == (4096, D, 1)
+        assert states.stride() == (4096, V * K, K, 1)
+        assert states.data_ptr() - inputs.data_ptr() == 4 * inputs[0].numel()
+        called.append((m.num_prefills, m.num_actual_tokens))
+        return run(module, layer, x, m)
+
+    monkeypatch.setattr(_vllm_warmup, "run", counted)
+    layer, out = qwen(drafts=drafts), torch.zeros(40, HV, V)
+    layer.cache_config.mamba_page_size_padded = 4 * 4096
+    before = [pool.clone() for pool in layer.kv_cache]
+    for count in (8, 40, 40):  # a few tokens are not enough for every form
+        layer._forward_core(torch.randn(count, D), torch.randn(count, HV), torch.randn(count, HV), out[:count])
+    assert called == [(0, 1), (0, 2), (2, 40)] + [(0, 1 + DRAFTS)] * bool(drafts)
+    assert all(map(torch.equal, layer.kv_cache, before))
     assert not out.any()
+
+
+def to_device(layer, device, page):
+    """With caches as vLLM has them: a page for each block, windows first."""
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            setattr(layer, name, value.to(device))
+        elif isinstance(getattr(value, "weight", None), torch.Tensor):
+            value.weight = value.weight.to(device)
+    inputs, states = layer.kv_cache
+    memory, size = torch.zeros(BLOCKS, page, device=device), inputs[0].numel()
+    layer.cache_config.mamba_page_size_padded = 4 * page
+    layer.kv_cache = (
+        memory[:, :size].view(inputs.shape), memory[:, size:][:, : states[0].numel()].view(states.shape),
+    )  # fmt: skip
+
+
+def call_of(kind, drafts, device):
+    """A layer, and what calls it with so many random tokens."""
+    if kind == "qwen":
+        layer = qwen(drafts=drafts)
+    else:
+        layer = sys.modules[plugin.LAYERS + ".kimi_gdn_linear_attn"].KimiGatedDeltaNetAttention(drafts=drafts)
+    to_device(layer, device, 4096)
+
+    def randn(*shape):
+        return torch.randn(*shape, device=device)
+
+    def call(count):
+        if kind == "qwen":
+            x, b, a = randn(count, D + 2 * HV).split([D, HV, HV], -1)
+            return layer._forward_core(x, b.contiguous(), a.contiguous(), randn(count, HV, V))
+        x, beta, _ = randn(count, 3 * H * K + H + 6).split([3 * H * K, H, 6], -1)
+        return layer._forward(x, randn(1, count, H, K), randn(count, H, K), beta[None], randn(1, count, H, K))
+
+    return call
+
+
+@needs_triton
+@pytest.mark.parametrize(("kind", "drafts"), [("qwen", 0), ("qwen", DRAFTS), ("kimi", 0)])
+def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypatch, kind, drafts):
+    """What the launcher knows compiled code by: of every later batch it is there already."""
+    from flash_delta.kernels.runtime import compile_key
+
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    device = DEVICES["triton"]
+    call = call_of(kind, drafts, device)
+    call(40)
+    before = dict(compile_key.numbers)
+    assert before
+
+    def on(*values):
+        return index(*values).to(device)
+
+    with flash_delta.forbid_compilation():
+        for count in (1, 3):
+            batch(num_decodes=count, num_actual_tokens=count, non_spec_state_indices_tensor=on(*range(1, 1 + count)))
+            call(count)
+        for bounds in ((0, 5), (0, 1, 70), (0, 16, 17, 33)):
+            rows = on(*range(1, len(bounds)))
+            batch(num_prefills=len(rows), num_actual_tokens=bounds[-1], non_spec_query_start_loc=on(*bounds),
+                  non_spec_state_indices_tensor=rows, has_initial_state=rows > 1)  # fmt: skip
+            call(bounds[-1] + 2)
+        if drafts:
+            table, accepted = on(1, 2, 3, 4, 5, 6).view(2, 3), on(2, 1)
+            batch(num_spec_decodes=2, num_actual_tokens=5, spec_query_start_loc=on(0, 3, 5),
+                  num_accepted_tokens=accepted, spec_state_indices_tensor=table,
+                  spec_sequence_masks=on(1, 1).bool())  # fmt: skip
+            call(5)
+    assert compile_key.numbers.keys() == before.keys()
+
+
+def test_a_packed_call_while_vllm_profiles_does_not_reach_vllms_own_code(batch):
+    """vLLM's would tune its kernels. The same method serves later calls."""
+    layer, x, ba = qwen(), torch.randn(40, D + HV * V), torch.randn(40, 2 * HV)
+    layer._forward_core_fused_norm_packed(x, ba, torch.zeros(40, HV, V))
+    assert len(_vllm_warmup._warm) == 1
+    x, ba, out = x[:3], ba[:3], torch.zeros(3, HV, V)
+    given, rows = options(layer), index(4, 2, 1)
+    batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=rows)
+    norm = OutputNorm(x[:, None, D:].unflatten(-1, (HV, V)), layer.norm.weight, 1e-6)
+    want = flash_delta.decode_gated_delta_rule(
+        *(t[:, None] for t in (*split(x[:, :D]), ba[:, HV:], ba[:, :HV])), read_indices=rows, write_indices=rows,
+        output_norm=norm, **given,
+    )  # fmt: skip
+    layer._forward_core_fused_norm_packed(x, ba, out)
+    judge(layer, given, out, want[:, 0])
+
+
+def test_a_layer_whose_kernels_fail_while_vllm_profiles_runs_on_vllms_own_code(batch, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(_vllm_warmup, "run", fail)
+    layer, out = qwen(), torch.zeros(40, HV, V)
+    with caplog.at_level(logging.WARNING, "vllm.flash_delta"):
+        layer._forward_core(torch.randn(40, D), torch.randn(40, HV), torch.randn(40, HV), out)
+    assert (out == 7).all()
+    assert "RuntimeError: no such instruction" in caplog.text
+
+
+def test_a_version_without_a_layer_or_with_one_that_cannot_be_imported(batch, monkeypatch, caplog):
+    """Of the first nothing is said."""
+    monkeypatch.delitem(sys.modules, plugin.MODELS + ".bailing_moe_v3")
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None if "bailing" in name else name)
+    broken = ModuleType("broken")
+    broken.__getattr__ = lambda name: 1 / 0
+    monkeypatch.setitem(sys.modules, plugin.LAYERS + ".olmo_gdn_linear_attn", broken)
+    plugin._active[:] = ["Q", "M"]
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert plugin._active == ["Q", "M"]
+    (warning,) = caplog.messages
+    assert warning.endswith("OlmoHybridGatedDeltaNetAttention: division by zero")
 
 
 def test_what_the_ops_do_not_take_runs_on_vllms_own_code(batch, caplog):
@@ -250,7 +466,7 @@ def test_other_methods_are_left_alone(batch, caplog):
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert Other._forward_core is method
-    assert plugin._active == ["M"]
+    assert plugin._active == ["O", "M", "B"]
     assert "_forward_core takes self, hidden_states" in caplog.text
 
 

@@ -31,6 +31,7 @@ ROUND_S = 0.5  # that one round of samples may take
 SAMPLES = 12  # of a round, if they fit
 LENGTHS = 1000  # random ones
 LENGTHS_S = 20.0  # after which the rest of them are left out
+STEPPED = 64  # tokens of a call that fla's layers step through, without gradients
 REPLAY_DIFFERS = (
     1e-3  # relative L2; a library need not repeat itself bitwise, but a graph must not replay stale numbers
 )
@@ -135,10 +136,7 @@ class Entry:
         prepare, end = contestants.load(self.contestant).prepare, time.perf_counter() + LENGTHS_S
         with triton_compilations() as compiled:
             while len(host_ms) < LENGTHS and time.perf_counter() < end:
-                decode = self.workload.kind == "decode"
-                N = draw.randint(1, 256 if decode else 16)
-                T = 1 if decode else draw.randint(1, 8192 // N)
-                workload = replace(self.workload, N=N, T=T, lengths=())
+                workload = drawn(self.workload, draw)
                 x = make(workload, self.device)
                 run = timed(workload, prepare(workload, x), x)
                 host_ms.append(timing.host_us(run, self.device, calls=1) / 1e3)
@@ -147,6 +145,14 @@ class Entry:
             torch.cuda.empty_cache()  # what so many sizes left: the others need the room
         stalls = [ms for ms in host_ms if ms > median(host_ms) + STALL_MS]
         return Lengths(len(host_ms), len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
+
+
+def drawn(workload: Workload, draw: random.Random) -> Workload:
+    """With random lengths. Of up to `STEPPED` tokens fla's layers make another call than the one that was timed."""
+    decode = workload.kind == "decode"
+    N = draw.randint(1, 256 if decode else 16)
+    least = STEPPED // N + 1 if workload.of_fla else 1
+    return replace(workload, N=N, T=1 if decode else draw.randint(least, 8192 // N), lengths=())
 
 
 def make(workload: Workload, device: torch.device) -> dict[str, Tensor]:

@@ -47,17 +47,29 @@ def calls_of(layer: Layer, x: Tokens, m: Any) -> list[tuple[Callable[..., Tensor
     return [_drafts(layer, drafts, m), _prompts(layer, others, m)]
 
 
+def _in_a_row(t: Tensor) -> Tensor:
+    """[1, n, ...]. What a view leaves as the stride of the first axis differs with n, and compiled code depends on how
+    it divides. Here it is a multiple of 16."""
+    row = -(-len(t) * t.stride(0) // 16) * 16
+    return t.as_strided((1, *t.shape), (row, *t.stride()))
+
+
+def _each_alone(t: Tensor) -> Tensor:
+    """[n, 1, ...]; of one token the strides of both axes are as above."""
+    return t[:, None] if len(t) > 1 else _in_a_row(t)
+
+
 def _rows(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """One token each."""
     rows = m.non_spec_state_indices_tensor[: len(x.q)]
-    return _call("decode", layer, x.each(lambda t: t[:, None]), {"read_indices": rows, "write_indices": rows})
+    return _call("decode", layer, x.each(_each_alone), {"read_indices": rows, "write_indices": rows})
 
 
 def _drafts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     table = m.spec_state_indices_tensor[: m.num_spec_decodes]
     more = {"read_indices": table, "write_indices": table, "num_accepted_tokens": m.num_accepted_tokens[: len(table)]}
     bounds = m.spec_query_start_loc[: len(table) + 1]
-    return _call("decode", layer, x.each(lambda t: t[None]), more | {"cu_seqlens": bounds})
+    return _call("decode", layer, x.each(_in_a_row), more | {"cu_seqlens": bounds})
 
 
 def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
@@ -69,7 +81,7 @@ def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], di
     if checkpoint is not None:
         more["checkpoint_offsets"] = checkpoint.checkpoint_offsets
         more["checkpoint_indices"] = checkpoint.state_indices
-    return _call("prefill", layer, x.each(lambda t: t[None]), more)
+    return _call("prefill", layer, x.each(_in_a_row), more)
 
 
 def _call(kind: str, layer: Layer, x: Tokens, more: dict[str, Any]) -> tuple[Callable[..., Tensor], dict[str, Any]]:

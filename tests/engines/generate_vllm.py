@@ -1,5 +1,5 @@
 """Completions of vLLM: ``python generate_vllm.py MODEL OUT OPTIONS``. Writes the tokens, their log-probabilities, how
-many tokens came from the prefix cache, and how often each op ran."""
+many tokens came from the prefix cache, and how often each worker ran each op."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # functions for its workers
 
 
 def prompts() -> list[list[int]]:
@@ -23,8 +24,8 @@ def prompts() -> list[list[int]]:
     return [*(tokens(n) * 3 for n in (5, 20, 70)), *(common + tokens(n) for n in (9, 40))]
 
 
-def count_calls() -> Counter:
-    """How often each op is called from now on. A CUDA graph counts once, when it is captured."""
+def count_calls(_: Any = None) -> Counter:
+    """How often this process calls each op from now on. A CUDA graph counts once, when it is captured."""
     from flash_delta.integrations import _vllm_calls as plugin
 
     counts, calls_of = Counter(), plugin.calls_of
@@ -34,8 +35,16 @@ def count_calls() -> Counter:
         counts.update(op.__name__ for op, _ in calls)
         return calls
 
-    plugin.calls_of = counted
+    plugin.calls_of, plugin.counts = counted, counts
     return counts
+
+
+def counted_calls(_: Any) -> dict[str, int]:
+    """What a worker of vLLM's has counted, and how many kinds of layers it had run before, while vLLM profiled."""
+    from flash_delta.integrations import _vllm_calls as plugin
+    from flash_delta.integrations import _vllm_warmup
+
+    return plugin.counts | {"warm": len(_vllm_warmup._warm)}
 
 
 def complete(llm: Any) -> list[tuple[list[int], list[float], int]]:
@@ -50,17 +59,50 @@ def complete(llm: Any) -> list[tuple[list[int], list[float], int]]:
     return found
 
 
+def allow_olmo() -> None:
+    """vLLM 0.32.0 cannot run OLMo-hybrid on a CPU: its layer tells Triton where memory comes from. Nor does it load
+    a checkpoint anywhere: its loader of convolutions is not told which of the three comes."""
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
+
+    make = olmo._make_fused_conv1d_weight_loader
+
+    def loader_of(*sizes):
+        load = make(*sizes)
+        return lambda parameter, loaded: load(parameter, loaded, loaded.shard_id)
+
+    olmo.set_triton_allocator, olmo._make_fused_conv1d_weight_loader = lambda device: None, loader_of
+
+
+def allow_kimi() -> None:
+    """vLLM's model for NVIDIA GPUs does not run on a CPU. That for AMD GPUs has the same layers of Kimi Delta
+    Attention. It imports numba, and vLLM's start on a CPU fails over what that leaves in sys.modules. Beside states
+    vLLM wants pages of 128 latents, and on a CPU its attention takes pages of 16 alone."""
+    sys.modules["numba"] = None
+    from vllm import ModelRegistry
+    from vllm.platforms.cpu import CpuPlatform
+
+    def align(config: Any, _: Any) -> None:
+        config.cache_config.mamba_page_size_padded = 16 * 576 * 2  # of 16 latents in bfloat16
+
+    CpuPlatform._align_hybrid_block_size = staticmethod(align)
+    ModelRegistry.register_model("KimiLinearForCausalLM", "vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM")
+
+
 def main(model: str, out: str, options: str) -> None:
     from vllm import LLM
 
-    counts = count_calls()
+    if "olmo" in model:
+        allow_olmo()
+    if "kimi" in model:
+        allow_kimi()
     settings = {"enforce_eager": True, "max_num_batched_tokens": 512} | json.loads(options)
     llm = LLM(
         model=model, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=8, dtype="bfloat16", seed=0, **settings
     )
+    llm.collective_rpc(count_calls)
     found = complete(llm) + complete(llm)  # the second time prompts may be in the prefix cache
     with open(out, "w") as file:
-        json.dump({"completions": found, "calls": counts}, file)
+        json.dump({"completions": found, "calls": llm.collective_rpc(counted_calls)}, file)
 
 
 if __name__ == "__main__":

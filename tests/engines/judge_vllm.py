@@ -11,11 +11,24 @@ import torch
 from generate_vllm import prompts
 
 
-def load(model: str) -> Any:
+def load(model: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to(device)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
+
+
+def complete_in_bfloat16(model: str) -> list[tuple[list[int], list[float], int]]:
+    """What transformers gives in vLLM's place, in vLLM's dtype."""
+    bfloat16, found = load(model, torch.bfloat16), []
+    for prompt in prompts():
+        given = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        ids = torch.tensor([prompt], device=bfloat16.device)
+        answer = bfloat16.generate(ids, **given, return_dict_in_generate=True, output_logits=True)
+        tokens = answer.sequences[0, len(prompt) :].tolist()
+        logprobs = torch.stack(answer.logits, 1)[0].float().log_softmax(-1)
+        found.append((tokens, logprobs[range(len(tokens)), tokens].tolist(), 0))
+    return found
 
 
 def judge(reference: Any, completions: Sequence[tuple[list[int], list[float], int]]) -> tuple[int, float]:

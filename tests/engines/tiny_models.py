@@ -1,10 +1,14 @@
-"""Tiny models with random weights, on disk: ``python tiny_models.py qwen3_next|kimi_linear FOLDER``."""
+"""Tiny models with random weights, on disk: ``python tiny_models.py qwen3_next|olmo_hybrid|kimi_linear FOLDER``."""
 
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 QWEN = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -15,14 +19,41 @@ QWEN = {
     "mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1, "initializer_range": 0.06, "eos_token_id": 1,
 }  # fmt: skip
 
+OLMO = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "max_position_embeddings": 4096, "initializer_range": 0.06, "eos_token_id": 1,
+    "pad_token_id": 0, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+# The names are those of checkpoints. On a CPU vLLM takes one width of latents, and states no larger than 16 of them.
+KIMI = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": None, "mla_use_nope": True, "hidden_act": "silu", "rms_norm_eps": 1e-5, "initializer_range": 0.06,
+    "linear_attn_config": {
+        "head_dim": 32, "num_heads": 2, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 3], "full_attn_layers": [4],
+    },
+    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 64, "num_shared_experts": 1,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
+    "use_grouped_topk": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 4, "moe_layer_freq": 1,
+    "model_max_length": 4096, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+RENAMED = {  # of what transformers writes, parts of names that vLLM knows in other words; transformers reads both
+    "olmo_hybrid": {"attention_layer_norm": "input_layernorm", ".feedforward_layer_norm": ".post_attention_layernorm"},
+    "kimi_linear": {".block_sparse_moe.": ".mlp."},
+}
+MODELS = {  # transformers' name, and the configuration
+    "qwen3_next": ("Qwen3Next", QWEN),
+    "olmo_hybrid": ("OlmoHybrid", OLMO),
+    "kimi_linear": ("KimiLinear", KIMI),
+}
 
-def qwen3_next() -> nn.Module:
-    config = Qwen3NextConfig(**QWEN)
-    config.architectures, config.dtype = ["Qwen3NextForCausalLM"], "bfloat16"
-    return Qwen3NextForCausalLM(config)
 
-
-MODELS = {"qwen3_next": qwen3_next}
+def build(name: str, config: dict[str, Any]) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(**config)
+    config.architectures, config.dtype = [f"{name}ForCausalLM"], "bfloat16"
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 def randomize(model: nn.Module) -> None:
@@ -41,9 +72,23 @@ def randomize(model: nn.Module) -> None:
 
 def make(name: str, folder: str) -> None:
     torch.manual_seed(0)
-    model = MODELS[name]().to(torch.bfloat16)
+    transformers_name, config = MODELS[name]
+    model = build(transformers_name, config).to(torch.bfloat16)
     randomize(model)
     model.save_pretrained(folder)
+    rename(Path(folder) / "model.safetensors", RENAMED.get(name, {}))
+    if name == "kimi_linear":  # as above: in the names of checkpoints
+        given = {"architectures": [f"{transformers_name}ForCausalLM"], "model_type": name, "dtype": "bfloat16"}
+        (Path(folder) / "config.json").write_text(json.dumps(given | config))
+
+
+def rename(path: Path, parts: dict[str, str]) -> None:
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        for old, new in parts.items():
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    save_file(tensors, path, {"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Calls while vLLM profiles, before there are states: so that kernels are compiled before the first request comes.
+
+A call has the tensors of vLLM's own try, and caches of two blocks that lie as vLLM's will. Every row is padding.
+"""
+
+from collections.abc import Callable, Iterator
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_delta.integrations._vllm_calls import Layer, Tokens, decline, run
+
+BLOCKS = 2
+LEAST = 32  # tokens: of fewer, vLLM is not profiling but trying sizes of batches
+_warm: set[tuple] = set()  # layers whose kernels are there
+
+
+def warm(module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> bool:
+    """Whether the ops run such a layer. Layers that differ in their weights alone are tried once."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    try:
+        key = type(module), str(module.get_state_shape()), str(module.get_state_dtype())
+        if key in _warm:
+            return True
+        layer, x = layer_of(_caches(module))
+        if len(x.q) < LEAST:
+            return True
+        if not all(run(module, layer, x, batch) for batch in _batches(module, x)):
+            return False
+        _warm.add(key)
+    except Exception as error:  # a server that cannot have our kernels starts with its own
+        decline(module, f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _caches(module: Any) -> tuple[Tensor, ...]:
+    """The windows and the states of a block lie in one page, windows first."""
+    pools = list(zip(module.get_state_shape(), module.get_state_dtype(), strict=True))
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in pools]
+    page = getattr(module.cache_config, "mamba_page_size_padded", None) or sum(sizes)
+    memory = torch.zeros(BLOCKS * page, dtype=torch.uint8, device=module.A_log.device)
+    found, start = [], 0
+    for (shape, dtype), size in zip(pools, sizes, strict=True):
+        strides = page // dtype.itemsize, *torch.empty(shape, device="meta").stride()
+        found.append(memory.view(dtype).as_strided((BLOCKS, *shape), strides, start // dtype.itemsize))
+        start += size
+    return tuple(found)
+
+
+def _batches(module: Any, x: Tokens) -> Iterator[SimpleNamespace]:
+    """Metadata as vLLM's. Of rows of one token a batch of one has other strides."""
+    device = x.q.device
+
+    def index(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    for count in (1, 2):
+        rows = {"non_spec_state_indices_tensor": index(*[0] * count), "spec_sequence_masks": None}
+        yield SimpleNamespace(**rows, num_prefills=0, num_decodes=count, num_actual_tokens=count)
+    rows |= {"non_spec_query_start_loc": index(0, 1, len(x.q)), "has_initial_state": index(0, 0).bool()}
+    yield SimpleNamespace(**rows, num_prefills=2, num_decodes=0, num_actual_tokens=len(x.q))
+    drafts = getattr(module, "num_spec", 0) or getattr(module, "num_speculative_tokens", 0)
+    if 0 < drafts < LEAST:
+        yield SimpleNamespace(
+            num_prefills=0, num_decodes=0, num_spec_decodes=1, num_actual_tokens=1 + drafts,
+            spec_sequence_masks=index(1).bool(), spec_state_indices_tensor=index(*[0] * (1 + drafts))[None],
+            num_accepted_tokens=index(1), spec_query_start_loc=index(0, 1 + drafts),
+        )  # fmt: skip
