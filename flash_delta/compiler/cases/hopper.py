@@ -11,6 +11,7 @@ from flash_delta.compiler.cases import padding
 from flash_delta.compiler.cases.hopper_back import call_back, call_gates_back
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.hopper.backward.run import unsupported
+from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
@@ -124,7 +125,7 @@ GRADIENTS = {
 }
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
-CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF}
+CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF, "-parts": CHANNEL_WHOLE}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
@@ -142,11 +143,15 @@ def call_channels(case: str, form: str) -> None:
     p, x = CHANNELS[case]()
     c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
     final, t = torch.empty(p.state_shape, device="meta"), CHANNEL_FORMS[form]
+    forgets = new_forgets(p)
+    if form == "-parts":
+        run_find_forgetting(c, forgets, 2)
+        return run_channel_loop(c, o, final, t, forgets, 2)
     if t is not None:
         return run_channel_loop(c, o, final, t)
     (w,) = Workspace(p, Prepared).views()
-    run_prepare(c, w, o)
-    run_walk_channels(c, w, o, final)
+    run_prepare(c, w, o, None, None, forgets)
+    run_walk_channels(c, w, o, final, forgets)
 
 
 def call_prepare(case: str, form: str) -> None:
