@@ -167,7 +167,7 @@ def state_role(
     v, step, t = gl.program_id(1) * 64 * HALVES, 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, length, token, begin, end, begins = find_part(item, cu_seqlens, T, parts, HV, PACKED)
-        row, state = start + length, (n * HV + hv) * K
+        row, state = start + length, (item if parts is None else item // parts) * K
         if not PACKED:
             row += n * T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
@@ -239,7 +239,8 @@ def state_role(
             if not BOUNDED:
                 fresh = last
             t += 1
-        if (end == length) & (begins | (begin < end)):
+        ends = True if parts is None else (begins | (begin < end)) & (end == length)
+        if ends:
             store_state(final, S, None, state, v, so, K, V_FIRST, NO)
             if HALVES == 2:
                 store_state(final, S2, None, state, 64, so, K, V_FIRST, NO)
@@ -252,9 +253,10 @@ def channel_loop(
     HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
     NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
+    PARTED: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states; item i is value head i % HV of sequence i // HV. With ``forgets`` it is that of
-    the parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
+    """``items``: the number of states; item i is value head i % HV of sequence i // HV. If PARTED, it is that of the
+    parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
     ty: gl.constexpr = q_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
@@ -280,7 +282,7 @@ def channel_loop(
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     work, given = (cu_seqlens, T, None, items), (sq, sk, sg)
-    if forgets is not None:
+    if PARTED:
         items = gl.where(all_forget(forgets, items - items // parts), items, 0)
         work = (cu_seqlens, T, parts, items)
     made = (rows, columns, maps, norms, strengths, lead, trail, flags)
@@ -313,7 +315,7 @@ def run_channel_loop(
         x.dt_bias, forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
         p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    own = CHANNEL_LOOP | t._asdict()
+    own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None}
     constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)
     grid = min(p.N * p.HV * parts, c.shape.chip.processors), 2 // t.HALVES
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)

@@ -22,7 +22,7 @@ def find_part(item, cu_seqlens, T, parts, HV: gl.constexpr, PACKED: gl.constexpr
     ``parts``: of every sequence; None if none is cut."""
     if parts is None:
         n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
-        return n, hv, start, size, size * 0, size * 0, size, size >= 0
+        return n, hv, start, size, size * 0, size * 0, size, True
     else:
         n, hv, start, size = bounds(item // parts, cu_seqlens, None, T, HV, PACKED)
         part, length = item % parts, part_length(size, parts)

@@ -1,0 +1,53 @@
+"""Which kernels Kimi Delta Attention's calls launch on Hopper, on a GPU that is none (pretended_gpu.py): all that a call
+of other sizes launches has been compiled by the first one, each under a name of its own."""
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+WALK, LOOP = ("prepare", "walk_channels"), ("channel_loop",)
+PARTS = ("find_forgetting", "channel_loop", *WALK)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Of what is compiled once."""
+    return tmp_path_factory.mktemp("driver")
+
+
+def launched(place, heads, calls):
+    """The kernels of the forward passes of ``calls``: lengths of packed sequences, one after the other."""
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import cuda_driver
+    from flash_delta.ops import _known_calls
+
+    _known_calls.calls.clear()
+    names, launch = [], cuda_driver.Replay.launch
+    with pretended_gpu(place), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cuda_driver.Replay, "launch", lambda replay, *a, **k: names.append(replay.names) or launch(replay, *a, **k)
+        )
+        for count, length in calls:
+            rows = [torch.zeros(1, count * length, heads, 128, dtype=torch.bfloat16) for _ in range(4)]
+            bounds = torch.arange(count + 1, dtype=torch.int32) * length
+            beta = torch.zeros(1, count * length, heads, dtype=torch.bfloat16)
+            flash_delta.chunk_kda(*rows, beta, cu_seqlens=bounds, backend="hopper")
+    return names
+
+
+@pytest.mark.parametrize(
+    ("heads", "calls", "kernels"),
+    [
+        (32, ((1, 8192), (8, 1024), (1, 300), (1, 8192)), (PARTS, LOOP, WALK, PARTS)),
+        (32, ((8, 1024), (1, 8192)), (LOOP, PARTS)),
+        (64, ((1, 2048), (8, 256)), (LOOP, LOOP)),
+    ],
+)
+def test_kernels(process, place, heads, calls, kernels):
+    assert tuple(process.submit(launched, place, heads, calls).result()) == kernels
