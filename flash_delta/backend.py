@@ -96,7 +96,8 @@ class Backend(Protocol):
         contiguous, in ``problem.dtype``; ``slots.out`` if it is there. An index outside of the pool, or
         ``problem.null_slot``, reads zeros and writes nothing. With ``slots.write_pool`` that pool is written, and the
         other is only read. With ``problem.most_tokens`` rows are packed and have lengths of their own. With
-        ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it."""
+        ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it, of o as
+        it is rounded or before that."""
 
     def prefill(
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
@@ -106,8 +107,8 @@ class Backend(Protocol):
         that o is rounded before the norm. Windows are read and written with states, at checkpoints too."""
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
-        """What ``prefill`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on "meta". It
-        may be missing; then `flash_delta.ops.serving.workspace_bytes` cannot be asked."""
+        """What ``prefill`` or ``decode`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on
+        "meta". It may be missing; then `flash_delta.ops.serving.workspace_bytes` cannot be asked."""
 
     def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
         """Fresh tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from prefill_truth import OPS, make_prefill, truth
-from serving_truth import coarser, without_null
+from prefill_truth import OPS, TOKENS, bounds, make_prefill, truth
+from serving_truth import coarser, slots, without_null
 
 from flash_delta.ops.serving import Convolution, OutputNorm
-from flash_delta.testing import assert_accurate
+from flash_delta.testing import allowed, assert_accurate, products_in, relative_error
 
 BITS = {4: torch.int32, 2: torch.int16}
 
@@ -39,6 +39,56 @@ def run_prompts(kind, x, backend):
     if pools[1] is not None:
         given["convolution"] = x["convolution"]._replace(pool=pools[1])
     return OPS[kind](**given, backend=backend), *pools
+
+
+def part_of(x, start, stop, **indices):
+    """A call with some of the tokens, as one sequence."""
+    tokens = {name: x[name][:, start:stop] for name in TOKENS} | {"cu_seqlens": bounds([stop - start], x)}
+    norm = x["output_norm"]
+    tokens["output_norm"] = norm and norm._replace(gate=norm.gate[:, start:stop])
+    return x | tokens | {name: slots(values, x) for name, values in indices.items()}
+
+
+def resumed(kind, x, cut, backend):
+    """What comes of a prompt that leaves a checkpoint after ``cut`` tokens, and of its rest, which goes on from it."""
+    last, stop = len(x["state_pool"]) - 1, int(x["cu_seqlens"][1])
+    at = {"checkpoint_indices": slots([last], x), "checkpoint_offsets": slots([cut], x), "checkpoint_every": None}
+    whole = run_prompts(kind, x | at, backend)
+    rest = part_of(x, cut, x["q"].shape[1], read_indices=[last]) | {"cu_seqlens": bounds([stop - cut], x)}
+    rest |= dict.fromkeys(at) | {"state_pool": whole[1], "convolution": x["convolution"]._replace(pool=whole[2])}
+    return whole, run_prompts(kind, rest, backend)
+
+
+def check_resumed(kind, x, cut, backend):
+    """The rest is as accurate as the dtypes allow, its windows are exact, and behind it are zeros."""
+    whole, rest = resumed(kind, x, cut, backend)
+    want, dtype = prompts_truth(kind, x), coarser(rest[0].dtype, rest[1].dtype)
+    with products_in(rest[0].dtype):
+        _, reference = resumed(kind, on_cpu(x), cut, "torch")
+    slot = x["write_indices"].tolist()
+    judged = {"o": (rest[0], reference[0], want[0][:, cut:])}
+    judged["state_pool"] = tuple(of[1][slot] for of in (rest, reference, want))
+    for name, (got, other, expected) in judged.items():
+        if expected.any():  # there are tokens
+            error, others = relative_error(got, expected), relative_error(other, expected)
+            assert error <= allowed(others, dtype), f"{name} after {cut}: {error:.2e}, torch {others:.2e}"
+    assert torch.equal(rest[2][slot].cpu(), want[2][slot])
+    assert torch.equal(rest[0].cpu() == 0, want[0][:, cut:] == 0)
+    return whole, rest
+
+
+def on_cpu(x):
+    def moved(y):
+        return y.cpu() if torch.is_tensor(y) else type(y)(*map(moved, y)) if isinstance(y, tuple) else y
+
+    return {name: moved(y) for name, y in x.items()}
+
+
+def as_in_vllm(windows):
+    """The same windows, transposed, on pages that are larger."""
+    slots, D, L = windows.shape
+    pages = windows.new_full((slots, L * D + 48), float("nan"))
+    return pages[:, : L * D].view(slots, L, D).mT.copy_(windows)
 
 
 def prompts_truth(kind, x):

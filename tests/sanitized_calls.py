@@ -56,6 +56,7 @@ def decode(kind, sizes):
     call(op, x | counted | {"write_indices": write}, write[:3].flatten())
     call(op, x | {"read_indices": write[:, 0], "write_indices": write, "parent_idx": slots(TREES, x)}, write.flatten())
     drafts(op, x, write)
+    steps(op, x, write)
     for where in BAD:
         for dtype in (torch.int32, torch.int64):
             x = make_call(kind, B=1 + len(BAD[where]) + (len(BAD_64) if dtype == torch.int64 else 0), **sizes)
@@ -88,6 +89,27 @@ def drafts(op, x, write):
         assert torch.equal(given["state_pool"][28:].cpu(), x["state_pool"][28:])
         others = [slot for slot in range(40) if slot not in (0, 7, 14, 21)]
         assert torch.equal(windows.cpu()[others], pool[others])
+
+
+def steps(op, x, write):
+    """With a convolution, whose windows are the states' slots, and a norm: chains and trees, also to other pools."""
+    D = sum(x[name][0, 0].numel() for name in ("q", "k", "v"))
+    given = x | {"write_indices": write, "read_indices": slots([30, 31, 99, 33], x)}
+    windows, weight = (torch.randn(*shape, dtype=x["q"].dtype) for shape in ((40, D, 3), (D, 4)))
+    norm = OutputNorm(torch.randn(x["v"].shape).to(DEVICE), torch.ones(x["v"].shape[3], device=DEVICE))
+    for tree in ({}, {"parent_idx": slots(TREES, x)}):
+        pool = windows.to(DEVICE)
+        around = {"convolution": Convolution(pool, weight.to(DEVICE)), "output_norm": norm}
+        call(op, given | tree | around, write[[0, 1, 3]].flatten())
+        assert torch.equal(pool.cpu()[28:], windows[28:])
+        assert torch.equal(pool.cpu()[14:21], windows[14:21])
+        inner = x["state_pool"].shape[1:]
+        target = torch.full((4, 7, D, 3), 7.0, dtype=x["q"].dtype, device=DEVICE)
+        around["convolution"] = Convolution(windows.to(DEVICE), weight.to(DEVICE), write_pool=target)
+        apart = {"write_pool": torch.full((4, 7, *inner), 7.0), "write_indices": slots([2, 0, 1, 99], x)}
+        op(**on_device(given | tree | apart), **around, backend="triton")
+        assert (target[[1, 3]] == 7).all()
+        assert not (target[[0, 2]] == 7).flatten(2).all(2).any()
 
 
 def prefill(kind, sizes):

@@ -5,10 +5,10 @@ from itertools import accumulate
 
 import torch
 from prompt_truth import convolved as convolved_prompts
-from serving_drafts import DRAFT, Scratch, Windows, packed
+from serving_drafts import DRAFT, Rolling, Scratch, convolved_rows, packed
 from serving_pool import IS_SLOT, NULL, Pool
-from serving_truth import KINDS, activated, make_call, without_null
-from test_serving_step import convolved_rows, normed
+from serving_truth import KINDS, activated, bits, make_call, without_null
+from test_serving_step import normed
 from torch.nn.utils.rnn import pad_sequence
 
 import flash_delta
@@ -73,17 +73,9 @@ def make_tokens(pool, kind, B, T):
     return x | {"state_pool": pool.slots, "null_slot": NULL} | pool.layer(B, T)
 
 
-def truth_of_inputs(pool, kind, x, convolve):
-    """What the recurrence takes, and the windows after the call, if there are some."""
-    if not pool.around:
-        return activated(kind, x), None
-    q, k, v, windows = convolve(without_null(x), pool.convolution)
-    return activated(kind, x | {"q": q, "k": k, "v": v}), windows.float()
-
-
 def judge(pool, x, o, want_o, written, before, windows):
-    """``before`` and ``windows``: memory at the call's start, and what has to be in it afterwards."""
-    if pool.around:
+    """``before``: memory at the call's start. ``written`` and ``windows``: what has to be in slots afterwards."""
+    if pool.around is not None:
         want_o = torch.where(want_o == 0, 0, normed(want_o, x["output_norm"]))
         pool.judge_windows(windows, before[1])
     pool.judge(o, want_o, written, before[0])
@@ -91,14 +83,18 @@ def judge(pool, x, o, want_o, written, before, windows):
 
 def decode(pool, kind, backend, requests, T, writes, tree=False):
     """T tokens of some requests. ``writes``: "none", "last" or "each" state. Judged by the recurrence."""
-    style = pool.random.choice(STYLES) if not pool.around else ()
-    rolling = "rolling" in style and not tree
+    style = pool.random.choice(STYLES)
     rows = [decoding_row(pool, request, T, writes) for request in requests]
     rows = with_padding(pool, rows, lambda: decoding_padding(pool, T, writes))
     x = make_tokens(pool, kind, len(rows), T)
     counted = pool.random.random() < 0.5
     x |= tables(pool, rows) if counted else {"read_indices": pool.index("read_indices", [row.read for row in rows])}
+    rolling = Rolling(pool, rows, x) if "rolling" in style and pool.around is not None and not tree else None
     scratch = Scratch(pool, rows, T, writes) if "apart" in style and writes != "none" else None
+    if rolling is not None:
+        x["convolution"] = rolling.convolution
+    elif scratch is not None and pool.around is not None:
+        x["convolution"] = pool.convolution._replace(write_pool=scratch.windows)
     if scratch is not None:
         x |= {"write_pool": scratch.slots, "write_indices": pool.index("write_indices", scratch.indices)}
     elif writes != "none":
@@ -108,30 +104,37 @@ def decode(pool, kind, backend, requests, T, writes, tree=False):
     if tree:
         x["parent_idx"] = pool.index("parent_idx", parents)
     x["v"][[row.request is None for row in rows]] = float("nan")
-    convolved = x
-    if rolling:
-        windows = Windows(pool, rows, x)
-        x["convolution"], convolved = windows.convolution, windows.convolved(x)
     for row in rows:  # without tokens nothing would be written to a slot that is kept
         row.length = pool.random.randint(int(writes == "last"), T) if "packed" in style else T
+    live = [live_tokens(row, of) for row, of in zip(rows, parents, strict=True)]
+    convolved, windows, inputs = (x, None, None) if pool.around is None else convolved_rows(pool, x, rows, live)
     before = pool.memory.clone(), pool.window_memory.clone()
-    inputs, left = truth_of_inputs(pool, kind, convolved, convolved_rows)
     op = KINDS[kind][0]
     o = packed(op, x, rows, backend, wide=writes == "each") if "packed" in style else op(**x, backend=backend)
-    want_o, after = expected_of_decoding(pool, inputs, rows, parents)
+    want_o, after = expected_of_decoding(pool, activated(kind, convolved), rows, live)
     kept = [kept_states(row, states, writes) for row, states in zip(rows, after, strict=True)]
-    written = {row.writes[t]: S for row, states in zip(rows, kept, strict=True) for t, S in states.items()}
-    judge(pool, x, o, want_o, {} if scratch is not None else written, before, left)
-    if rolling:
-        windows.judge(rows, after, writes != "none")
+    here = [(row.writes[t], b, t) for b, row in enumerate(rows) for t in kept[b] if scratch is None]
+    left = {} if windows is None or rolling is not None else {slot: windows[b][t] for slot, b, t in here}
+    judge(pool, x, o, want_o, {slot: kept[b][t] for slot, b, t in here}, before, left)
+    if rolling is not None:
+        rolling.judge(inputs, live, writes != "none")
     if scratch is not None:
-        scratch.judge(kept)
+        scratch.judge(kept, None if rolling is not None else windows)
+    go_on(pool, rows, kept, windows, scratch)
+
+
+def go_on(pool, rows, kept, windows, scratch):
+    """Of a draft any token is the last accepted. The engine copies what a call has left elsewhere."""
     for n, (row, states) in enumerate(zip(rows, kept, strict=True)):
-        if states:
-            t = pool.random.choice(list(states))  # of a draft, any token is the last accepted
-            row.request.at = row.writes[t]
-            if scratch is not None:
-                scratch.accept(n, row, t, states[t])
+        if not states:
+            continue
+        t = pool.random.choice(list(states))
+        row.request.at = row.writes[t]
+        if scratch is not None:
+            scratch.accept(n, row, t, states[t])
+        for token in states if scratch is None else (t,):
+            if windows is not None:
+                pool.windows[row.writes[token]] = windows[n][token].to(pool.windows)
 
 
 def kept_states(row, states, writes):
@@ -170,26 +173,27 @@ def tables(pool, rows):
     return {name: pool.index(name, values) for name, values in indices.items()}
 
 
-def is_live(slot, parent, after):
-    return slot in IS_SLOT and parent in (-1, *after)
+def live_tokens(row, parents):
+    """Tokens that are no padding, and which one each continues; -1: the row."""
+    live = {}
+    for t in range(row.length if row.request is not None else 0):
+        if row.writes[t] in IS_SLOT and parents[t] in (-1, *live):
+            live[t] = parents[t]
+    return live
 
 
-def expected_of_decoding(pool, x, rows, parents):
+def expected_of_decoding(pool, x, rows, live):
     """o ``[B, T, HV, V]``, and of each row the states after its tokens by their places, all in float64."""
     o, after = torch.zeros_like(x[2]), [{} for _ in rows]
     for t in range(o.shape[1]):
-        live = [
-            b
-            for b, row in enumerate(rows)
-            if row.request is not None and t < row.length and is_live(row.writes[t], parents[b][t], after[b])
-        ]
-        if not live:
+        here = [b for b, tokens in enumerate(live) if t in tokens]
+        if not here:
             continue
-        S = torch.stack([after[b].get(parents[b][t], pool.want[rows[b].read]) for b in live])
-        out, S = recurrent(*(y[live, t : t + 1] for y in x), initial_state=S)
+        S = torch.stack([after[b].get(live[b][t], pool.want[rows[b].read]) for b in here])
+        out, S = recurrent(*(y[here, t : t + 1] for y in x), initial_state=S)
         S = S.to(pool.dtype).double()  # as the ops promise, after every token
-        o[live, t] = out[:, 0]
-        for n, b in enumerate(live):
+        o[here, t] = out[:, 0]
+        for n, b in enumerate(here):
             after[b][t] = S[n]
     return o, after
 
@@ -215,14 +219,31 @@ def prefill(pool, kind, backend, requests, lengths, writes=True):
     x["has_initial_state"] = torch.tensor([piece.begun for piece in pieces], device=pool.device)
     x["batch_invariant"] = pool.random.random() < 0.3
     op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
-    before = pool.memory.clone(), pool.window_memory.clone()
-    inputs, windows = truth_of_inputs(pool, kind, x, convolved_prompts)
+    before, want = (pool.memory.clone(), pool.window_memory.clone()), None
+    rolling = pool.around is not None and pool.random.random() < 0.3
+    if rolling:
+        x["convolution"] = in_rolling_slots(pool)
+    convolved = x
+    if pool.around is not None:
+        q, k, v, want = convolved_prompts(without_null(x), x["convolution"])
+        convolved, want = x | {"q": q, "k": k, "v": v}, want.to(pool.device)
     o = op(**x, backend=backend)
-    want_o, written = expected_of_prefill(pool, inputs, pieces, bounds, writes, offsets)
+    want_o, written = expected_of_prefill(pool, activated(kind, convolved), pieces, bounds, writes, offsets)
     for piece in pieces:
         if piece.request is not None and writes:
             piece.request.at = piece.write
-    judge(pool, x, o, want_o, written, before, windows)
+    judge(pool, x, o, want_o, written, before, {} if rolling or want is None else dict(enumerate(want)))
+    if rolling:
+        assert torch.equal(bits(want.contiguous()), bits(x["convolution"].pool.contiguous())), "rolling windows"
+        pool.windows.copy_(want[:, :, : pool.W - 1])
+
+
+def in_rolling_slots(pool):
+    """The windows of all slots, with anything behind them."""
+    slots, D, inputs = pool.windows.shape
+    memory = pool.randn((slots, D + 1, inputs + 4))[0].to(pool.windows.dtype)
+    memory[:, 1:, 2 : 2 + inputs] = pool.windows
+    return pool.convolution._replace(pool=memory[:, 1:, 2:], rolling=True)
 
 
 def prefill_piece(pool, request, length, writes, offsets):

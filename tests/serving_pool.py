@@ -3,7 +3,7 @@
 import random
 
 import torch
-from serving_truth import coarser
+from serving_truth import bits, coarser
 
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
@@ -20,21 +20,24 @@ class Pool:
     """Slots with gaps between them, and memory before and behind them; what nobody wrote is NaN.
 
     ``want`` says for each slot that somebody wrote what is in it, ``[HV, K, V]`` float64: what the recurrence makes of
-    the tokens so far, with the roundings that the ops promise and no other. ``around``: calls also have a convolution,
-    whose windows lie in slots of their own, with gaps, and an output norm.
+    the tokens so far, with the roundings that the ops promise and no other. ``around``: calls also have an output norm
+    and a convolution, whose windows of this dtype lie in slots of their own, with gaps.
     """
 
     H, HV, K, V = 1, 2, 8, 16
+    W = 4  # taps of the convolution, whose windows hold the inputs before the next token
 
-    def __init__(self, dtype, v_first, device, seed, around=False):
+    def __init__(self, dtype, v_first, device, seed, around=None):
         self.dtype, self.v_first, self.device, self.random = dtype, v_first, device, random.Random(seed)
         rows, columns = (self.V, self.K) if v_first else (self.K, self.V)
         shape = (SLOTS + 4, self.HV, rows + 1, columns + 2)
         self.memory = torch.full(shape, float("nan"), dtype=dtype, device=device)
         self.slots, self.states = self.views(self.memory)
         self.around, D = around, 2 * self.H * self.K + self.HV * self.V
-        self.window_memory = torch.full((SLOTS + 4, D + 1, 6), float("nan"), device=device)
-        self.convolution = Convolution(self.window_memory[2:-2, 1:, 1:5], *self.randn((D, 4), (D,)))
+        shape = (SLOTS + 4, D + 1, self.W + 1)
+        self.window_memory = torch.full(shape, float("nan"), dtype=around or torch.float32, device=device)
+        self.windows = self.windows_in(self.window_memory)
+        self.convolution = Convolution(self.windows, *self.randn((D, self.W), (D,)))
         self.free = [slot for slot in range(SLOTS) if slot not in CANARIES]
         self.want: dict[int, torch.Tensor] = {}
         self.calls, self.outputs, self.index_dtypes = 0, [], {}
@@ -45,7 +48,7 @@ class Pool:
 
     def layer(self, B, T):
         """What calls have around the rule."""
-        if not self.around:
+        if self.around is None:
             return {}
         gate, weight = self.randn((B, T, self.HV, self.V), (self.V,))
         return {"convolution": self.convolution, "output_norm": OutputNorm(gate, weight)}
@@ -54,6 +57,9 @@ class Pool:
         """The slots as the ops are given them, and as ``[SLOTS, HV, K, V]``."""
         slots = memory[2:-2, :, 1:, 2:]
         return slots, slots.mT if self.v_first else slots
+
+    def windows_in(self, memory):
+        return memory[2:-2, 1:, 1 : self.W]
 
     def take(self):
         """A random free slot."""
@@ -65,7 +71,7 @@ class Pool:
             self.want.pop(slot, None)
         self.free += slots
         self.slots[slots] = float("nan")
-        self.convolution.pool[slots] = float("nan")
+        self.windows[slots] = float("nan")
 
     def canary(self):
         return self.random.choice(CANARIES)
@@ -79,11 +85,11 @@ class Pool:
         dtype = self.index_dtypes.setdefault(name, self.random.choice((torch.int32, torch.int64)))
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def judge_windows(self, want, before):
-        """Windows are inputs as they came. ``want``: of all slots; ``before``: the memory at the call's start."""
-        before[2:-2, 1:, 1:5] = want
-        same = torch.equal(before.view(torch.int32), self.window_memory.view(torch.int32))
-        assert same, f"call {self.calls} left other windows than expected"
+    def judge_windows(self, written, before):
+        """Windows are inputs as they came. ``written``: slot -> window; ``before``: the memory at the call's start."""
+        for slot, window in written.items():
+            self.windows_in(before)[slot] = window
+        assert torch.equal(bits(before), bits(self.window_memory)), f"call {self.calls} left other windows"
 
     def judge(self, o, want_o, written, before):
         """A call's outcome is as accurate as the dtypes allow, zero where there is padding, and every number in memory
@@ -99,8 +105,7 @@ class Pool:
             got, dtype = self.states[places], coarser(o.dtype, self.dtype)
             assert_accurate(f"state_pool after {which}", got, torch.stack(list(written.values())), dtype)
             self.views(before)[1][places] = got
-        bits = {4: torch.int32, 2: torch.int16}[before.itemsize]
-        assert torch.equal(before.view(bits), self.memory.view(bits)), f"{which} wrote where it should not"
+        assert torch.equal(bits(before), bits(self.memory)), f"{which} wrote where it should not"
         self.want |= written
 
     def judge_outputs(self):

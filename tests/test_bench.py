@@ -87,6 +87,8 @@ def rows(group):
         ("serving", "16/32 batch 32, drafts of 4", 0.0788),
         ("serving", "16/32 1x32768, a checkpoint every 1024", 0.205),
         ("prompts", "16/32 1x8192", 0.0639),
+        ("steps", "16/32 batch 128", 0.1297),
+        ("kda-steps", "32/32 batch 128", 0.1322),
         ("layer", "2048 wide, 16/32 1x8192", 2.31),
         ("layer", "2048 wide, 16/32 batch 32", 0.0470),
         ("fla-gdn-forward", "2048 wide, 16/32 1x8192", 0.748),
@@ -282,6 +284,28 @@ class Stub:
 
     def stop(self):
         pass
+
+
+class Full(Stub):
+    """Fills the GPU when it is asked for lengths."""
+
+    stopped = False
+
+    def call(self, question, *arguments):
+        if question == "lengths":
+            raise Refused("OutOfMemoryError: CUDA out of memory.")
+        return super().call(question, *arguments)
+
+    def stop(self):
+        self.stopped = True
+
+
+def test_a_process_that_has_filled_the_gpu_makes_room():
+    worker, result = Full("fla", CPU, 1.0, False), Result(next(iter(rows("gdn-prefill").values())), "fla")
+    runner._finish(worker, result, with_lengths=True)
+    assert worker.stopped
+    assert result.notes == ["no lengths: OutOfMemoryError: CUDA out of memory."]
+    assert result.costs is not None
 
 
 @pytest.fixture
@@ -547,6 +571,7 @@ def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("kda-gates", installed) == installed
     assert "flash_kda" not in taking_part("gdn-prefill", installed)
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
+    assert taking_part("kda-steps", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert eager(group).rows == []
     results = [
         Result(rows("serving")["16/32 64x1 + 1x2048"], name, eager_ms=Spread(ms, ms, ms))

@@ -11,12 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from flash_delta import chunk_kda
+from flash_delta import chunk_kda, decode_gated_delta_rule, decode_kda, fused_recurrent_gated_delta_rule
 from flash_delta.bench.contestants import NAMES, load
 from flash_delta.bench.contestants.call import NO_CHOICE
 from flash_delta.bench.runner import PEERS_ALLOWED
 from flash_delta.bench.workloads import WORKLOADS
-from flash_delta.testing import Workload, assert_accurate, judge, judge_prompts, make_prompts, make_tensors, options
+from flash_delta.testing import Workload, assert_accurate, judge, judge_around, make_around, make_tensors, options
 
 ROOT = Path(__file__).parent.parent
 TINY = {"dtype": "float32", "K": 16, "V": 24}
@@ -100,15 +100,44 @@ def test_plain_calls_of_serving_do_the_same_again_and_again(row):
 def test_prompts_in_one_call_and_in_several():
     """With convolution and norm, again and again."""
     row = Workload("t", "prefill", "gdn", 2, 4, 4, 70, lengths=(1, 70, 1, 3), l2norm=True, around=True, **TINY)
-    x = make_prompts(row, "cpu")
+    x = make_around(row, "cpu")
     assert x["q"].data_ptr() == x["mixed"].data_ptr()
     for name in ("flash_delta", "plain"):
         call = load(name).prepare(row, x)
         first, (o, states) = call.run()[0].clone(), call.run()
         assert torch.equal(o, first)
         results = {"o": o, "final_state": states.mT if call.state_v_first else states}
-        assert all(error < 1e-5 for error, _ in judge_prompts(row, x, results).values()), name
-        assert judge_prompts(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
+        assert all(error < 1e-5 for error, _ in judge_around(row, x, results).values()), name
+        assert judge_around(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
+
+
+STEPS = [
+    Workload("t", "decode", "gdn", 2, 4, 3, 1, packed=False, l2norm=True, raw=True, around=True, **TINY),
+    Workload("t", "decode", "kda", 2, 2, 3, 1, packed=False, l2norm=True, raw=True, around=True, **TINY),
+]
+
+
+def judged_steps(name: str, row: Workload) -> None:
+    """A step is right, and so is the next one, which goes on from its states and its windows."""
+    x = make_around(row, "cpu")
+    assert x["q"].data_ptr() == x["mixed"].data_ptr()
+    call = load(name).prepare(row, x)
+    o, pool = call.run()
+    results = {"o": o.clone(), "final_state": pool.mT.clone()}
+    errors = judge_around(row, x, results)
+    assert all(error < 1e-5 for error, _ in errors.values()), name
+    assert judge_around(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
+    shifted = torch.cat([x["windows"][..., 1:], x["mixed"].mT], 2)
+    again = x | {"initial_state": results["final_state"], "windows": shifted}
+    o, pool = call.run()
+    errors = judge_around(row, again, {"o": o, "final_state": pool.mT})
+    assert all(error < 1e-5 for error, _ in errors.values()), f"the second step of {name}"
+
+
+@pytest.mark.parametrize("name", ["flash_delta", "plain"])
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: row.member)
+def test_steps_in_one_call_and_in_several(row, name):
+    judged_steps(name, row)
 
 
 def test_ours_takes_packed_sequences():
@@ -153,6 +182,41 @@ def test_flash_kda_gets_what_it_documents(monkeypatch):
     library(monkeypatch, "flash_kda", "fwd", fwd)
     for row in (KDA, replace(KDA, gates="dt_bias = 0")):
         assert judged("flash_kda", row) < PEERS_ALLOWED
+
+
+def on_pool(op, q, k, v, g, beta, pool, slots, out, **chosen):
+    """Stands for a peer's function that decodes on a pool, which takes tensors without gaps."""
+    assert all(t.is_contiguous() for t in (q, k, v))
+    slots = {"read_indices": slots, "write_indices": slots, "state_v_first": True, "out": out}
+    return op(q, k, v, g, beta, pool, **slots, **chosen), pool
+
+
+def test_flashinfer_decodes_steps(monkeypatch):
+    def pretranspose(
+        q, k, v, state, initial_state, initial_state_indices, A_log, a, dt_bias, b, output, use_qk_l2norm
+    ):  # fmt: skip
+        assert state is None
+        chosen = {"A_log": A_log, "dt_bias": dt_bias, **IN_KERNEL}
+        return on_pool(
+            decode_gated_delta_rule, q, k, v, a, b, initial_state, initial_state_indices, output, **chosen
+        )  # fmt: skip
+
+    library(monkeypatch, "flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose", pretranspose)
+    judged_steps("flashinfer", STEPS[0])
+
+
+def test_fla_decodes_steps(monkeypatch):
+    """Its op for Gated DeltaNet makes new states, which are scattered; that for KDA moves the pool on."""
+
+    def kda(q, k, v, g, beta, initial_state, ssm_state_indices, inplace_final_state, state_v_first, out, **chosen):
+        assert inplace_final_state
+        assert state_v_first
+        return on_pool(decode_kda, q, k, v, g, beta, initial_state, ssm_state_indices, out, **chosen)
+
+    library(monkeypatch, "fla.ops.kda.fused_recurrent", "fused_recurrent_kda_fwd", kda)
+    judged_steps("fla", STEPS[1])
+    library(monkeypatch, "fla.ops", "fused_recurrent_gated_delta_rule", fused_recurrent_gated_delta_rule)
+    judged_steps("fla", STEPS[0])
 
 
 def test_cula_gets_what_it_documents(monkeypatch):
@@ -234,6 +298,8 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "serving",
         "layer",
         "prompts",
+        "steps",
+        "kda-steps",
         *WIDTHS,
         *OF_FLA,
     },
@@ -248,11 +314,13 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "kda-decode",
         "layer",
         "prompts",
+        "steps",
+        "kda-steps",
         *WIDTHS,
         *OF_FLA,
     },
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
-    "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts"},
+    "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts", "steps"},
     "cudnn": {"kda-forward", "kda-training"},
     "cudnn_bfloat16": {"kda-forward"},
     "flash_kda": {"kda-forward"},

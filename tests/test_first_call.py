@@ -1,5 +1,6 @@
 """How a first call compiles: kernels' first code in turns, the largest kernels first, both passes in one go."""
 
+import gc
 import shutil
 import sys
 import threading
@@ -18,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime import launch, turns
 from flash_delta.problem import NormProblem
@@ -57,34 +59,55 @@ def test_both_languages_take_turns_once():
     assert all(hasattr(make, "__wrapped__") and not hasattr(make.__wrapped__, "__wrapped__") for make in made)
 
 
+def test_no_garbage_is_collected_in_a_turn():
+    def fail():
+        assert not gc.isenabled()
+        raise ValueError("no code")
+
+    assert gc.isenabled()
+    assert turns._in_turn(turns._in_turn(gc.isenabled))() is False
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="no code"):
+        turns._in_turn(fail)()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        turns._in_turn(gc.isenabled)()
+        assert not gc.isenabled(), "whoever switched it off wants it off"
+    finally:
+        gc.enable()
+
+
 class Kernel:
-    """Stands for one, of so many characters."""
+    """Stands for one with so many descriptors, of so many characters."""
 
-    def __init__(self, gluon, size, asked):
-        self.is_gluon, self.src, self.asked = lambda: gluon, size * " ", asked
+    def __init__(self, descriptors, size, asked):
+        self.given = [object.__new__(TensorDescriptor) for _ in range(descriptors)]
+        self.src, self.asked = size * " ", asked
 
-    def warmup(self, *, grid):
+    def warmup(self, *given, grid):
         self.asked.append(self)
         return SimpleNamespace(result=lambda: (self, grid))
 
 
 def test_large_kernels_are_compiled_first(monkeypatch):
-    """Those by hand before others, whatever the order of launches."""
+    """Those with many descriptors before others, whatever the order of launches."""
     monkeypatch.setattr(launch.fastcall, "API", None)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_ready", set())
     monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
     asked = []
-    small, large, by_hand, longer = (Kernel(*of, asked) for of in ((False, 1), (False, 9), (True, 5), (True, 7)))
+    small, large, by_hand, longer = (Kernel(*of, asked) for of in ((0, 1), (0, 9), (2, 5), (2, 7)))
+    whole = Kernel(3, 5, asked)
 
     def kernels(c):
-        for kernel in (small, by_hand, large, longer):
-            c.compiling[id(kernel),] = partial(kernel.warmup, grid=1)
-            c.compiling[id(kernel),] = partial(kernel.warmup, grid=2)
+        for kernel in (small, by_hand, large, whole, longer):
+            c.compiling[id(kernel),] = partial(kernel.warmup, *kernel.given, grid=1)
+            c.compiling[id(kernel),] = partial(kernel.warmup, *kernel.given, grid=2)
 
     p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), eps=1e-5, activation=None)
     launch._compile((launch.Call(p, None, (), SimpleNamespace(key=7), False), kernels))
-    assert asked == [longer, by_hand, large, small]
+    assert asked == [whole, longer, by_hand, large, small]
     assert launch._compiled == {(id(kernel),): (kernel, 2) for kernel in asked}
     assert launch._ready == {7}
 

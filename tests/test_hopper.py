@@ -15,11 +15,12 @@ from triton.runtime.driver import driver
 import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend, boxes, layouts
+from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward import loop, rates
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
-from flash_delta.kernels.runtime import cuda_driver, descriptors
+from flash_delta.kernels.runtime import arguments, cuda_driver, descriptors
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton import backend as triton
@@ -319,13 +320,22 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     assert step.values[11] is c.x.cu_seqlens
 
 
-def test_a_launch_apart_waits_for_the_one_before_it(compiled):
-    """Which may have written what it looks at first, as the copies of a call whose heads are padded."""
-    c, o, final, rates = call()
-    for apart in (False, True):
-        c = c._replace(steps=[], apart=apart)
-        loop.run_loop(c, o, final, rates, None, NARROW)
-        assert c.steps[0].kernel.overlaps is not apart
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, monkeypatch, split, left):
+    """For what came before, which may have written what the next kernel looks at first: the copies of padded heads."""
+    launched, plans = [], []
+    for name in [name for name in vars(by_hand) if re.match("run_(?!kernels|backward|widen|narrow)", name)]:
+        monkeypatch.setattr(by_hand, name, lambda *given, name=name: launched.append((name, given)))
+    w, gates = SimpleNamespace(starts=split or None), SimpleNamespace(rates=None, decays=None)
+    memory = gates, w, SimpleNamespace(D=None, ends=None), None, None
+    by_hand.run_kernels(None, None, memory, by_hand.Left(left, left), None, None, None)
+    assert len(launched) > 2
+    assert launched[0][0] == "run_rates_back"
+    monkeypatch.setattr(arguments, "launch", lambda c, kernel, pointers, plan: plans.append(plan))
+    c = call()[0]
+    rates.run_rates_back(c, rates.new_rates(c.p), None, None)
+    assert [plan.follows for plan in plans] == [False]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")

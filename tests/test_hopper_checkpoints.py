@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run
-from prompt_truth import check_prompts, make_prompts
+from prompt_truth import check_prompts, check_resumed, make_prompts
 from serving_truth import slots
 from test_hopper_pool import DEVICE, TINY, launched, runs
 
@@ -170,6 +170,19 @@ def test_windows_are_kept_with_checkpoints(split, launched, kind):
     x |= {"checkpoint_indices": slots([[5, 7]], x), "checkpoint_every": 64}
     check_prompts("gdn-raw", x if kind == "stride" else at_offset(x, 70), "hopper")
     assert launched() in (None, SEGMENTS)
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 2])
+def test_a_prompt_goes_on_from_any_checkpoint(split, chunks):
+    """With its window; walked whole, or in segments."""
+    if chunks is not None:
+        split(chunks)
+    x = make_prompts("gdn-raw", (200,), behind=3, slots=6, **TINY)
+    for cut in (0, 1, 64, 70, 128, 199, 200):
+        whole, rest = check_resumed("gdn-raw", x | {"batch_invariant": chunks is None}, cut, "hopper")
+        if chunks is None and cut % 64 == 0:
+            assert torch.equal(rest[0], whole[0][:, cut:])
+            assert torch.equal(rest[1][1], whole[1][1])
 
 
 def test_batch_invariance_splits_nothing(split, launched):

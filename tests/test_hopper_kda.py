@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import backend, tiles
-from flash_delta.kernels.hopper.channel import loop, prepare, run, walk
+from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, walk
 from flash_delta.kernels.hopper.channel_backward import gradients
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
@@ -72,7 +72,10 @@ def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call. `channel_loop` does it all, with whole states
     or with halves, or `walk_channels` walks, or `scan`."""
-    kernels = (loop, "channel_loop"), (prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back")
+    kernels = (
+        (loop, "channel_loop"), (prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back"),
+        (forget, "find_forgetting"),
+    )  # fmt: skip
     for module, name in kernels:
         path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
         kernel = Kernel(getattr(emulated("flash_delta.kernels.hopper", path), name))
@@ -82,7 +85,8 @@ def on_cpu(monkeypatch):
         tile = tiles.CHANNEL_HALF if how == "half" else tiles.CHANNEL_WHOLE
         monkeypatch.setattr(run, "loops_channels", lambda p, chip: how in ("loop", "half"))
         monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tile,))
-        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: how == "walk")
+        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: how in ("walk", "parts"))
+        monkeypatch.setattr(run, "loop_parts", lambda p, chip: 3 if how == "parts" else 1)
         take_every_call(monkeypatch, backend.forward, backend.backward)
 
     return chosen
@@ -171,6 +175,31 @@ def test_pieces(on_cpu, falling):
     assert set(ends) == (set() if falling == "a token" else {8, 16, 24, 32})
     for o, exact, rounded in zip(got, want, reference, strict=True):
         assert relative_error(o, exact) <= allowed(relative_error(rounded, exact), torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [RAW, FREE, {}])
+@pytest.mark.parametrize("lengths", [None, (0, 500, 1, 20)])
+@torch.no_grad()
+def test_parts(on_cpu, monkeypatch, lengths, options):
+    """Where gates forget, sequences are walked in parts, to the bits of a walk of the whole. In the second call one
+    channel of one head does not forget, and `prepare` and `walk_channels` do it all."""
+    case = replace(ROW, T=521, H=1, HV=2, lengths=lengths, options=options)
+    x = inputs_of(case, torch.float32)
+    raw = "use_gate_in_kernel" in options
+    x["g"].data += 8.0 if raw else -3.0
+    forgets, new = [], run.new_forgets
+    monkeypatch.setattr(run, "new_forgets", lambda p: forgets.append(new(p)) or forgets[-1])
+    on_cpu("loop")
+    whole = KDA.op(**x)
+    on_cpu("parts")
+    assert all(map(torch.equal, KDA.op(**x), whole))
+    programs = 2 * 2 * (1 if lengths is None else 4)
+    assert forgets[-1][:programs].tolist() == [1] * programs
+    x["g"].data[..., 1, 77] = -30.0 if raw else -0.01
+    parts = KDA.op(**x)
+    assert 0 in forgets[-1][:programs]
+    on_cpu("walk")
+    assert all(map(torch.equal, KDA.op(**x), parts))
 
 
 @pytest.mark.parametrize("how", ["walk", "loop"])

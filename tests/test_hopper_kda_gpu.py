@@ -61,6 +61,34 @@ def test_against_the_recurrence(walking, cell, g_dtype):
         assert all(map(torch.equal, KDA.op(**on_gpu), results))
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("options", [RAW, FREE, LOGS])
+@pytest.mark.parametrize("lengths", [None, (1700, 0, 800)])
+@torch.no_grad()
+def test_parts(monkeypatch, lengths, options, forgets):
+    """Where gates forget, the loop walks parts, to the bits of its walk of the whole. If one channel of one head does
+    not, `prepare` and `walk_channels` do it all, to the bits that they have without parts."""
+    case = replace(ROWS, B=1, T=2600, H=8, HV=8, lengths=lengths, options=options)
+    x = make_inputs(case, KDA, torch.bfloat16, "cuda")
+    raw = "use_gate_in_kernel" in options
+    x["g"] += 8.0 if raw else -3.0
+    if not forgets:
+        x["g"][..., 5, 77] = -30.0 if raw else -0.01
+
+    def results(how, parts):
+        monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", how, parts))
+        monkeypatch.setattr(run, "loops_channels", lambda p, chip: how == "loop")
+        monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tiles.CHANNEL_WHOLE,))
+        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: True)
+        monkeypatch.setattr(run, "plan_segments", lambda p, chip: None)
+        monkeypatch.setattr(run, "loop_parts", lambda p, chip: parts)
+        return KDA.op(**x)
+
+    want = results("loop" if forgets else "walk", 1)
+    for _ in range(20):
+        assert all(map(torch.equal, results("walk", 4), want))
+
+
 @pytest.mark.parametrize("decay", ["mild", "strong"])
 @pytest.mark.parametrize("options", [RAW, FREE, LOGS])
 @torch.no_grad()

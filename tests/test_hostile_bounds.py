@@ -100,12 +100,16 @@ def test_prefill(kind, offset, name, monkeypatch):
 
 
 @every
-def test_prompts(name):
+@pytest.mark.parametrize("offset", [None, 70], ids=["stride", "offset"])
+def test_prompts(offset, name):
     """With a convolution and a norm around the rule: windows are written to no other slot either."""
     N = len(HOSTILE[name][0]) - 1
     x = make_prompts("gdn-raw", (T, *(0 for _ in range(N - 1))), slots=3 * N + 2, H=1, HV=1, V=16, device=DEVICE)
     table = [[2 * N + n] for n in range(N)]
     x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 64}
+    if offset:
+        x |= {"checkpoint_indices": x["checkpoint_indices"][:, 0], "checkpoint_every": None}
+        x["checkpoint_offsets"] = slots([offset] * N, x)
     _, pool, windows = run_prompts("gdn-raw", x | {"cu_seqlens": hostile(name, DEVICE)}, "triton")
     untouched = [*range(N), 3 * N, 3 * N + 1]
     assert torch.equal(pool[untouched], x["state_pool"][untouched])

@@ -2,8 +2,18 @@
 
 import pytest
 import torch
-from prefill_truth import OPS, TOKENS, bounds
-from prompt_truth import BITS, check_prompts, convolved, make_prompts, prompts_truth, run_prompts
+from prefill_truth import OPS, TOKENS
+from prompt_truth import (
+    BITS,
+    as_in_vllm,
+    check_prompts,
+    check_resumed,
+    convolved,
+    make_prompts,
+    part_of,
+    prompts_truth,
+    run_prompts,
+)  # fmt: skip
 from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,14 +28,6 @@ FORMS = [  # kind, dtype, that of the pool, layout
     ("kda-raw", torch.float32, torch.float16, False),
     ("gdn-raw", torch.bfloat16, torch.bfloat16, False),
 ]
-
-
-def part_of(x, start, stop, **indices):
-    """A call with some of the tokens, as one sequence."""
-    tokens = {name: x[name][:, start:stop] for name in TOKENS} | {"cu_seqlens": bounds([stop - start], x)}
-    norm = x["output_norm"]
-    tokens["output_norm"] = norm and norm._replace(gate=norm.gate[:, start:stop])
-    return x | tokens | {name: slots(values, x) for name, values in indices.items()}
 
 
 @backends
@@ -111,6 +113,25 @@ def test_windows_at_offsets(write, backend):
     x["checkpoint_offsets"] = slots([65, 64, 1, 3, 0, -1, 5], x)
     x["write_indices"] = x["write_indices"] if write else None
     check_prompts("gdn-raw", x, backend)
+
+
+CUTS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 130, 148, 149, 150)
+
+
+@backends
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "cuts"), [("gdn-raw", torch.float32, CUTS), ("kda-raw", torch.bfloat16, (3, 64, 70))]
+)
+def test_a_prompt_goes_on_from_any_checkpoint(kind, dtype, cuts, batch_invariant, backend):
+    """With its window. From a multiple of 64 of a float32 pool it has the bits of the run that was not cut."""
+    x = make_prompts(kind, (150,), behind=2, slots=6, dtype=dtype, pool=dtype, device=DEVICES[backend], **TINY)
+    x |= {"batch_invariant": batch_invariant}
+    for cut in cuts:
+        whole, rest = check_resumed(kind, x, cut, backend)
+        if batch_invariant and cut % 64 == 0 and dtype == torch.float32:
+            assert torch.equal(rest[0], whole[0][:, cut:])
+            assert torch.equal(rest[1][1], whole[1][1])
 
 
 @backends
@@ -225,6 +246,21 @@ def test_projections_as_they_lie(backend):
     again = run_prompts("gdn-raw", x | views | {"output_norm": x["output_norm"]._replace(gate=gate)}, backend)
     for a, b in zip(again, (o, states, windows), strict=True):
         assert torch.equal(a, b)
+
+
+@backends
+def test_windows_lie_as_in_vllm(backend):
+    """Transposed, with gaps between slots: the same bits, and nothing is written between them."""
+    x = make_prompts("gdn-raw", (70, 2, 1), L=3, slots=12, device=DEVICES[backend], **TINY)
+    x |= {"checkpoint_indices": slots([[8], [9], [10]], x), "checkpoint_every": 64}
+    o, states, windows = run_prompts("gdn-raw", x, backend)
+    pool = as_in_vllm(x["convolution"].pool)
+    again = OPS["gdn-raw"](**(x | {"convolution": x["convolution"]._replace(pool=pool)}), backend=backend)
+    assert torch.equal(again, o)
+    assert torch.equal(x["state_pool"], states)
+    assert torch.equal(pool, windows)
+    (count, D, L), page = pool.shape, pool.stride(0)
+    assert pool.as_strided((count - 1, page - L * D), (page, 1), L * D).isnan().all()
 
 
 @backends

@@ -244,17 +244,19 @@ def test_strides_are_taken_as_they_are(backend):
 
 
 @backends
-def test_a_row_is_what_it_is_alone(backend):
-    """Bitwise, wherever it stands and whatever the others are; rows may read the same slot."""
-    x = make_call("kda-raw", B=5, T=2, device=DEVICES[backend])
+@pytest.mark.parametrize(("kind", "sizes"), [("kda-raw", {}), ("kda-raw", {"HV": 3, "K": 20}), ("gdn-raw", {"HV": 3})])
+def test_a_row_is_what_it_is_alone(kind, sizes, backend):
+    """Bitwise, wherever it stands and whatever the others are; rows may read the same slot. Also rows of fewer numbers
+    than a processor's vectors have."""
+    x = make_call(kind, B=5, T=2, **sizes, device=DEVICES[backend])
     x |= {
         "read_indices": slots([2, 7, 2, -1, 2], x),
         "write_indices": slots([[0, 1], [3, 4], [5, 6], [0, 1], [8, 2]], x),
     }
     x["write_indices"][4] = -1
-    o, pool = run("kda-raw", x, backend)
+    o, pool = run(kind, x, backend)
     for b in range(3):
         row = {name: x[name][b : b + 1] for name in ("q", "k", "v", "g", "beta", "read_indices", "write_indices")}
-        alone, alone_pool = run("kda-raw", x | row, backend)
+        alone, alone_pool = run(kind, x | row, backend)
         assert torch.equal(alone[0], o[b])
         assert torch.equal(alone_pool[x["write_indices"][b]], pool[x["write_indices"][b]])

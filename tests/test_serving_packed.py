@@ -3,8 +3,10 @@
 import pytest
 import torch
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
-from serving_truth import DEVICES, KINDS, bits, make_call, needs_triton, slots
+from serving_truth import DEVICES, KINDS, bits, needs_triton, slots
 from test_serving_step import make_step, run_step
+
+from flash_delta.ops.serving import Convolution
 
 backends = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -108,24 +110,41 @@ def test_nothing_to_do(lengths, backend):
 
 
 @needs_triton
+@pytest.mark.parametrize("form", ["rule", "step", "rolling", "apart"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bounds(name, monkeypatch):
+def test_hostile_bounds(name, form, monkeypatch):
     """Results are undefined, but nothing outside of the tensors changes, nor a slot that no row names."""
     leave_unread(monkeypatch)
     device = DEVICES["triton"]
     wrong = hostile(name, device)
     N = len(wrong) - 1
-    x = make_call("gdn-raw", B=1, T=T, H=1, HV=1, K=8, V=8, slots=4 * N, device=device)
-    memory = {n: torch.full((1, T + 64, *x[n].shape[2:]), float("nan"), device=device) for n in (*TOKENS, "out")[:5]}
+    L = 17 if form == "rolling" else 3
+    x, conv = make_step("gdn-raw", B=1, T=T, L=L, H=1, HV=1, K=8, V=8, slots=4 * N, device=device)
+    norm = x.pop("output_norm")
+    memory = {n: torch.full((1, T + 64, *x[n].shape[2:]), float("nan"), device=device) for n in TOKENS}
     for n in TOKENS:
         memory[n][:, 32:-32] = x[n]
         x[n] = memory[n][:, 32:-32]
     out = torch.full((T + 64, 1, 8), 7.0, device=device)
     x |= {"cu_seqlens": wrong, "out": out[32:-32].unsqueeze(0), "read_indices": torch.arange(N, device=device)}
     x["write_indices"] = torch.arange(2 * N, device=device).view(N, 2) + N
-    before = x["state_pool"].clone()
+    before, windows = x["state_pool"].clone(), conv[0].clone()
+    if form == "apart":
+        x["write_pool"] = torch.full_like(x["state_pool"], 7.0)
+    if form != "rule":
+        target = torch.full_like(conv[0], 7.0) if form == "apart" else None
+        x |= {"output_norm": norm, "convolution": Convolution(*conv, target, form == "rolling")}
     KINDS["gdn-raw"][0](**x, backend="triton")
-    assert torch.equal(x["state_pool"][:N], before[:N])
-    assert torch.equal(x["state_pool"][3 * N :], before[3 * N :])
+    written = range(N, 3 * N)
+    if form == "apart":
+        assert torch.equal(x["state_pool"], before)
+        assert torch.equal(conv[0], windows)
+        before, windows = torch.full_like(before, 7.0), torch.full_like(windows, 7.0)
+    others = [slot for slot in range(4 * N) if slot not in written]
+    assert torch.equal((x["write_pool"] if form == "apart" else x["state_pool"])[others], before[others])
+    if form == "rolling":  # a row's slot is that which it reads
+        assert torch.equal(conv[0][N:], windows[N:])
+    elif form != "rule":
+        assert torch.equal((target if form == "apart" else conv[0])[others], windows[others])
     assert (out[:32] == 7).all()
     assert (out[-32:] == 7).all()

@@ -8,10 +8,10 @@ from serving_truth import DEVICES, GPU, needs_triton
 
 REQUESTS = 6
 MACHINES = [
-    ("gdn-raw", torch.float32, True, True),
-    ("gdn-raw", torch.bfloat16, False, False),
-    ("kda-raw", torch.float32, False, False),
-    ("kda-raw", torch.bfloat16, True, True),
+    ("gdn-raw", torch.float32, True, torch.float32),
+    ("gdn-raw", torch.bfloat16, False, None),
+    ("kda-raw", torch.float32, False, None),
+    ("kda-raw", torch.bfloat16, True, torch.bfloat16),
 ]
 # Of each of the four machines; in Triton's interpreter a call takes as long as hundreds.
 STEPS, INTERPRETED = 2_500, 8
@@ -23,10 +23,13 @@ class Engine:
     def __init__(self, pool, kind, backend):
         self.pool, self.random, self.call = pool, pool.random, (pool, kind, backend)
         self.requests: list[Request] = []
-        self.taken = dict.fromkeys((self.admit, self.extend, self.verify, self.roll_back, self.evict), 0)
+        steps = (self.admit, self.fork, self.extend, self.verify, self.roll_back, self.evict)
+        self.taken = dict.fromkeys(steps, 0)
 
     def step(self):
         steps = [self.admit] if len(self.requests) < REQUESTS else []
+        if steps and self.requests:
+            steps.append(self.fork)
         if self.requests:
             steps += [self.extend, self.extend, self.verify, self.verify, self.evict]
         if any(request.kept for request in self.requests):
@@ -44,6 +47,16 @@ class Engine:
         request = Request([self.pool.take() for _ in range(DRAFT)])
         self.requests.append(request)
         self.prefill([request, *others])
+
+    def fork(self):
+        """A request that begins with the tokens of another one: up to a state that is kept, or to its last."""
+        other = self.random.choice(self.requests)
+        request = Request([self.pool.take() for _ in range(DRAFT)], self.random.choice([other.at, *other.kept]))
+        self.requests.append(request)
+        if self.random.random() < 0.5:
+            self.prefill([request])
+        else:
+            decode(*self.call, [request], self.random.randint(1, DRAFT), "last")
 
     def extend(self):
         """More of the prompts, or a few tokens of which the last state is written, or none."""
@@ -87,4 +100,4 @@ def test_steps_of_an_engine(kind, dtype, v_first, around, backend):
     for _ in range(steps):
         engine.step()
     engine.pool.judge_outputs()
-    assert min(engine.taken.values()) >= steps // 15
+    assert min(engine.taken.values()) >= steps // 16

@@ -5,7 +5,21 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from serving_truth import DEVICES, KINDS, coarser, copied, make_call, needs_triton, slots, table, truth, without_null
+from prompt_truth import as_in_vllm
+from serving_truth import (
+    DEVICES,
+    KINDS,
+    bits,
+    coarser,
+    copied,
+    make_call,
+    needs_triton,
+    slots,
+    table,
+    truth,
+    without_null,
+)  # fmt: skip
+from test_serving import BAD, hostile
 
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import assert_accurate
@@ -136,6 +150,34 @@ def test_hostile_indices_and_counts(backend):
 
 
 @backends
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("where", BAD)
+def test_what_is_no_slot_is_padding(where, dtype, backend):
+    """Zeros, and no canary changed in either pool, between slots and around them; NaN in such rows harms no other."""
+    B = len(hostile(where, dtype, make_call())["read_indices"])
+    x, conv = make_step("gdn-raw", B=B, T=3, H=1, HV=1, V=8, device=DEVICES[backend])
+    x |= hostile(where, dtype, x)
+    for t in (x["v"], x["q"], x["output_norm"].gate):
+        t[1:] = float("nan")
+    states = torch.full((13, 1, 9, 18), float("nan"), device=x["q"].device)
+    windows = torch.full((13, conv[0].shape[1] + 1, 7), float("nan"), device=x["q"].device)
+    pools = states[2:11, :, 1:, 2:], windows[2:11, 1:, 1:5]
+    for pool, given in zip(pools, (x["state_pool"], conv[0]), strict=True):
+        pool.copy_(given)
+    before = states.clone(), windows.clone()
+    given = x | {"state_pool": pools[0], "convolution": Convolution(pools[1], *conv[1:])}
+    o = KINDS["gdn-raw"][0](**given, backend=backend)
+    want_o, want_states, want_windows = step_truth("gdn-raw", x, conv)
+    assert_accurate("o", o[:1], want_o[:1], torch.float32)
+    assert not o[1:].any()
+    assert_accurate("state_pool", pools[0], want_states, torch.float32)
+    assert torch.equal(pools[1].cpu().double(), want_windows)
+    for now, then in zip((states, windows), before, strict=True):
+        then[3:6] = now[3:6]  # the first row's own slots
+        assert torch.equal(bits(then), bits(now))
+
+
+@backends
 def test_a_tree_whose_first_tokens_are_padding(backend):
     """No row has a first token, and what is left goes on from the rows' states and from each other."""
     x, conv = make_step("gdn-raw", B=2, T=3, HV=2, slots=9, device=DEVICES[backend])
@@ -184,6 +226,46 @@ def test_tokens_in_one_call_are_tokens_in_calls(T, dtypes, backend):
     again = run_step(kind, x | {"write_indices": path, "parent_idx": slots([range(-1, T - 1)], x)}, conv, backend)
     for a, b in zip(again, (o, after, window), strict=True):
         assert torch.equal(a, b)
+
+
+@backends
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_a_row_is_what_it_is_alone(activation, backend):
+    """Bitwise, wherever it stands, with channels that are no multiple of a processor's vectors."""
+    sizes = {"H": 1, "HV": 3, "K": 9, "V": 7, "slots": 12, "device": DEVICES[backend]}
+    x, conv = make_step("gdn-raw", activation=activation, B=5, T=2, **sizes)
+    x["write_indices"] = slots([[5, 6], [7, 8], [9, 10], [0, 1], [4, 11]], x)
+    found = run_step("gdn-raw", x, conv, backend)
+    for b in range(5):
+        row = {name: x[name][b : b + 1] for name in (*"qkv", "g", "beta", "read_indices", "write_indices")}
+        row["output_norm"] = x["output_norm"]._replace(gate=x["output_norm"].gate[b : b + 1])
+        o, pool, windows = run_step("gdn-raw", x | row, conv, backend)
+        written = x["write_indices"][b]
+        assert torch.equal(o[0], found[0][b])
+        assert torch.equal(pool[written], found[1][written])
+        assert torch.equal(windows[written], found[2][written])
+
+
+@backends
+@pytest.mark.parametrize("rolling", [False, True])
+def test_windows_lie_as_in_vllm(rolling, backend):
+    """Transposed, with gaps between slots: the same bits, and nothing is written between them."""
+    x, conv = make_step("gdn-raw", B=2, T=3, L=5 if rolling else 3, V=8, device=DEVICES[backend])
+    x |= {"write_indices": slots([[2, 3, 4], [5, 6, 7]], x)}
+    pools = conv[0].clone(), as_in_vllm(conv[0])
+    assert not pools[1].is_contiguous()
+    o, again = (
+        KINDS["gdn-raw"][0](
+            **(x | {"state_pool": x["state_pool"].clone()}), convolution=Convolution(pool, *conv[1:], rolling=rolling),
+            backend=backend,
+        )
+        for pool in pools
+    )  # fmt: skip
+    assert torch.equal(again, o)
+    assert torch.equal(*pools)
+    assert not torch.equal(pools[0], conv[0])
+    (count, D, L), page = conv[0].shape, pools[1].stride(0)
+    assert pools[1].as_strided((count - 1, page - L * D), (page, 1), L * D).isnan().all()
 
 
 @backends

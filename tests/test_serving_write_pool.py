@@ -3,6 +3,7 @@
 import pytest
 import torch
 from serving_truth import DEVICES, bits, coarser, make_call, needs_triton, run, slots, truth
+from test_serving import BAD_64
 from test_serving_step import make_step, run_step
 
 from flash_delta.testing import assert_accurate
@@ -67,6 +68,38 @@ def test_pools_of_two_dtypes(read, write, rows, backend):
         assert torch.equal(o.cpu() == 0, want == 0)
         assert torch.equal(pool.cpu().isnan(), want_pool.isnan())
         assert_accurate("write_pool", pool.nan_to_num(), want_pool.nan_to_num(), pool.dtype)
+
+
+@backends
+@shapes
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_what_is_no_slot_is_padding(dtype, tree, rows, backend):
+    """Row 0 is well. In each other row what it writes is out of range, or ``null_slot``. Neither pool that is written
+    changes anywhere else."""
+    bad = [-1, 3 if rows else 9, -(2**31), 2**31 - 1, 1, *(BAD_64 if dtype == torch.int64 else ())]
+    x, conv = make_step("gdn-raw", B=1 + len(bad), T=3, H=1, HV=1, V=8, slots=20, device=DEVICES[backend])
+    for t in (x["v"], x["q"], x["output_norm"].gate):
+        t[1:] = float("nan")
+    x |= {"null_slot": 1, "read_indices": slots([3] * len(x["q"]), x, dtype)}
+    write = [2, *bad] if rows else [[8, 2, 5], *[[b, 7, 7] for b in bad]]
+    x["write_indices"] = slots(write, x, dtype)
+    if tree:
+        x["parent_idx"] = slots([[-1, 0, 0], *[[-1, 0, 1]] * len(bad)], x, dtype)
+    target, conv_target = (empty(t, rows, 3) for t in (x["state_pool"], conv[0]))
+    o, *written = run_step("gdn-raw", x | {"write_pool": target}, (*conv, conv_target), backend)
+    alone = {name: x[name][:1] for name in (*"qkv", "g", "beta", "read_indices", "write_indices")}
+    alone |= {"parent_idx": x["parent_idx"][:1]} if tree else {}
+    alone["output_norm"] = x["output_norm"]._replace(gate=x["output_norm"].gate[:1])
+    want, *expected = run_step("gdn-raw", x | alone | {"write_pool": target}, (*conv, conv_target), backend)
+    assert torch.equal(o[:1], want)
+    assert want.all()
+    assert not o[1:].any()
+    for after, same in zip(written, expected, strict=True):
+        assert torch.equal(bits(after), bits(same))
+        places = after[2, :3] if rows else after[[8, 2, 5]]
+        assert not places.isnan().any()
+        assert int((~after.isnan()).sum()) == places.numel()
 
 
 @backends

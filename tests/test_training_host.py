@@ -58,6 +58,30 @@ def test_a_known_step_is_two_launches_of_c_and_little_python(process, tmp_path, 
     assert 0 < found["empty"] + found["empty_like"] <= MEMORY
 
 
+def saved(place, row, options):
+    """How many bytes autograd keeps of a step, and how many of its inputs are among them."""
+    sys.path.append(EXAMPLES)
+    import training_step
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.bench.timing import saved_bytes
+
+    w = training_step.ROWS[row]
+    with pretended_gpu(place):
+        step = training_step.make_step(w, torch.device("cpu"))
+        kept = saved_bytes(lambda: w.op.op(*step.tensors, **options)[0])
+        return kept, sum(t.nbytes for t in step.tensors)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("row", "H", "segments"), [(0, 16, 4), (1, 4, 16)])
+def test_little_is_saved(process, tmp_path, row, H, segments, norms):
+    """Inputs and A, which FlashQLA keeps, too; of a segment its map and the state before it; norms."""
+    kept, inputs = process.submit(saved, tmp_path, row, {"use_qk_l2norm_in_kernel": norms}).result()
+    A, of_segment, tokens = 2 * 64 * 64, 2 * 4 * 128 * 128, 8192
+    assert kept == inputs + 2 * H * (tokens // 64 * A + segments * of_segment) + norms * 2 * 4 * tokens * H
+
+
 kept = []  # functions of compiled kernels, which stay as long as their process
 
 

@@ -17,7 +17,8 @@ from test_serving_step import make_step
 import flash_delta
 from flash_delta.compiler.pool import clean_processes
 from flash_delta.ops.serving import Convolution, DecodeCalls, PrefillCalls, Serving, Slice, warmup, workspace_bytes
-from flash_delta.ops.serving.warmup import calls, prefill_call
+from flash_delta.ops.serving.around import NOTHING
+from flash_delta.ops.serving.warmup import calls, decode_call, prefill_call
 from flash_delta.problem import Inputs, Slots
 
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -179,6 +180,72 @@ def test_packed_rows_and_rolling_windows_are_described():
     KINDS["gdn"][0](**x, convolution=Convolution(longer.float(), *windows[1:], rolling=True), backend="triton")
     KINDS["gdn"][0](**x, convolution=Convolution(longer[:, :, :4], *windows[1:]), backend="triton")
     assert len(keys()) == len(before) + 3
+
+
+def pages(count, drafts, D, device):
+    """vLLM's windows: blocks ``[W - 1 + drafts, D]`` on pages that are larger, as calls get them."""
+    page = (3 + drafts) * D + 80
+    return torch.zeros(count, page, device=device)[:, : (3 + drafts) * D].view(count, 3 + drafts, D).mT
+
+
+@needs_triton
+@pytest.mark.parametrize("drafts", [0, 3], ids=["tokens", "drafts"])
+def test_windows_of_vllm_are_described(drafts):
+    """Transposed, with gaps between blocks; with drafts they roll. A pool of another layout is another kernel's."""
+    device, D = torch.device(DEVICES["triton"]), 2 * 16 + 2 * 24
+    conv = {"conv_inputs": 3 + drafts, "conv_slot": (3 + drafts) * D + 80, "conv_channels_last": True}
+    form = DecodeCalls(True, drafts > 0, convolution=True, output_norm=True, cu_seqlens=drafts > 0)
+    prompts = PrefillCalls(True, True, convolution=True, output_norm=True)
+    spec = replace(SPECS["gdn"], **conv, conv_rolling=drafts > 0, decode=(form,), prefill=(prompts,))
+    assert {pool.stride() for pool in described(spec, device)} == {pages(2, drafts, D, device).stride()}
+    warmup(spec, device, "triton")
+    before = keys()
+    for B in (1, 3):
+        x, windows = make_step("gdn", B=B, T=1 + drafts, slots=9, bias=False, device=device)
+        index = torch.arange(B * (1 + drafts), dtype=torch.int32, device=device).view(B, 1 + drafts) % 9
+        x |= {"read_indices": index if drafts else index[:, 0], "write_indices": index if drafts else index[:, 0]}
+        if drafts:
+            x = packed(x | {"num_accepted_tokens": index[:, 0] * 0 + 1}, [1 + drafts] * B)
+        convolution = Convolution(pages(9, drafts, D, device), windows[1], rolling=drafts > 0)
+        KINDS["gdn"][0](**x, convolution=convolution, backend="triton")
+        assert keys() == before
+    op, x = prefill_call(spec, prompts, 17, 2, device)  # rows of g lie as those of one token, modulo 16
+    pool = torch.zeros(4, *x["state_pool"].shape[1:], device=device)
+    x |= {"state_pool": pool, "convolution": x["convolution"]._replace(pool=pages(4, drafts, D, device))}
+    op(**x, backend="triton")
+    assert keys() == before
+    dense = x["convolution"].pool.contiguous()
+    op(**(x | {"convolution": x["convolution"]._replace(pool=dense)}), backend="triton")
+    assert len(keys()) > len(before)
+
+
+def described(spec, device):
+    return [x["convolution"].pool for _, _, x in calls(spec, device)]
+
+
+@needs_triton
+@pytest.mark.parametrize("form", [DecodeCalls(), DecodeCalls(output_norm=True), DecodeCalls(convolution=True)])
+@pytest.mark.parametrize("kind", SPECS)
+def test_workspace_of_a_decoding_step(kind, form, monkeypatch):
+    """That of what is between a convolution and the rule, whose parts' ends are rounded up."""
+    from flash_delta.kernels.triton import backend
+    from flash_delta.ops._backend import Explain
+
+    monkeypatch.setattr("flash_delta.ops.serving.memory.choose_backend", lambda problem, wish: "triton")
+    kept = []
+    monkeypatch.setattr(backend, "make_call", lambda *args, **options: None)
+    monkeypatch.setattr(backend, "remember", lambda *args: None)
+    monkeypatch.setattr(backend, "run", lambda call, kernels, o, spare: kept.extend(spare))
+    meta = torch.device("meta")
+    spec = replace(SPECS[kind], decode=(form,), prefill=())
+    op, x = decode_call(spec, form, 5, meta)
+    p = op(**x, backend=Explain("triton")).problem._replace(B=3, N=3, device=meta)
+    backend.decode(p, Inputs(**{n: x.get(n) for n in Inputs._fields}), Slots(None, None), NOTHING)
+    assert len(kept) == 3 * form.convolution
+    want = sum(-(-t.nbytes // 256) * 256 for t in kept)
+    assert workspace_bytes(spec, 15, 3, "cuda:0") == want
+    assert workspace_bytes(spec, 1000, 1, "cuda:0") == workspace_bytes(spec, 16, 2, "cuda:0")
+    assert (want > 0) == form.convolution
 
 
 @needs_triton

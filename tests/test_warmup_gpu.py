@@ -13,7 +13,7 @@ from serving_truth import KINDS, make_call
 import flash_delta
 from flash_delta.bench.entry import triton_compilations
 from flash_delta.ops.serving import DecodeCalls, PrefillCalls, Serving, Slice, warmup, workspace_bytes
-from flash_delta.ops.serving.warmup import PREFILL, prefill_call
+from flash_delta.ops.serving.warmup import PREFILL, decode_call, prefill_call
 
 DEVICE = torch.device("cuda")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -85,3 +85,23 @@ def test_workspace(kind, layout, dtype, batch_invariant):
 
 def test_decoding_needs_no_workspace():
     assert workspace_bytes(replace(RULES["gdn-raw"], prefill=()), 16, 256) == 0
+
+
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda-bounded"])
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (33, 1), (7, 16)])
+def test_workspace_of_a_decoding_step(kind, B, T):
+    """With a convolution it is asked for in one piece by every call but the first."""
+    form = DecodeCalls(convolution=True, output_norm=True)
+    spec = replace(RULES[kind], decode=(form,), prefill=())
+    op, x = decode_call(spec, form, T, DEVICE)
+    for name in ("q", "k", "v", "g", "beta", "read_indices", "write_indices"):
+        x[name] = x[name].repeat(B, *(1,) * (x[name].dim() - 1))
+    gate = x["output_norm"].gate.repeat(B, 1, 1, 1)
+    x["output_norm"] = x["output_norm"]._replace(gate=gate)
+    op(**x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    o = op(**x)
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before["requested_bytes.all.current"]
+    assert asked == o.nbytes + workspace_bytes(spec, B * T, B)

@@ -6,8 +6,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   tensor crosses once;
 * backward bytes: ``e (4 H K + 3 HV V) + 2 a HV (1 + channels)``: q, k, v, do, gate and beta are read, dq, dk, dv and
   the gates' gradients written;
-* of prompts with what is around them also ``e HV V`` for the norm's gate, and per sequence two windows of the
-  convolution;
+* of prompts and tokens with what is around the rule also ``e HV V`` for the norm's gate, and per sequence two windows
+  of the convolution;
 * states, per sequence and value head: ``K V`` numbers in their dtype for each that comes in or goes out, of a draft
   after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,

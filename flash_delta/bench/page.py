@@ -57,6 +57,8 @@ TITLES = {
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
     "prompts": "Gated DeltaNet, prompts on a pool with their convolution and output norm",
+    "steps": "Gated DeltaNet, decoding one token per sequence with its convolution and output norm",
+    "kda-steps": "Kimi Delta Attention, decoding one token per sequence with its convolution and output norm",
     "layer": "A layer of Qwen3-Next in transformers: a prompt into a cache, a training step, a token behind one",
     "fla-gdn-forward": "fla's layer for Gated DeltaNet, forward",
     "fla-gdn-training": "fla's layer for Gated DeltaNet, forward and backward",

@@ -107,6 +107,8 @@ def _finish(worker: Worker, result: Result, with_lengths: bool) -> None:
             setattr(result, question, worker.call(question))
         except (Refused, Lost) as error:
             result.notes.append(f"no {question}: {error}")
+            if "OutOfMemoryError" in str(error):  # what this process has filled the GPU with goes with it only
+                worker.stop()
 
 
 def _drop(worker: Worker) -> None:

@@ -106,6 +106,15 @@ def _prompts() -> Iterator[Workload]:
         yield Workload("prompts", "prefill", "gdn", 16, 32, **sizes, l2norm=True, around=True)
 
 
+def _steps() -> Iterator[Workload]:
+    """Decoding with its convolution and output norm, beside others as in `_prompts`."""
+    common = {"T": 1, "packed": False, "l2norm": True, "raw": True, "around": True}
+    for N in (1, 32, 128):
+        yield Workload("steps", "decode", "gdn", 16, 32, N, **common)
+    for N in (1, 32, 128):
+        yield Workload("kda-steps", "decode", "kda", 32, 32, N, **common)
+
+
 def _layer() -> Iterator[Workload]:
     common = {"packed": False, "states": False, "hidden": 2048}
     yield Workload("layer", "prefill", "gdn", 16, 32, 1, 8192, **common)
@@ -141,7 +150,7 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(), *_decode(),
-    *_serving(), *_prompts(), *_layer(), *_layers_of_fla(), *_cpu(),
+    *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -6,6 +6,7 @@ from torch.nn.functional import silu
 
 from flash_delta.problem import Around, Inputs, Problem
 from flash_delta.reference.modules import slide
+from flash_delta.reference.step import each_alone
 
 
 def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around) -> tuple[Inputs, Tensor]:
@@ -14,7 +15,7 @@ def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around
     inputs = torch.cat([window, token.unsqueeze(2).to(window.dtype)], 2)  # [B, D, L + 1]
     weight = around.conv_weight.to(problem.accumulate)
     y = (inputs[..., -problem.taps :].to(weight.dtype) * weight).sum(2)
-    y = silu(y if around.conv_bias is None else y + around.conv_bias.to(weight.dtype))
+    y = each_alone(silu, y if around.conv_bias is None else y + around.conv_bias.to(weight.dtype))
     q, k, v = (heads.unsqueeze(1) for heads in in_heads(problem, y))
     return x._replace(q=q, k=k, v=v, g=x.g[:, t : t + 1], beta=x.beta[:, t : t + 1]), inputs[..., 1:]
 
@@ -35,8 +36,9 @@ def in_heads(problem: Problem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def normalize(problem: Problem, o: Tensor, gate: Tensor, around: Around) -> Tensor:
-    """``o`` and its gate ``[.., HV, V]``."""
+    """``o`` and its gate ``[.., HV, V]``, of rows of which each counts alone, if they are decoded."""
     gate = gate.to(o.dtype).contiguous()  # so that bits do not depend on strides, as in step.py
-    gate = silu(gate) if problem.activation == "silu" else torch.sigmoid(gate)
+    activate = silu if problem.activation == "silu" else torch.sigmoid
+    gate = each_alone(activate, gate) if problem.recurrent else activate(gate)
     length = (o * o).mean(-1, keepdim=True)
     return o * torch.rsqrt(length + problem.eps) * around.norm_weight.to(o.dtype) * gate

@@ -1,11 +1,12 @@
 """Stage ``step``: the recurrence one token of every sequence at a time, for decoding.
 
 A step at batch 1 is a handful of operators on one state, so what counts is their number: tensors are flattened to one
-batch of value heads, and each product with the state is one call. Every position is computed alone, also its
-activations (a vectorised sigmoid rounds by where in a tensor without gaps a number lies), so that T tokens in one call
-give bitwise what T calls give.
+batch of value heads, and each product with the state is one call. Every position of every row is computed alone, also
+its activations (a vectorised sigmoid rounds by where in a tensor without gaps a number lies). So T tokens in one call
+give bitwise what T calls give, and a row what it gives alone.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 from flash_delta.reference.activation import l2norm, log_decay, strength
 from flash_delta.reference.tokens import read_states, write_states
+
+VECTOR = 32  # numbers that PyTorch takes at once, on a processor with the widest vectors
+OF_A_THREAD = 32768  # numbers, of which it gives none to another thread
 
 
 class Token(NamedTuple):
@@ -100,11 +104,20 @@ def decay_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor
         shape = (problem.HV, -1) if g.dim() == 3 else (problem.HV,)
         rate = None if x.A_log is None else x.A_log.to(g.dtype).exp().reshape(shape)
         bias = None if x.dt_bias is None else x.dt_bias.to(g.dtype).reshape(shape)
-        g = log_decay(g, rate, bias, problem.lower_bound)
+        g = each_alone(lambda a: log_decay(a, rate, bias, problem.lower_bound), g)
     return g.exp().reshape(g.shape[0] * problem.HV, -1, 1)
 
 
 def strength_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor:
     """beta, ``[n HV, 1, 1]``."""
     b = at(x.beta, t, rows).to(problem.accumulate).contiguous()
-    return (strength(b, problem.beta_range) if problem.raw_beta else b).reshape(-1, 1, 1)
+    b = each_alone(lambda z: strength(z, problem.beta_range), b) if problem.raw_beta else b
+    return b.reshape(-1, 1, 1)
+
+
+def each_alone(activate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of ``x`` without gaps: each row as it is alone. They are taken together where none has numbers beside PyTorch's
+    vectors, and where threads cut none. On a GPU a number's place does not matter."""
+    if len(x) < 2 or x.device.type != "cpu" or (x[0].numel() % VECTOR == 0 and x.numel() <= OF_A_THREAD):
+        return activate(x)
+    return torch.stack([activate(row) for row in x.unbind(0)])

@@ -10,11 +10,11 @@ from flash_delta.testing.accuracy import (
     truth,
     with_gradients,
 )
+from flash_delta.testing.around import judge_around, make_around
 from flash_delta.testing.cases import CASES, MEMBERS, WIDTHS, Case, Member, make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient, output_like
 from flash_delta.testing.layer import judge_layer, make_layer
-from flash_delta.testing.prompt import judge_prompts, make_prompts
 from flash_delta.testing.workload import Workload, activations, make_tensors, options
 
 __all__ = [
@@ -33,11 +33,11 @@ __all__ = [
     "assert_accurate",
     "first_line",
     "judge",
+    "judge_around",
     "judge_layer",
-    "judge_prompts",
+    "make_around",
     "make_inputs",
     "make_layer",
-    "make_prompts",
     "make_tensors",
     "options",
     "output_gradient",

@@ -44,7 +44,9 @@ class Workload:
     checkpoint_every: int = 0  # with kind "prefill": tokens from one state that is written down to the next; 0: none is
     hidden: int = 0  # of a layer; 0: the op alone
     of_fla: bool = False  # the layer is one of fla (testing/layer_of_fla.py), not of transformers
-    around: bool = False  # with kind "prefill": also a layer's convolution and output norm (testing/prompt.py)
+    around: bool = (
+        False  # with kind "prefill" or "decode": a layer's convolution and output norm, too (testing/around.py)
+    )
 
     @property
     def name(self) -> str:

@@ -50,13 +50,13 @@ def versions(names: str | None = None) -> dict[str, str]:
 
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     """Of the contestants. What serving is compared with is this library, called otherwise; of layers, those of
-    transformers, on whosever ops, or those of fla, on this library's or its own; of prompts with what is around them,
-    those whose rule packs sequences. Who has Kimi Delta Attention alone has no row in other groups."""
+    transformers, on whosever ops, or those of fla, on this library's or its own; with what is around the rule, those
+    who pack sequences, and who decode on a pool. Who has Kimi Delta Attention alone has no row in other groups."""
     if group.startswith("fla-"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group == "layer":
         return {name: installed[name] for name in installed if name in (OURS, "fla", "transformers")}
-    if group == "prompts":
+    if group in ("prompts", "steps", "kda-steps"):
         rules = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}
         return rules | {PLAIN: __version__}
     if group == "serving":

@@ -18,6 +18,7 @@ from flash_delta.testing import Workload, activations, options
 
 PACKAGE = "fla-core"  # the part with the ops; flash-linear-attention adds layers and models
 CACHES = ("TRITON_CACHE_DIR",)
+RULE = ("g", "beta", "A_log", "dt_bias")
 
 # Where FlashQLA, FlashKDA or TileLang is installed, it hands calls to them, but its own kernels are meant here.
 DELEGATES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
@@ -67,6 +68,13 @@ def _prompts(workload: Workload, x: dict[str, Tensor], op: Callable[..., tuple[T
 def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     from fla.ops import fused_recurrent_gated_delta_rule as op
 
+    if workload.around:
+        given = {name: x[name] for name in RULE} | options(workload)
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+            return op(q=q, k=k, v=v, initial_state=first, state_v_first=True, **given)
+
+        return separate.prepare_step(workload, x, separate.on_gathered(rule))
     inputs, chosen = x | {"initial_state": state_pool(x)[0]}, options(workload)
     return Call(lambda: op(**inputs, **chosen, state_v_first=True), inputs, state_v_first=True)
 
@@ -76,7 +84,16 @@ def _decode_kda(workload: Workload, x: dict[str, Tensor]) -> Call:
 
     (pool, slots), chosen = state_pool(x), activations(workload)
     inputs = x | {"initial_state": pool}
-    out = torch.empty_like(x["v"])  # a server owns one; without it every call fills a new one with zeros
+    out = x["v"].new_empty(x["v"].shape)  # a server owns one; without it every call fills a new one with zeros
+    if workload.around:
+        given = {name: x[name] for name in RULE} | chosen | {"inplace_final_state": True, "state_v_first": True}
+
+        def step(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
+            return fused_recurrent_kda_fwd(
+                q=q, k=k, v=v, initial_state=pool, ssm_state_indices=slots, out=out, **given
+            )[0]
+
+        return separate.prepare_step(workload, x, step)
 
     def run() -> tuple[Tensor, Tensor | None]:
         return fused_recurrent_kda_fwd(

@@ -13,6 +13,7 @@ from flash_delta.testing.layer import EPS
 
 PACKAGE = "flash-delta"
 CACHES = ("TRITON_CACHE_DIR",)
+AROUND = ("mixed", "windows", "conv_weight", "norm_gate", "norm_weight")
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
@@ -40,6 +41,9 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     """In place; the states of drafts go to slots of their own."""
     op = decode_kda if workload.member == "kda" else decode_gated_delta_rule
     inputs, chosen = without_state(x), activations(workload)
+    if workload.around:
+        inputs, around = with_around(inputs, x["windows"].clone())
+        chosen |= around
     pool, read = state_pool(x)
     write, states = read, pool
     if workload.T > 1:
@@ -58,9 +62,8 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
     inputs, chosen = without_state(x), activations(workload) | {"batch_invariant": workload.batch_invariant}
     if workload.around:
         windows, *_ = pool_of({"initial_state": x["windows"].mT}, 1)
-        inputs, around = {name: inputs[name] for name in (*"qkvg", "beta", "cu_seqlens")}, inputs
-        chosen["convolution"] = Convolution(windows, around["conv_weight"])
-        chosen["output_norm"] = OutputNorm(around["norm_gate"], around["norm_weight"], EPS)
+        inputs, around = with_around(inputs, windows)
+        chosen |= around
     count = workload.T // workload.checkpoint_every if workload.checkpoint_every else 0
     pool, read, write, states = pool_of(x, count + 1)
     if 1 in workload.lengths:  # as a server knows
@@ -78,3 +81,10 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 def without_state(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t for name, t in x.items() if name != "initial_state"}
+
+
+def with_around(x: dict[str, Tensor], windows: Tensor) -> tuple[dict[str, Tensor], dict[str, Convolution | OutputNorm]]:
+    """The rule's inputs, and what is around it."""
+    norm = OutputNorm(x["norm_gate"], x["norm_weight"], EPS)
+    inputs = {name: t for name, t in x.items() if name not in AROUND}
+    return inputs, {"convolution": Convolution(windows, x["conv_weight"]), "output_norm": norm}

@@ -84,13 +84,13 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 
     pool, slots = state_pool(x)
-    output = torch.empty_like(x["v"])  # a server owns one; without it every call fills a new one with zeros
+    output = x["v"].new_empty(x["v"].shape)  # a server owns one; without it every call fills a new one with zeros
 
-    def run() -> tuple[Tensor, Tensor | None]:
+    def step(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         return gated_delta_rule_decode_pretranspose(
-            x["q"],
-            x["k"],
-            x["v"],
+            q,
+            k,
+            v,
             state=None,
             initial_state=pool,  # updated in place
             initial_state_indices=slots,
@@ -102,4 +102,7 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
             use_qk_l2norm=workload.l2norm,
         )
 
-    return Call(run, {**x, "initial_state": pool}, state_v_first=True)
+    if workload.around:
+        return separate.prepare_step(workload, x, lambda *given: step(*given)[0])
+    q, k, v = (x[name] for name in "qkv")
+    return Call(lambda: step(q, k, v, pool, slots), {**x, "initial_state": pool}, state_v_first=True)

@@ -1,7 +1,7 @@
 """This library again, with the plain calls that a row of serving does without: what it is compared with there.
 
-Without the option; one token of a draft after the other; decoding rows apart from prompts, by hand; a prompt's
-convolution, rule and norm in calls of their own.
+Without the option; one token of a draft after the other; decoding rows apart from prompts, by hand; convolution, rule
+and norm in calls of their own.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flash_delta import chunk_gated_delta_rule, decode_gated_delta_rule, prefill_gated_delta_rule
+from flash_delta import chunk_gated_delta_rule, decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule
 from flash_delta.bench.contestants import flash_delta, separate
 from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import pool_of
@@ -25,10 +25,10 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if workload.around:
+        return (_step_in_several_calls if workload.kind == "decode" else _in_several_calls)(workload, x)
     if workload.kind == "decode":
         return _single_tokens(workload, x)
-    if workload.around:
-        return _in_several_calls(workload, x)
     if workload.batch_invariant or workload.checkpoint_every:
         return flash_delta.prepare(replace(workload, batch_invariant=False, checkpoint_every=0), x)
     return _apart(workload, x)
@@ -42,6 +42,16 @@ def _in_several_calls(workload: Workload, x: dict[str, Tensor]) -> Call:
         return chunk_gated_delta_rule(q, k, v, x["g"], x["beta"], **given)
 
     return separate.prepare(workload, x, rule, state_v_first=False)
+
+
+def _step_in_several_calls(workload: Workload, x: dict[str, Tensor]) -> Call:
+    op = decode_kda if workload.member == "kda" else decode_gated_delta_rule
+    given = {name: x[name] for name in ("g", "beta", "A_log", "dt_bias")} | activations(workload)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
+        return op(q, k, v, state_pool=pool, read_indices=slots, write_indices=slots, state_v_first=True, **given)
+
+    return separate.prepare_step(workload, x, step)
 
 
 def _single_tokens(workload: Workload, x: dict[str, Tensor]) -> Call:

@@ -1,18 +1,20 @@
-"""Prompts with what a layer does around the rule, in several calls: a contestant's rule, and beside it this library's
-convolution and norm. Windows and states are gathered from pools and scattered to them."""
+"""Prompts and decoding steps with what a layer does around the rule, in several calls: a contestant's rule, and beside
+it this library's convolution and norm. Windows are gathered from a pool and scattered to it. So are states, except of
+rules that decode on a pool."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
 from flash_delta.bench.contestants.call import Call
-from flash_delta.bench.contestants.tensors import pool_of
-from flash_delta.modules import causal_conv1d, gated_rms_norm
+from flash_delta.bench.contestants.tensors import pool_of, state_pool
+from flash_delta.modules import causal_conv1d, causal_conv1d_update, gated_rms_norm
 from flash_delta.testing import Workload
+from flash_delta.testing.around import heads_of
 from flash_delta.testing.layer import EPS
-from flash_delta.testing.prompt import heads_of
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v, first states: o, last states
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, a pool of states, slots: o
 
 
 def prepare(workload: Workload, x: dict[str, Tensor], rule: Rule, *, state_v_first: bool) -> Call:
@@ -31,3 +33,30 @@ def prepare(workload: Workload, x: dict[str, Tensor], rule: Rule, *, state_v_fir
         return gated_rms_norm(o, x["norm_gate"], x["norm_weight"], EPS, "silu"), states
 
     return Call(run, x | {"initial_state": pool}, state_v_first=state_v_first)
+
+
+def prepare_step(workload: Workload, x: dict[str, Tensor], step: Step) -> Call:
+    """``step`` moves the states in the pool ``[N, HV, V, K]`` on, and gets q, k and v without gaps, which some need."""
+    (pool, slots), windows, mixed = state_pool(x), x["windows"].clone(), x["mixed"].squeeze(1)
+    places = slots.long()
+
+    def run() -> tuple[Tensor, Tensor]:
+        seen = windows.index_select(0, places)
+        y = causal_conv1d_update(mixed, seen, x["conv_weight"], activation="silu")
+        windows.index_copy_(0, places, seen)
+        q, k, v = (t.contiguous() for t in heads_of(workload, y.unsqueeze(1)))
+        o = step(q, k, v, pool, slots)
+        return gated_rms_norm(o, x["norm_gate"], x["norm_weight"], EPS, "silu"), pool
+
+    return Call(run, x | {"initial_state": pool}, state_v_first=True)
+
+
+def on_gathered(rule: Rule) -> Step:
+    """Of a rule that makes new states, ``[N, HV, V, K]``."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
+        o, last = rule(q, k, v, pool.index_select(0, slots))
+        pool.index_copy_(0, slots.long(), last.to(pool.dtype))
+        return o
+
+    return step

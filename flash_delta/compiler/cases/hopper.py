@@ -8,11 +8,10 @@ from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases import padding
+from flash_delta.compiler.cases.hopper_back import call_back, call_gates_back
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
-from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_parts, new_trace
-from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels, unsupported
-from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.backward.run import unsupported
+from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
@@ -20,11 +19,9 @@ from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
@@ -58,11 +55,13 @@ def channels(
     return p, x._replace(cu_seqlens=None, initial_state=None)
 
 
-def channel_gradients(*, raw: bool, bound: float | None = None) -> tuple[Problem, Inputs]:
-    """As many key heads as value heads; log decays are float32."""
+def channel_gradients(
+    *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True
+) -> tuple[Problem, Inputs]:
+    """As many key heads as value heads. Norms and g in float32 take most shared memory."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
-    x = x._replace(q=x.v, k=x.v, g=x.g if raw else x.g.float())
-    return p._replace(H=p.HV, needs_grad=True), x
+    x = x._replace(q=x.v, k=x.v, g=x.g.to(g_dtype))
+    return p._replace(H=p.HV, needs_grad=True, g_dtype=g_dtype, l2norm=l2norm), x
 
 
 def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
@@ -117,14 +116,16 @@ CHANNELS = {
 # For the backward pass: what `prepare` writes, of A and of L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 GRADIENTS = {
-    "channel-back": partial(channel_gradients, raw=False),
-    "channel-back-raw": partial(channel_gradients, raw=True),
-    "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0),
-    "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0),
+    "channel-back": partial(channel_gradients, raw=False, l2norm=False),
+    "channel-back-norm": partial(channel_gradients, raw=False),
+    "channel-back-raw": partial(channel_gradients, raw=True, g_dtype=torch.bfloat16),
+    "channel-back-raw-float32": partial(channel_gradients, raw=True),
+    "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0, g_dtype=torch.bfloat16),
+    "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0, l2norm=False),
 }
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
-CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF}
+CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF, "-parts": CHANNEL_WHOLE}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
@@ -142,11 +143,15 @@ def call_channels(case: str, form: str) -> None:
     p, x = CHANNELS[case]()
     c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
     final, t = torch.empty(p.state_shape, device="meta"), CHANNEL_FORMS[form]
+    forgets = new_forgets(p)
+    if form == "-parts":
+        run_find_forgetting(c, forgets, 2)
+        return run_channel_loop(c, o, final, t, forgets, 2)
     if t is not None:
         return run_channel_loop(c, o, final, t)
     (w,) = Workspace(p, Prepared).views()
-    run_prepare(c, w, o)
-    run_walk_channels(c, w, o, final)
+    run_prepare(c, w, o, None, None, forgets)
+    run_walk_channels(c, w, o, final, forgets)
 
 
 def call_prepare(case: str, form: str) -> None:
@@ -187,29 +192,6 @@ def call_walk(case: str) -> None:
     run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
 
 
-def call_back(case: str, form: str) -> None:
-    """The launches of the backward pass: of whole sequences; of segments, without what is found of their ends; of
-    that."""
-    p, x = CASES[case]()
-    c = make_call(p, x, ("launches",))._replace(direct=False)
-    walked, *kept = for_backward(p).views()
-    trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
-    do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
-    parts, rates = new_parts(p), walked.rates.view(-1, 4 * C)
-    length = None if form == "back" else 128
-    walk, between = new_walk(p, length, walked.A), new_ends(p, length)
-    left = Left(trace=bool(kept), maps=False)
-    if form == "back":
-        run_kernels(c, walked, (walk, between, trace, parts), left, do, dfinal, d)
-    elif form == "back-segments":
-        run_retrace(c, rates, walk, trace)
-        run_walk_back(c, rates, walk, trace, do, dfinal, between.ends, parts, d)
-    else:
-        run_find_maps(c, rates, walk)
-        run_find_ends(c, rates, walk, do, dfinal, between.D)
-        run_compose_back(c, walk, between.D, between.ends, dfinal)
-
-
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
     """The call, o, the final states, rates, and what the backward pass needs."""
     p, x = RATES[case]()
@@ -232,7 +214,8 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):
-                yield Launch(f"{case}-{form}", partial(call_back, case, form))
+                yield Launch(f"{case}-{form}", partial(call_back, made, form))
+    yield Launch("training-logs-back", call_gates_back)
     yield from padding.launches()
     for case in CHANNELS:
         yield from (Launch(case + form, partial(call_channels, case, form)) for form in CHANNEL_FORMS)

@@ -113,6 +113,11 @@ def loops_channels(p: Problem, chip: Chip) -> bool:
     return not p.batch_invariant and (halves or 5 * states > 3 * rounds * chip.processors)
 
 
+def loop_parts(p: Problem, chip: Chip) -> int:
+    """Into how many parts the loop cuts sequences where gates forget: as many as run at once, of 512 tokens or more."""
+    return max(1, min(chip.processors // (p.N * p.HV), p.T // (512 * (p.N if p.packed else 1))))
+
+
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group

@@ -39,7 +39,6 @@ class Call(NamedTuple):
     direct: bool  # launched with addresses, past Triton's own launcher
     compiling: dict | None = None  # if there, launchers only note in it what compiles: all that other sizes may launch
     steps: list[Step] | None = None  # if there, launchers note what is to be launched
-    apart: bool = False  # what is launched next may not start under the end of the launch before
 
     @property
     def keys(self) -> Tensor:

@@ -51,11 +51,6 @@ def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]
     return Step(kernel_of(compiled), grid, values)
 
 
-def apart(step: Step) -> Step:
-    """The same launch, which starts when the one before has ended."""
-    return step._replace(kernel=step.kernel._replace(overlaps=False))
-
-
 @lru_cache(None)
 def kernel_of(compiled: Any) -> Kernel:
     m = compiled.metadata

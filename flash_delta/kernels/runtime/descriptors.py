@@ -9,7 +9,7 @@ from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.cuda_driver import Step, apart, describe, make_step
+from flash_delta.kernels.runtime.cuda_driver import Step, describe, make_step
 from flash_delta.kernels.runtime.launch import compiled_as
 from flash_delta.kernels.runtime.profiling import tell
 
@@ -39,16 +39,14 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
     for plan in plans:
         name = (id(kernel), c.shape.key, *plan.constants.values())
         if c.steps is not None:
-            step = step_of(compiled_as(name), plan, described)
-            c.steps.append(apart(step) if c.apart else step)
+            c.steps.append(step_of(compiled_as(name), plan, described))
             continue
         arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
         if c.compiling is not None:
             c.compiling[name] = partial(kernel.warmup, *arguments, grid=plan.grid, **plan.constants, **options)
         else:
             kernel.launch_metadata = tell
-            follows = options["launch_pdl"] and not c.apart
-            kernel[plan.grid](*arguments, **plan.constants, **(options | {"launch_pdl": follows}))
+            kernel[plan.grid](*arguments, **plan.constants, **options)
 
 
 def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> Step:

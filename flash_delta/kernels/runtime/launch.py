@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, keep, profiled
@@ -99,10 +100,11 @@ def _compile(*calls: tuple[Call, Kernels]) -> None:
     _ready.update(c.shape.key for c, _ in calls)
 
 
-def _size(compile_it: partial) -> tuple[bool, int]:
-    """Of a kernel, roughly: how long the compiler takes. Those by hand have several roles, and call more functions."""
-    kernel = compile_it.func.__self__
-    return kernel.is_gluon(), len(kernel.src)
+def _size(compile_it: partial) -> tuple[int, int]:
+    """Of what is compiled, roughly: how long LLVM and ptxas take. Kernels by hand move tensors by descriptors. The more
+    of them there are, the more code has this form of the kernel (docs/notes/2026-11-25-first-call.md)."""
+    described = sum(isinstance(value, TensorDescriptor) for value in compile_it.args)
+    return described, len(compile_it.func.__self__.src)
 
 
 def remember(

@@ -2,10 +2,13 @@
 
 Triton makes it in Python, under the interpreter's lock. Side by side all threads make theirs at a fraction of the rate
 and end late, all at the same time; LLVM and ptxas, which need no lock, wait for that. In turns the first kernel is with
-LLVM while the second one's code is made.
+LLVM while the second one's code is made. Meanwhile no garbage is collected: Python would look again and again at all
+that Triton is just making, which takes an eighth of the time (docs/notes/2026-11-25-first-call.md).
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from threading import RLock
 from typing import Any
@@ -23,10 +26,22 @@ def take_turns() -> None:
         source.make_ir = _in_turn(source.make_ir)
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage in circles stays where it is, unless it did before."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def _in_turn(make: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(make)
     def waits(*given: Any) -> Any:
-        with _turn:
+        with _turn, no_collection():
             return make(*given)
 
     return waits

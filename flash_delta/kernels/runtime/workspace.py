@@ -30,9 +30,7 @@ class Walked(NamedTuple):
     """What the forward pass of `hopper` leaves for its own backward pass."""
 
     A: Any  # [slots, HV, C, C], without diag(b)
-    rates: Any  # [slots, HV, 8, C] float32: of the backward pass (hopper/forward/rates.py)
-    decays: Any  # [slots, HV, C] float32: log decays; None without a gate
-    norms: Any  # [slots, H, 3, C] float32: of q, k, k; None without a norm
+    norms: Any  # [slots, H, 2, C] float32: of q, k; None without a norm
 
 
 class Channels(NamedTuple):
@@ -163,12 +161,13 @@ def _layout(
     state, rows = ((HV, whole_rows(V), pitch(K)), dtype), ((HV, C, pitch(V)), dtype)
     keys, key_heads = ((HV, C, pitch(K)), dtype), ((HV, C, K), dtype)
     fine = torch.float32 if dtype == torch.float32 else torch.float16
-    per_channel, norms = ((HV, K), torch.float32), ((H, 3, C), torch.float32) if l2norm else None
+    per_channel = ((HV, K), torch.float32)
+    norms, norms_of_two = (((H, of, C), torch.float32) if l2norm else None for of in (3, 2))
     channels = (keys, keys, keys, square, ((HV, C, C), fine), per_channel, vectors)
     products = (key_heads, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
         Solved: (None if erase is None else square, vectors, norms),
-        Walked: (square, ((HV, 8, C), torch.float32), ((HV, C), torch.float32) if gate == "scalar" else None, norms),
+        Walked: (square, norms_of_two),
         Channels: channels if gate == "channel" else (None,) * 7,
         Prepared: (keys, keys, keys, square, square, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),

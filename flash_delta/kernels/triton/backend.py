@@ -300,7 +300,9 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
-    """What ``prefill`` allocates beside its output. Of ``x`` only the layout matters."""
+    """What ``prefill`` or ``decode`` allocates beside its output. Of ``x`` only the layout matters."""
+    if p.recurrent:
+        return convolved_bytes(p)
     rule = with_convolved(x, new_convolved(p._replace(device=torch.device("meta"))))
     return count_bytes(p, *HANDED) + convolved_bytes(p) + scratch_bytes(p, rule, chip_of(p.device))
 

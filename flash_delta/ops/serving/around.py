@@ -66,7 +66,8 @@ class OutputNorm(NamedTuple):
     .. math::
         y = \frac{o}{\sqrt{\mathrm{mean}(o^2) + \mathrm{eps}}} \cdot w \cdot \mathrm{act}(\mathrm{gate})
 
-    in float32. Decoding takes it from o before o is rounded; prefill takes it from o in q's dtype.
+    in float32. Prefill rounds o to q's dtype before it, and so does decoding on a GPU. Decoding on a CPU
+    rounds the result only.
 
     Args:
         gate: ``[B, T, HV, V]``, any float dtype and strides.

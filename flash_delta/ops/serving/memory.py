@@ -1,18 +1,24 @@
 """What calls allocate, known before they are made."""
 
+from typing import Any
+
 import torch
 
 from flash_delta.ops._backend import Explain, choose_backend, load_backend
 from flash_delta.ops._check.options import refuse
-from flash_delta.ops.serving.spec import PrefillCalls, Serving
-from flash_delta.ops.serving.warmup import prefill_call
+from flash_delta.ops._check.serving import MOST_TOKENS
+from flash_delta.ops.serving.spec import Serving
+from flash_delta.ops.serving.warmup import decode_call, prefill_call
 from flash_delta.problem import Inputs
+
+META = torch.device("meta")
 
 
 def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = "cuda") -> int:
     """The most device memory that one call allocates besides its output, in bytes.
 
-    Decoding needs none. Prefill asks torch's allocator for one buffer, through which its kernels pass results to each
+    Decoding needs none, except with a convolution, whose results q, k and v it keeps in float32 until the rule has run.
+    Prefill asks torch's allocator for one buffer, through which its kernels pass results to each
     other, and for the descriptors of the copy engine. With a convolution it asks for memory for its results, q, k and
     v. Where the copy engine cannot describe q, k or v as they are given, it asks for copies of them. All of it is free
     again for the stream of the call when the call returns.
@@ -22,9 +28,9 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
     A_log and dt_bias that have gaps.
 
     Args:
-        spec: how the server calls. Of several forms of prefill, the one that needs most counts.
-        T: tokens of a prefill call, all sequences together.
-        N: sequences of a prefill call.
+        spec: how the server calls. Of several forms, the one that needs most counts.
+        T: tokens of a call, all sequences together.
+        N: sequences of a prefill call, or rows of a decoding call, which has at most 16 N tokens of these T.
         device: where the calls run, a GPU.
 
     Raises:
@@ -44,11 +50,15 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
     for name, size in (("T", T), ("N", N)):
         if size < 0:
             refuse("workspace_bytes", name, "a number of at least 0", size)
-    return max((_bytes(spec, form, T, N, device) for form in spec.prefill), default=0)
+    prefills = (_bytes(prefill_call(spec, form, T, N, META), device, {}) for form in spec.prefill)
+    decoded = {"B": 1, "T": min(T, MOST_TOKENS * N)}  # however many rows share these tokens
+    decodes = (_bytes(decode_call(spec, form, 1, META), device, decoded) for form in spec.decode)
+    return max((*prefills, *decodes), default=0)
 
 
-def _bytes(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.device) -> int:
-    op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
-    problem = op(**arguments, backend=Explain()).problem._replace(device=device)
+def _bytes(call: tuple[Any, dict[str, Any]], device: torch.device, sizes: dict[str, int]) -> int:
+    """``sizes``: of the problem, where they are not the call's."""
+    op, arguments = call
+    problem = op(**arguments, backend=Explain()).problem._replace(device=device, **sizes)
     inputs = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     return load_backend(choose_backend(problem, None)).workspace_bytes(problem, inputs)

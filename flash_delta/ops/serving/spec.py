@@ -1,87 +1,14 @@
 """How a server calls the serving ops, said without tensors."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.around import Convolution, OutputNorm
-
-
-class Slice(NamedTuple):
-    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection. Its unit is one
-    number.
-
-    Args:
-        token: from one token to the next.
-        start: of the first one. Default 0.
-        head: from one head to the next. Default None: heads lie side by side.
-
-    Example:
-        >>> from flash_delta.ops.serving import Slice
-        >>> k = Slice(token=1024, start=256)  # of a projection with 1,024 outputs, k begins at number 256
-        >>> k.head is None
-        True
-    """
-
-    token: int
-    start: int = 0
-    head: int | None = None
-
-
-class DecodeCalls(NamedTuple):
-    """One form of decoding calls: which optional arguments of :func:`flash_delta.decode_gated_delta_rule` they give.
-
-    Args:
-        write_indices: whether calls give them; [B] and [B, T] make no difference here. Default True.
-        num_accepted_tokens: whether calls give it. Default False.
-        parent_idx: whether calls give it. Default False.
-        convolution, output_norm: whether calls give one. Default False.
-        write_pool: whether calls give one. Default False.
-        cu_seqlens: whether calls give them. Default False.
-
-    Example:
-        >>> from flash_delta.ops.serving import DecodeCalls
-        >>> plain, drafts = DecodeCalls(), DecodeCalls(num_accepted_tokens=True)
-        >>> plain.write_indices, drafts.parent_idx
-        (True, False)
-    """
-
-    write_indices: bool = True
-    num_accepted_tokens: bool = False
-    parent_idx: bool = False
-    convolution: bool = False
-    output_norm: bool = False
-    write_pool: bool = False
-    cu_seqlens: bool = False
-
-
-class PrefillCalls(NamedTuple):
-    """One form of prefill calls: which optional arguments of :func:`flash_delta.prefill_gated_delta_rule` they give.
-
-    Args:
-        write_indices: whether calls give them. Default True.
-        has_initial_state: whether calls give it. Default False.
-        checkpoint_indices: whether calls give them, with ``checkpoint_every``. Default False.
-        batch_invariant: whether calls set it to True. Default False.
-        checkpoint_offsets: whether calls give them, with ``checkpoint_indices`` beside them. Default False.
-        convolution, output_norm: whether calls give one. Default False.
-
-    Example:
-        >>> from flash_delta.ops.serving import PrefillCalls
-        >>> PrefillCalls(has_initial_state=True, batch_invariant=True).checkpoint_indices
-        False
-    """
-
-    write_indices: bool = True
-    has_initial_state: bool = False
-    checkpoint_indices: bool = False
-    batch_invariant: bool = False
-    checkpoint_offsets: bool = False
-    convolution: bool = False
-    output_norm: bool = False
+from flash_delta.ops.serving.forms import DecodeCalls, PrefillCalls, Slice
 
 
 @dataclass(frozen=True)
@@ -114,6 +41,9 @@ class Serving:
         conv_pool_dtype: of its pool. Default None: ``dtype``.
         conv_bias: whether it has a bias.
         conv_rolling: whether it is rolling.
+        conv_slot: numbers from one slot of its pool to the next. Default None: slots have no gaps.
+        conv_channels_last: whether in its pool, and in its write pool, the channels of an input lie side by side,
+            as vLLM's, ``[slots, L, D]``, of which calls get a view ``[slots, D, L]``.
         norm_gate: where the output norm's gate lies; read where calls have one, as the other fields that begin with
             ``norm``. Default None: in a tensor of its own without gaps.
         norm_dtype: of its weight. Default None: ``dtype``.
@@ -170,6 +100,8 @@ class Serving:
     conv_pool_dtype: torch.dtype | None = None
     conv_bias: bool = False
     conv_rolling: bool = False
+    conv_slot: int | None = None
+    conv_channels_last: bool = False
     norm_gate: Slice | None = None
     norm_dtype: torch.dtype | None = None
     norm_activation: str = "silu"
@@ -228,11 +160,14 @@ class Serving:
         dtype = self.conv_dtype or self.dtype
         bias = torch.zeros(D, dtype=dtype, device=device) if self.conv_bias else None
         weight = torch.zeros(D, self.taps, dtype=dtype, device=device)
-        places = None if self.conv_rolling else apart
+        size = (L, D) if self.conv_channels_last else (D, L)
         pool, target = (
-            None if of is None else torch.zeros(1, *of, D, L, dtype=self.conv_pool_dtype or self.dtype, device=device)
-            for of in ((), places)
+            None if of is None else torch.zeros(1, *of, *size, dtype=self.conv_pool_dtype or self.dtype, device=device)
+            for of in ((), None if self.conv_rolling else apart)
         )
+        pool = pool.as_strided(pool.shape, (self.conv_slot or D * L, *pool.stride()[1:]))
+        if self.conv_channels_last:
+            pool, target = pool.mT, target if target is None else target.mT
         return Convolution(pool, weight, bias, target, self.conv_rolling)
 
     def output_norm(self, B: int, T: int, device: torch.device) -> OutputNorm:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
+from flash_delta.ops.serving.forms import DecodeCalls, PrefillCalls
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
-from flash_delta.ops.serving.spec import DecodeCalls, PrefillCalls, Serving
+from flash_delta.ops.serving.spec import Serving
 
 DECODE = {"gated_delta_rule": decode_gated_delta_rule, "kda": decode_kda}
 PREFILL = {"gated_delta_rule": prefill_gated_delta_rule, "kda": prefill_kda}

@@ -11,6 +11,7 @@ too, which `walk_back` writes of others.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_tile, rows_of, store_row, store_tile
 from flash_delta.kernels.hopper.backward.memory import (
@@ -22,6 +23,7 @@ from flash_delta.kernels.hopper.backward.memory import (
     TAKEN,
     THROUGH,
     WRITES,
+    Gates,
     Parts,
     count_lines,
 )
@@ -29,7 +31,6 @@ from flash_delta.kernels.hopper.forward.rates import TINY
 from flash_delta.kernels.hopper.tiles import FINISH, SUM_HEADS
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.workspace import Walked
 from flash_delta.kernels.triton.backward.gradients import norm_backward, store_gate
 from flash_delta.problem import Inputs
 
@@ -43,7 +44,7 @@ def sum_heads(
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     norm = norms
     if NORM:
-        norm = norms + (slot.to(tl.int64) * H + h) * (3 * C)
+        norm = norms + (slot.to(tl.int64) * H + h) * (2 * C)
     if tl.program_id(2) == 0:
         sum_of(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, HV, H, K, C, NORM)
     else:
@@ -128,7 +129,7 @@ def finish(
         db = beta_gradient(line, rate, beta_top, C, RAW_BETA)
         store_row(rows_of(dbeta, strides, row, hv), strides, db, token, stop, C)
     if GATE:
-        log_decays = decays
+        log_decays = rate  # or anything: they are read with a raw gate only
         if RAW_GATE:
             log_decays = decays + head * C
         given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)
@@ -137,13 +138,13 @@ def finish(
         store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
-def run_finish(c: Call, walked: Walked, parts: Parts, d: Inputs) -> None:
+def run_finish(c: Call, gates: Gates, norms: Tensor | None, parts: Parts, d: Inputs) -> None:
     p, x, slots = c.p, c.x, count_slots(c.p)
     pointers = (
-        x.g, x.A_log, x.dt_bias, walked.rates, walked.decays, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, d.A_log,
+        x.g, x.A_log, x.dt_bias, *gates, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, d.A_log,
         d.dt_bias,
     )  # fmt: skip
     scalars = p.N, p.T, p.beta_range, batch(x.g), tokens(x.g)
     launch_rule(c, finish, pointers, (slots, p.HV, 1), FINISH, *scalars, LINES=count_lines(p.V), follows=True)
-    pointers = (x.q, x.k, walked.norms, parts.dq, parts.dk, x.cu_seqlens, d.q, d.k)
+    pointers = (x.q, x.k, norms, parts.dq, parts.dk, x.cu_seqlens, d.q, d.k)
     launch_rule(c, sum_heads, pointers, (slots, p.H, 2), SUM_HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.kernels.hopper.forward.rates import new_rates
 from flash_delta.problem import Problem
 
 # The lines of `Parts.lines`: 64 float32 numbers each, of one chunk and value head. Line numbers are those of tokens.
@@ -22,6 +23,13 @@ GROUP = gl.constexpr(5)
 
 def count_lines(V: int) -> int:
     return FIXED.value + GROUP.value * (V // C)
+
+
+class Gates(NamedTuple):
+    """What `rates` finds for this pass (forward/rates.py)."""
+
+    rates: Tensor  # [slots * HV * 2, 4 C] float32
+    decays: Any  # [slots, HV, C] float32: log decays; None without a raw gate
 
 
 class Trace(NamedTuple):
@@ -44,6 +52,11 @@ class Ends(NamedTuple):
 
     D: Any  # at the start of a segment if nothing comes into it from the right
     ends: Any  # what does come into it
+
+
+def new_gates(p: Problem) -> Gates:
+    decays = torch.empty(count_slots(p), p.HV, C, dtype=torch.float32, device=p.device) if p.raw_gate else None
+    return Gates(new_rates(p), decays)
 
 
 def new_trace(p: Problem) -> Trace:

@@ -1,6 +1,5 @@
 """The backward pass by hand: which calls it runs, and its launches, one after the other."""
 
-from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -8,8 +7,18 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.backward.finish import run_finish
-from flash_delta.kernels.hopper.backward.memory import Ends, Parts, Trace, new_ends, new_parts, new_trace
+from flash_delta.kernels.hopper.backward.memory import (
+    Ends,
+    Gates,
+    Parts,
+    Trace,
+    new_ends,
+    new_gates,
+    new_parts,
+    new_trace,
+)
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.padding import (
     WIDTHS,
     Found,
@@ -93,45 +102,44 @@ def _prepare(
     d = found if copies is None else gradients_in(copies, found)
     forward, maps = for_backward(p, saved[0]), saved[1:]
     walked, *kept = forward.views()
-    parts, between = new_parts(p), new_ends(p, length)
+    gates, parts, between = new_gates(p), new_parts(p), new_ends(p, length)
     trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
     walk = Walk(length, walked.A, None, *maps_in(p, length, *maps)) if maps else new_walk(p, length, walked.A)
 
     def kernels(c: Call) -> None:
-        # The first kernel reads copies before it waits for the kernel before it, which has written them.
-        wide = run_widen(c, copies)._replace(apart=copies is not None)
+        wide = run_widen(c, copies)
         do, dfinal = wide.more
         forms = [(walk, between)]
         if every(c):  # whole sequences, and segments
             one = p._replace(N=1, T=1)
             forms = [(new_walk(one, n, walked.A), new_ends(one, n)) for n in (None, C)]
         for form in forms:
-            memory = *form, trace, parts
+            memory = gates, *form, trace, parts
             left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
-            run_kernels(wide, walked, memory, left, do, dfinal, d)
+            run_kernels(wide, walked.norms, memory, left, do, dfinal, d)
         run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
-    spare = *parts, *(() if maps else walk[2:]), *between, *(() if kept else trace), *made
+    spare = *gates, *parts, *(() if maps else walk[2:]), *between, *(() if kept else trace), *made
     return kernels, spare
 
 
 def run_kernels(
-    c: Call, walked: Walked, memory: tuple[Walk, Ends, Trace, Parts], left: Left, do: Tensor,
+    c: Call, norms: Tensor | None, memory: tuple[Gates, Walk, Ends, Trace, Parts], left: Left, do: Tensor,
     dfinal: Tensor | None, d: Inputs,
 ) -> None:  # fmt: skip
     """Launches all kernels, except those whose results the forward pass has left."""
-    w, between, trace, parts = memory
-    rates, split = walked.rates.view(-1, 4 * C), w.starts is not None
-    calls = chain((c,), repeat(c._replace(apart=False)))  # of the first launch, and of all others
+    gates, w, between, trace, parts = memory
+    rates, split = gates.rates, w.starts is not None
+    run_rates_back(c, rates, norms, gates.decays)  # starts when all before it has ended; the others may start earlier
     if split and not left.maps:
-        run_find_maps(next(calls), rates, w)
+        run_find_maps(c, rates, w)
         if not left.trace:
-            run_compose_maps(next(calls), w)
+            run_compose_maps(c, w)
     if not left.trace:
-        run_retrace(next(calls), rates, w, trace)
+        run_retrace(c, rates, w, trace)
     if split:
-        run_find_ends(next(calls), rates, w, do, dfinal, between.D)
-        run_compose_back(next(calls), w, between.D, between.ends, dfinal)
-    run_walk_back(next(calls), rates, w, trace, do, dfinal, between.ends, parts, d)
-    run_finish(next(calls), walked, parts, d)
+        run_find_ends(c, rates, w, do, dfinal, between.D)
+        run_compose_back(c, w, between.D, between.ends, dfinal)
+    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d)
+    run_finish(c, gates, norms, parts, d)

@@ -9,9 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_delta.kernels.hopper.channel.gate_role import STEP, is_last
+from flash_delta.kernels.hopper.channel.gate_role import is_last
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
-from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
 
@@ -42,14 +42,13 @@ def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, P
     """``made`` and ``bars`` as `gate_role` has them. sD: as in `invert`."""
     rows, columns, maps, norms, strengths = made[0], made[1], made[2], made[3], made[4]
     tiled, ready = bars[3], bars[4]
-    cu_seqlens, T, items = work
+    cu_seqlens, T, parts, items = work
     NX: gl.constexpr = rows.shape[0]
     zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        length = bounds(item, cu_seqlens, None, T, HV, PACKED)[3]
-        token = length * 0
-        while token < length:
+        _, _, _, _, token, _, end, _ = find_part(item, cu_seqlens, T, parts, HV, PACKED)
+        while token < end:
             x = t % NX
             mbarrier.wait(tiled.index(x), (t // NX) & 1)  # signalled by the gate group: rows and columns are there
             scores = warpgroup_mma(rows.index(x), columns.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)

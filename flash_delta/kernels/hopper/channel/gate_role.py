@@ -21,13 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flash_delta.kernels.hopper.channel.gates import BITS, FADED, add, gate_constants, log_decays, rest_living
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
-from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import THREADS
 from flash_delta.kernels.hopper.rings import wait_free
 
-STEP = gl.constexpr(32)  # tokens
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of 16, and channel
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
 EVERYWHERE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # [1, 128], all of it in every warp
@@ -211,17 +210,17 @@ def gate_role(
     totals, given, made, bars, numbers, work = shared
     sq, sk, sg = given
     gfull, full, left_given, tiled, done = bars[0], bars[1], bars[2], bars[3], bars[5]
-    cu_seqlens, T, items = work
+    cu_seqlens, T, parts, items = work
     NR: gl.constexpr = sq.shape[0]
     NX: gl.constexpr = made[0].shape[0]
     y, t = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        n, hv, start, length, begin, _, stop, _ = find_part(item, cu_seqlens, T, parts, HV, PACKED)
         if PACKED:
             n = n * 0
         constants = head_parameters(hv, numbers, RAW_GATE, BOUNDED)
-        b = load_strengths(numbers, n, hv, start, n * 0, length)
-        for token in range(0, length, STEP):
+        b = load_strengths(numbers, n, hv, start, begin, length)
+        for token in range(begin, stop, STEP):
             if BOUNDED:
                 y = t  # one number less
             s, x = y % NR, t % NX

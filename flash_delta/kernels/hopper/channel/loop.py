@@ -40,13 +40,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_delta.kernels.hopper.boxes import ragged, states, strides
 from flash_delta.kernels.hopper.channel.factor_role import factor_role
-from flash_delta.kernels.hopper.channel.gate_role import STEP, gate_role, is_last
+from flash_delta.kernels.hopper.channel.forget import all_forget
+from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
 from flash_delta.kernels.hopper.forward.rate_role import clear_padding
 from flash_delta.kernels.hopper.forward.state_copies import apart, ask_for_state, store_state, take_state
-from flash_delta.kernels.hopper.forward.work_items import bounds
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import (
     BOX,
@@ -76,15 +77,15 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
     """The role that loads q, k and g."""
     gfull, full, left = bars
     batches, heads, group = places
-    cu_seqlens, T, items = work
+    cu_seqlens, T, parts, items = work
     NR: gl.constexpr = tiles[0].shape[0]
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        n, hv, start, size, first, _, end, _ = find_part(item, cu_seqlens, T, parts, HV, PACKED)
         if PACKED:
             n = n * 0
         h = hv // group
-        for token in range(0, size, STEP):
+        for token in range(first, end, STEP):
             s = t % NR
             wait_free(left, t, NR, NR)  # signalled by the factor group, which has left the tokens in this slot
             mbarrier.expect(gfull.index(s), STEP * K * (4 if descs[2].dtype == gl.float32 else 2))
@@ -100,15 +101,15 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
     """The role that loads v."""
     vfull, vdone = bars
     v_batch, v_heads = places
-    cu_seqlens, T, items = work
+    cu_seqlens, T, parts, items = work
     NV: gl.constexpr = sv.shape[0]
     V: gl.constexpr = sv.shape[2]
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        n, hv, start, size, first, _, end, _ = find_part(item, cu_seqlens, T, parts, HV, PACKED)
         if PACKED:
             n = n * 0
-        for token in range(0, size, STEP):
+        for token in range(first, end, STEP):
             s = t % NV
             wait_free(vdone, t, NV, NS)  # signalled by the state group, which has left the tokens in this slot
             mbarrier.expect(vfull.index(s), STEP * V * 2)
@@ -120,10 +121,14 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
 @gluon.jit
 def clear_role(o, work, HV: gl.constexpr, PACKED: gl.constexpr):
     """Writes zeros to o after the last sequence."""
-    cu_seqlens, T, items = work
+    cu_seqlens, T, parts, items = work
     if PACKED:
+        N, program = items // HV, gl.program_id(0)
+        if parts is not None:
+            N = items // (HV * parts)
+            program = gl.where(items > 0, program, T)  # if there is no work, `prepare` does this
         i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
-        clear_padding(o, cu_seqlens, items // HV, T, i, gl.program_id(0), gl.num_programs(0), HV * K)
+        clear_padding(o, cu_seqlens, N, T, i, program, gl.num_programs(0), HV * K)
 
 
 @gluon.jit
@@ -150,7 +155,7 @@ def state_role(
     o_desc, sv, made, bars, initial, final, work = shared
     rows, columns, maps, norms, strengths, lead, trail, flags = made
     vfull, ready, done, vdone = bars
-    cu_seqlens, T, items = work
+    cu_seqlens, T, parts, items = work
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = rows.dtype
@@ -161,20 +166,21 @@ def state_role(
     zero, none = gl.zeros([64, 2 * STEP], gl.float32, ROWS), gl.zeros([64, STEP], gl.float32, NARROW_ROWS)
     v, step, t = gl.program_id(1) * 64 * HALVES, 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
-        row = start + length
+        n, hv, start, length, token, begin, end, begins = find_part(item, cu_seqlens, T, parts, HV, PACKED)
+        row, state = start + length, (n * HV + hv) * K
         if not PACKED:
             row += n * T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
-        if INITIAL:
-            ask_for_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO)
-            if HALVES == 2:
-                ask_for_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO)
-            S = take_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
-            if HALVES == 2:
-                S2 = take_state(initial, None, item * K, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
-        token, fresh = length * 0, length >= 0
-        while token < length:
+        if INITIAL:  # noqa: SIM102 (a constant)
+            if begins:
+                ask_for_state(initial, None, state, v, so, sbar, K, V_FIRST, NO)
+                if HALVES == 2:
+                    ask_for_state(initial, None, state, 64, so2, sbar2, K, V_FIRST, NO)
+                S = take_state(initial, None, state, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+                if HALVES == 2:
+                    S2 = take_state(initial, None, state, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+        fresh = length >= 0
+        while token < end:
             if BOUNDED:
                 step = t
             x, y = t % NX, step % NV
@@ -182,6 +188,8 @@ def state_role(
             b = strengths.index(x).slice(0, STEP, 1)
             A, P = maps.index(x).slice(0, STEP, 0), maps.index(x).slice(STEP, STEP, 0)
             at = RAGGED - length + token
+            if parts is not None:
+                at = gl.where(token < begin, RAGGED, at)  # in front of the part all is clipped
             mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: all that it makes is there
             mbarrier.wait(vfull.index(y), (step // NV) & 1)  # signalled by the copy engine: v is there
             last, buffer = True, step
@@ -231,20 +239,22 @@ def state_role(
             if not BOUNDED:
                 fresh = last
             t += 1
-        store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
-        if HALVES == 2:
-            store_state(final, S2, None, item * K, 64, so, K, V_FIRST, NO)
+        if (end == length) & (begins | (begin < end)):
+            store_state(final, S, None, state, v, so, K, V_FIRST, NO)
+            if HALVES == 2:
+                store_state(final, S2, None, state, 64, so, K, V_FIRST, NO)
 
 
-@gluon.jit(do_not_specialize=["T", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
+@gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
 def channel_loop(
-    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, cu_seqlens, o, beta, A_log, dt_bias, T, items, q_batch,
-    k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, cu_seqlens, o, beta, A_log, dt_bias, forgets, T, parts,
+    items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
     NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states; item i is value head i % HV of sequence i // HV."""
+    """``items``: the number of states; item i is value head i % HV of sequence i // HV. With ``forgets`` it is that of
+    the parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
     ty: gl.constexpr = q_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
@@ -269,7 +279,10 @@ def channel_loop(
         vdone, flags = barriers(NV, 1), gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    work, given = (cu_seqlens, T, items), (sq, sk, sg)
+    work, given = (cu_seqlens, T, None, items), (sq, sk, sg)
+    if forgets is not None:
+        items = gl.where(all_forget(forgets, items - items // parts), items, 0)
+        work = (cu_seqlens, T, parts, items)
     made = (rows, columns, maps, norms, strengths, lead, trail, flags)
     numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
     factor_bars = (gfull, full, left, tiled, ready, done)
@@ -287,17 +300,20 @@ def channel_loop(
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
 
 
-def run_channel_loop(c: Call, o: Tensor, final: Tensor, t: ChannelTile) -> None:
+def run_channel_loop(
+    c: Call, o: Tensor, final: Tensor, t: ChannelTile, forgets: Tensor | None = None, parts: int = 1
+) -> None:
+    """With several ``parts`` of each sequence it is up to ``forgets`` whether it does anything."""
     p, x, initial = c.p, c.x, c.x.initial_state
     widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.g_dtype == torch.float32 else 3
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (
         *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
         states(p, final if initial is None else initial), states(p, final), x.cu_seqlens, o, x.beta, x.A_log,
-        x.dt_bias, p.T, p.N * p.HV, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H, p.scale,
-        p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+        x.dt_bias, forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
+        p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     own = CHANNEL_LOOP | t._asdict()
     constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)
-    grid = min(p.N * p.HV, c.shape.chip.processors), 2 // t.HALVES
+    grid = min(p.N * p.HV * parts, c.shape.chip.processors), 2 // t.HALVES
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import blocks, ragged, squares, strides
+from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gates import BITS, rest_living, sum_gates
 from flash_delta.kernels.hopper.channel.scores import (
     OWN,
@@ -221,14 +222,17 @@ def store_inverse(rows, columns, strengths, a_desc, at):
     tma_store(a_desc, [at, 0], sa)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"])
+@gluon.jit(
+    do_not_specialize=["N", "T", "items", "parted", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"]
+)
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
-    A_log, dt_bias, cu_seqlens, o, N, T, items, q_batch, k_batch, g_batch, heads, group, HV, scale, lower_bound,
-    beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
+    A_log, dt_bias, cu_seqlens, o, forgets, N, T, items, parted, q_batch, k_batch, g_batch, heads, group, HV, scale,
+    lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
     RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """``items``: slots times value heads. After the last packed sequence zeros are written to o, if it is given."""
+    """``items``: slots times value heads. After the last packed sequence zeros are written to o, if it is given.
+    ``parted``: how many parts the loop may have walked in its place (forget.py)."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -249,6 +253,8 @@ def prepare(
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     gates1 = reinterpret(sg2, gl.float32, [1, C, K], FLOATS) if g_desc.dtype == gl.float32 else sg2
+    if forgets is not None:
+        items = gl.where(all_forget(forgets, parted), 0, items)
     given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
     own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
     item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, PACKED)
@@ -326,17 +332,21 @@ def prepare(
     tma.store_wait(0)
 
 
-def run_prepare(c: Call, out: Prepared, o: Tensor | None, L: Tensor | None = None, s: Solved | None = None) -> None:
-    """``o`` gets zeros after the last packed sequence. For the backward pass there are ``L``, and what is saved."""
+def run_prepare(
+    c: Call, out: Prepared, o: Tensor | None, L: Tensor | None = None, s: Solved | None = None,
+    forgets: Tensor | None = None, parts: int = 1,
+) -> None:  # fmt: skip
+    """``o`` gets zeros after the last packed sequence. For the backward pass there are ``L``, and what is saved. With
+    several ``parts`` it is up to ``forgets`` whether it does anything."""
     p, x = c.p, c.x
     items = count_slots(p) * p.HV
     *batches, heads = strides(x.q, x.k, x.g)
     arguments = (
         *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
         *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
-        *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, p.N, p.T,
-        items, *batches, heads, p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta),
-        tokens(x.beta),
+        *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, forgets,
+        p.N, p.T, items, p.N * p.HV * (parts - 1), *batches, heads, p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0,
+        p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     constants = constants_of(c, prepare, arguments)
     programs = min(items, PREPARES * c.shape.chip.processors)

@@ -5,16 +5,24 @@ it, where it can, `chunk_back` (channel_backward/).
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper.boxes import as_taken, described
+from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.tiles import channel_tiles, loops_channels, walks_by_hand
+from flash_delta.kernels.hopper.tiles import (
+    CHANNEL_WHOLE,
+    channel_tiles,
+    loop_parts,
+    loops_channels,
+    walks_by_hand,
+)
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
@@ -28,6 +36,13 @@ from flash_delta.kernels.triton.tiles import plan_segments
 from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 
 FORWARD = ("hopper", "channel")  # the kind of these calls
+
+
+class Parting(NamedTuple):
+    """Of a sequence that is walked in parts where gates forget."""
+
+    forgets: Tensor  # for each part but first ones whether they do before it
+    parts: int  # 1: sequences are not cut
 
 
 def unsupported(p: Problem) -> str | None:
@@ -46,6 +61,10 @@ def remark(p: Problem) -> str:
     split = plan_segments(p, chip)
     if _loops(p):
         said = ["one kernel does it all"]
+    elif _parts(p, split) > 1:
+        said = [
+            f"it walks half a state per program; where gates forget one kernel does it all in {_parts(p, split)} parts"
+        ]
     elif split is not None:
         said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
@@ -71,19 +90,23 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     split, looped = plan_segments(p, chip_of(p.device)), _loops(p)
     handed = None if looped or p.writes_states else Workspace(p, Prepared)
     segments = None if looped else new_segmented_scan(p, split)
+    parting = Parting(new_forgets(p), _parts(p, split))
 
     def kernels(c: Call) -> None:
         if can_loop(p) and (looped or every(c)):
             for t in channel_tiles(p, chip_of(p.device), every=every(c)):
                 run_channel_loop(c, o, final, t)
+        if parting.parts > 1 or (every(c) and _may_part(p)):
+            run_find_forgetting(c, *parting)
+            run_channel_loop(c, o, final, CHANNEL_WHOLE, *parting)
         if not looped:
-            _prepare_and_walk(c, handed, saved, o, final, segments)
+            _prepare_and_walk(c, handed, saved, o, final, segments, parting)
         elif every(c):
-            _prepare_and_walk(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None)
+            _prepare_and_walk(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None, parting)
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
-        spare = (*(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
+        spare = (parting.forgets, *(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
         later = partial(_later_call, p, x) if p.needs_grad else None
         run(call, kernels, o, final, *buffers, spare=spare, later=later)
     remember(call, x, known, (p.lengths, *kind))
@@ -158,21 +181,34 @@ def _walks(p: Problem) -> bool:
     return walks_by_hand(p, chip_of(p.device)) and not p.writes_states
 
 
+def _parts(p: Problem, split: object) -> int:
+    """Into how many parts sequences are cut where gates forget."""
+    chip = chip_of(p.device)
+    return loop_parts(p, chip) if _may_part(p) and walks_by_hand(p, chip) and split is None and not _loops(p) else 1
+
+
+def _may_part(p: Problem) -> bool:
+    """Whether calls are, of some sizes."""
+    return can_loop(p) and walks_by_hand(p._replace(N=1), chip_of(p.device))
+
+
 def _prepare_and_walk(
-    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor, segments: SegmentedScan | None
-) -> None:
+    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
+    segments: SegmentedScan | None, parting: Parting,
+) -> None:  # fmt: skip
     groups = [] if saved is None else saved.views()
     if handed is None:
         solved, _, channels, _ = groups
         run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
     else:
-        run_prepare(c, _with_saved(*handed.views(), *groups), o, None, *groups)
-    _walk(c, handed, saved, o, final, segments)
+        run_prepare(c, _with_saved(*handed.views(), *groups), o, None, (*groups, None)[0], *parting)
+    _walk(c, handed, saved, o, final, segments, parting)
 
 
 def _walk(
-    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor, segments: SegmentedScan | None
-) -> None:
+    c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
+    segments: SegmentedScan | None, parting: Parting,
+) -> None:  # fmt: skip
     """Launches what walks the states; while compiling, all that a call of other sizes may launch."""
     kept = [] if saved is None else c.parts(saved)
     if handed is None:
@@ -181,7 +217,8 @@ def _walk(
         return
     by_hand = _walks(c.p)
     if every(c) or (segments is None and by_hand):
-        run_walk_channels(c, _with_saved(*handed.views(), *([] if saved is None else saved.views())), o, final)
+        w = _with_saved(*handed.views(), *([] if saved is None else saved.views()))
+        run_walk_channels(c, w, o, final, *parting)
     w = _with_saved(*c.parts(handed), *kept)
     channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
     given = c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.boxes import blocks, lines, ragged, squares, states, token_stride
+from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.forward.state_copies import load_state, store_state, store_through
 from flash_delta.kernels.hopper.forward.work_items import bounds
@@ -133,11 +134,11 @@ def state_role(
         store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
 
 
-@gluon.jit(do_not_specialize=["T", "items", "v_batch"])
+@gluon.jit(do_not_specialize=["T", "items", "parted", "v_batch"])
 def walk_channels(
-    qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, T,
-    items, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
+    qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, forgets,
+    T, items, parted, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    PACKED: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
     ty: gl.constexpr = v_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
@@ -152,6 +153,7 @@ def walk_channels(
     sbar, full, vfull, done = barriers(NO, 1), barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
+    items = gl.where(all_forget(forgets, parted), 0, items)
     keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T, items)
     state = (o_desc, keys, values, (full, vfull, done), initial, final, work)
     descs = (qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
@@ -165,14 +167,15 @@ def walk_channels(
     ], [1, 1], [24, 24])  # fmt: skip
 
 
-def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor) -> None:
+def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
+    """With several ``parts`` it is up to ``forgets`` whether it does anything."""
     p, x, initial = c.p, c.x, c.x.initial_state
     first = states(p, final if initial is None else initial)
     arguments = (
         *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
         lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), first,
-        states(p, final), x.cu_seqlens, p.T, p.N * p.HV, token_stride(x.v),
-        x.v.stride(2),
+        states(p, final), x.cu_seqlens, forgets, p.T, p.N * p.HV, p.N * p.HV * (parts - 1),
+        token_stride(x.v), x.v.stride(2),
     )  # fmt: skip
     constants = constants_of(c, walk_channels, arguments, INITIAL=initial is not None, **CHANNEL_WALK)
     grid = min(p.N * p.HV, c.shape.chip.processors), p.V // 64

@@ -25,6 +25,7 @@ MILD = gl.constexpr(110.0)  # bits
 SHIFT = gl.constexpr(32.0)
 CHANNELS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1], [16, 8]))  # [128, 16]
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # [128, 64]: a chunk
+HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16]))  # [128, 32]
 OF_CHANNELS = gl.constexpr(gl.SliceLayout(1, CHANNELS))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, CHANNELS, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, CHANNELS, 2))  # [16, 16]

@@ -6,9 +6,9 @@ from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.hopper.channel_backward.blocks import (
     CHANNELS,
+    HALF,
     MILD,
     SHIFT,
-    WIDE,
     between,
     deep_part,
     empty_tile,
@@ -49,7 +49,7 @@ def last_tile(x, parking, first: gl.constexpr):
 @gluon.jit
 def line_of(lines, n: gl.constexpr, I: gl.constexpr):
     """Line n for the tokens of block I, [1, 16]."""
-    return lines.slice(n, 1, 0).slice(16 * I, 16, 1).load(CHANNELS)
+    return lines.index(n).slice(16 * I, 16, 1).load(CHANNELS)
 
 
 @gluon.jit
@@ -156,16 +156,18 @@ def chunk_gradients(
             sq.slice(16 * I, 16, 0).permute([1, 0]).store(dq.to(sq.dtype))
             sk.slice(16 * I, 16, 0).permute([1, 0]).store(dk.to(sk.dtype))
     if NORM:
-        store_normed(sq, parking, 0, last_dq, lines.slice(4, 1, 0))
-        store_normed(sk, parking, 3, last_dk, lines.slice(5, 1, 0))
+        store_normed(sq, parking, 0, last_dq, lines.index(4))
+        store_normed(sk, parking, 3, last_dk, lines.index(5))
     return dA, dbias
 
 
 @gluon.jit
 def store_normed(tile, parking, first: gl.constexpr, last, square):
     """Overwrites x with ``z - x r^2 <x, z>``, r^2 being ``square``. z: three tiles, parked from ``first`` on, and
-    ``last``."""
-    parts = parked(parking, first), parked(parking, first + 1), parked(parking, first + 2), last
-    z, x = gl.convert_layout(beside_all(parts, 0, 4), WIDE), tile.permute([1, 0]).load(WIDE).to(gl.float32)
-    along = gl.sum(x * z, 0)[None, :] * square.load(WIDE)
-    tile.permute([1, 0]).store((z - x * along).to(tile.dtype))
+    ``last``. Half of the tokens at a time: to sum up all of them takes 2 KB of shared memory, and 1 is left."""
+    for h in gl.static_range(2):
+        parts = parked(parking, first + 2 * h), last if h == 1 else parked(parking, first + 1)
+        half = tile.slice(32 * h, 32, 0).permute([1, 0])
+        z, x = gl.convert_layout(beside_all(parts, 0, 2), HALF), half.load(HALF).to(gl.float32)
+        along = gl.sum(x * z, 0)[None, :] * square.slice(32 * h, 32, 1).load(HALF)
+        half.store((z - x * along).to(tile.dtype))

@@ -180,18 +180,18 @@ def store_factors(factors, lines, scale, NORM: gl.constexpr):
     b, of_q, of_k = factors
     if not NORM:
         of_q, of_k = b * 0.0 + 1.0, b * 0.0 + 1.0
-    lines.slice(0, 1, 0).store((of_q * scale).reshape([1, C]))
-    lines.slice(1, 1, 0).store((of_k * b).reshape([1, C]))
-    lines.slice(2, 1, 0).store(of_k.reshape([1, C]))
-    lines.slice(3, 1, 0).store(b.reshape([1, C]))
-    lines.slice(4, 1, 0).store((of_q * of_q).reshape([1, C]))
-    lines.slice(5, 1, 0).store((of_k * of_k).reshape([1, C]))
+    lines.index(0).store((of_q * scale).reshape([1, C]))
+    lines.index(1).store((of_k * b).reshape([1, C]))
+    lines.index(2).store(of_k.reshape([1, C]))
+    lines.index(3).store(b.reshape([1, C]))
+    lines.index(4).store((of_q * of_q).reshape([1, C]))
+    lines.index(5).store((of_k * of_k).reshape([1, C]))
 
 
 @gluon.jit
 def of_rows(lines, n: gl.constexpr, layout: gl.constexpr):
     """Line n, [64, 1]."""
-    return lines.slice(n, 1, 0).permute([1, 0]).load(layout)
+    return lines.index(n).permute([1, 0]).load(layout)
 
 
 @gluon.jit
@@ -199,7 +199,7 @@ def store_scores(P, M, sL, sP, sM, lines):
     """Stores dP and -dL as blocks, and returns what L takes from db."""
     i = gl.arange(0, C, layout=gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, SQUARE))[None, :]
-    of_k = lines.slice(2, 1, 0).load(SQUARE)
+    of_k = lines.index(2).load(SQUARE)
     M = gl.where(i > j, M, 0.0)
     taken = gl.sum(gl.where(i > j, M * sL.load(SQUARE).to(gl.float32), 0.0), 1)
     P = gl.where(i >= j, P * of_k, 0.0) * of_rows(lines, 0, SQUARE)
@@ -290,7 +290,7 @@ def chunk_back(
     sg1 = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], FLOATS if g_desc.dtype == gl.float32 else TILE)
     sP = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
     sM = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
-    lines = gl.allocate_shared_memory(gl.float32, [8, C], LINE)
+    lines = gl.allocate_shared_memory(gl.float32, [6, 1, C], LINE)
     full = barriers(3, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised

@@ -16,10 +16,13 @@ e^-128, which is 0 in float32, so that |G| stays below 2^14, and its differences
 Rows after the end of a sequence get b = 0 and no decay. After the last sequence of a packed row this kernel
 writes zeros to o. With a norm it also writes ``norms``, where p has the lengths of k.
 
-For the backward pass of ``triton`` it writes what `solve` writes, except A: ``vectors``. For that by hand it writes
-``left``, which are rates without b in row 2, and a raw gate's log decays. That pass finds dbeta from U, which has b as
-a factor, and divides by b. So then |b| is at least 2^-40, and where it is below 2^-14 row 2 has 0 for it: the float16
-numbers of `invert` hold no such b. There U is b R, which `finish` knows.
+For the backward pass of ``triton`` it writes what `solve` writes, except A: ``vectors``. That by hand finds dbeta from
+U, which has b as a factor, and DIVIDES by b. So then |b| is at least 2^-40, and where it is below 2^-14 row 2 has 0 for
+it: the float16 numbers of `invert` hold no such b. There U is b R, which `finish` knows.
+
+That pass runs this kernel again: rates are a quarter of the memory of A, and to find them again is one short launch.
+BACK there is no b in row 2, ``norms`` are those that the forward pass has left, two vectors a key head, and ``decays``
+are written, a raw gate's log decays.
 
 On a pool (``walks``) the first program lists the sequences that the loop walks, o of padding is written as zeros, and
 nothing is written of sequences that `decode` runs.
@@ -51,13 +54,13 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, vectors, left, decays, walks, read_indices,
-    write_indices, has_initial_state, N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, vectors, decays, walks, read_indices, write_indices,
+    has_initial_state, N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides,
     k_strides, g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr, SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr, DIVIDES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
@@ -75,10 +78,11 @@ def rates(
         _, _, well = find_slots(tables, tl.minimum(n, N - 1), slots)
         empty = empty | (well == 0)
     if empty:
-        strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
-        for member in range(HEADS):
-            rows = rows_of(o, strides, row, first + member)
-            store_tile(rows, strides, tl.zeros([C, V], o.dtype.element_ty), token, stop, 0, V, C, V)
+        if not BACK:
+            strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+            for member in range(HEADS):
+                rows = rows_of(o, strides, row, first + member)
+                store_tile(rows, strides, tl.zeros([C, V], o.dtype.element_ty), token, stop, 0, V, C, V)
         return
     i, hv = tl.arange(0, C)[:, None], first + tl.arange(0, BH)[None, :]
     known = hv < first + HEADS
@@ -99,24 +103,28 @@ def rates(
         b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
         if RAW_BETA:
             b = tl.where(live, strength(b, beta_top), 0.0)
-        if left is not None:
+        erasing = b
+        if DIVIDES:
             b = tl.where(live & (tl.abs(b) < SMALLEST), tl.where(b < 0, -SMALLEST, SMALLEST), b)
-        erasing = b if left is None else tl.where(tl.abs(b) < TINY, 0.0, b)
+            erasing = tl.where(tl.abs(b) < TINY, 0.0, b)
     last = tl.sum(tl.where(i == C - 1, G, 0.0), 0)[None, :]
     # Reciprocal lengths as logarithms, so that one exponential is enough for a score.
     l_q, l_k = tl.log2(scale), 0.0
     if NORM:
         h = first // (HV // H)
-        W: tl.constexpr = 32
-        r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W)[:, None]
-        r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
+        KEPT: tl.constexpr = 2 if DIVIDES else 3
+        at = norms + (slot.to(tl.int64) * H + h) * (KEPT * C) + i if norms is not None else i
+        if BACK:
+            r_q, r_k = tl.load(at), tl.load(at + C)
+        else:
+            W: tl.constexpr = 32
+            r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W)[:, None]
+            r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
+            if norms is not None:
+                for vector in tl.static_range(KEPT):
+                    tl.store(at + vector * C, r_q if vector == 0 else r_k)
         l_q += tl.log2(r_q)
         l_k = tl.log2(r_k)
-        if norms is not None:
-            at = norms + (slot.to(tl.int64) * H + h) * (3 * C) + i
-            tl.store(at, r_q)
-            tl.store(at + C, r_k)
-            tl.store(at + 2 * C, r_k)
     if vectors is not None:
         at = vectors + (slot.to(tl.int64) * HV + hv) * (4 * C) + i
         if GATE:
@@ -128,23 +136,14 @@ def rates(
             tl.store(at + 3 * C, x, mask=known)
     at = (slot.to(tl.int64) * HV + hv) * (8 * C) + i
     ratio = tl.exp2(l_k - l_q) + tl.zeros([C, BH], tl.float32)
+    if not BACK:
+        ratio *= -erasing
     gamma = tl.exp2(last) + tl.zeros([C, BH], tl.float32)
-    shared = G + l_q, G - l_k, b, -tl.exp2(G + l_k), tl.exp2(G + l_q), tl.exp2(last - G + l_k), gamma
-    store_rates(out + at, -erasing * ratio, shared, known, C)
-    if left is not None:
-        store_rates(left + at, ratio, shared, known, C)
-        if RAW_GATE:
-            tl.store(decays + (slot.to(tl.int64) * HV + hv) * C + i, x, mask=known)
-
-
-@triton.jit
-def store_rates(to, ratio, shared, known, C: tl.constexpr):
-    """``ratio``: row 2; ``shared``: all others."""
-    tl.store(to, shared[0], mask=known)
-    tl.store(to + C, shared[1], mask=known)
-    tl.store(to + 2 * C, ratio, mask=known)
-    for row in tl.static_range(3, 8):
-        tl.store(to + row * C, shared[row - 1], mask=known)
+    found = G + l_q, G - l_k, ratio, b, -tl.exp2(G + l_k), tl.exp2(G + l_q), tl.exp2(last - G + l_k), gamma
+    for vector in tl.static_range(8):
+        tl.store(out + at + vector * C, found[vector], mask=known)
+    if decays is not None:
+        tl.store(decays + (slot.to(tl.int64) * HV + hv) * C + i, x, mask=known)
 
 
 NO_SLOTS = Slots(None, None)
@@ -166,20 +165,26 @@ def run_rates(
     slots: Slots = NO_SLOTS,
 ) -> None:  # fmt: skip
     """Launches `rates`. ``saved``: what the backward pass needs. ``walks``: states are in ``slots``."""
-    p, x = c.p, c.x
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
+    norms, vectors = None if saved is None else saved.norms, saved.vectors if isinstance(saved, Solved) else None
+    written = (o, out, norms, vectors, None)
+    _run(c, (walks, slots, tables), written, DIVIDES=isinstance(saved, Walked), BACK=False)
+
+
+def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | None) -> None:
+    """Launches `rates` for the backward pass by hand. ``norms``: as the forward pass has left them."""
+    _run(c, (None, NO_SLOTS, (None,) * 3), (None, out, norms, None, decays), DIVIDES=True, BACK=True)
+
+
+def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:
+    p, x, (walks, slots, tables) = c.p, c.x, on_pool
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
-    kept = (None,) * 4
-    if isinstance(saved, Walked):
-        kept = saved.norms, None, saved.rates, saved.decays
-    elif saved is not None:
-        kept = saved.norms, saved.vectors, None, None
-    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, out, *kept, walks, *tables)
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, walks, *tables)
     tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
         p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot, *(table(t)[0] for t in tables), p.scale,
         p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads,
-        BH=columns,
+        BH=columns, **form,
     )  # fmt: skip

@@ -1,0 +1,50 @@
+"""What the compile gate compiles of the backward pass by hand."""
+
+from collections.abc import Callable
+
+import torch
+
+from flash_delta.compiler.cases.rule import RuleCase, problem_of
+from flash_delta.kernels.hopper.backward.finish import run_finish
+from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_gates, new_parts, new_trace
+from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels
+from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.forward.rates import run_rates_back
+from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
+from flash_delta.kernels.hopper.segments.memory import new_walk
+from flash_delta.kernels.hopper.segments.scan import run_retrace
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.problem import Inputs, Problem
+
+
+def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
+    """The launches of the backward pass: of whole sequences; of segments, without what is found of their ends; of
+    that."""
+    p, x = made()
+    c = make_call(p, x, ("launches",))._replace(direct=False)
+    walked, *kept = for_backward(p).views()
+    trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
+    do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
+    parts, gates = new_parts(p), new_gates(p)
+    length = None if form == "back" else 128
+    walk, between = new_walk(p, length, walked.A), new_ends(p, length)
+    left = Left(trace=bool(kept), maps=False)
+    if form == "back":
+        run_kernels(c, walked.norms, (gates, walk, between, trace, parts), left, do, dfinal, d)
+    elif form == "back-segments":
+        run_retrace(c, gates.rates, walk, trace)
+        run_walk_back(c, gates.rates, walk, trace, do, dfinal, between.ends, parts, d)
+    else:
+        run_find_maps(c, gates.rates, walk)
+        run_find_ends(c, gates.rates, walk, do, dfinal, between.D)
+        run_compose_back(c, walk, between.D, between.ends, dfinal)
+
+
+def call_gates_back() -> None:
+    """What training launches for gates that are given as log decays, without norms."""
+    p, x = problem_of(RuleCase())
+    p = p._replace(needs_grad=True)
+    c, gates = make_call(p, x, ("launches",))._replace(direct=False), new_gates(p)
+    run_rates_back(c, gates.rates, None, gates.decays)
+    run_finish(c, gates, None, new_parts(p), new_gradients(p, x))

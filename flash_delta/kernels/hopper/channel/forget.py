@@ -1,0 +1,89 @@
+"""Whether gates forget. If they do, long sequences are walked in parts at the same time (loop.py).
+
+What a state was before some tokens is nothing after them if they decay every channel by 2^184: in float32 anything
+below 2^35 is zero then. `find_forgetting` looks whether the EARLY tokens before each part do. So a part is walked from
+these tokens on, from a state of zeros, to the bits of a walk of the whole sequence.
+
+Only if it is so before all parts of all states, `channel_loop` walks them. Otherwise `prepare` and `walk_channels` do
+what they do for such calls. The host does not know which: all are launched, and those that are not wanted end at once.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flash_delta.kernels.hopper.channel.gate_role import SUMS, head_parameters
+from flash_delta.kernels.hopper.channel.gates import log_decays
+from flash_delta.kernels.hopper.channel.parts import EARLY, STEP, part_length
+from flash_delta.kernels.hopper.channel.scores import OWN, K
+from flash_delta.kernels.hopper.forward.work_items import bounds
+from flash_delta.kernels.hopper.layouts import THREADS
+from flash_delta.kernels.hopper.segments.bounds import FADED
+from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.problem import Problem
+
+MOST = gl.constexpr(256)  # numbers of ``forgets``
+
+
+@gluon.jit
+def all_forget(forgets, count):
+    """Whether there are parts, ``count`` of them beside first ones, and gates forget before each."""
+    i = gl.arange(0, MOST, layout=THREADS)
+    return (count > 0) & (gl.min(gl.load(forgets + i, mask=i < count, other=1), 0) > 0)
+
+
+@gluon.jit
+def fallen(g, places, start, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+    """By how many bits the EARLY tokens before ``begin`` decay each channel."""
+    batch_stride, of_tokens, n, hv = places
+    a = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, OWN)))[:, None, None]
+    m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
+    c = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN)))[None, None, :]
+    total = gl.zeros([2, K], gl.float32, SUMS)
+    for early in gl.static_range(STEP, EARLY + STEP, STEP):
+        token = start + begin - early + 16 * a + m
+        at = n * batch_stride + token.to(gl.int64) * of_tokens[0] + hv * of_tokens[1]
+        x = gl.load(g + (at + c)).to(gl.float32)
+        total += gl.sum(log_decays(x, constants, RAW_GATE, BOUNDED), 1)
+    return gl.sum(total, 0)
+
+
+@gluon.jit(do_not_specialize=["T", "parts", "g_batch"])
+def find_forgetting(
+    g, A_log, dt_bias, cu_seqlens, forgets, T, parts, lower_bound, g_batch, g_strides,
+    HV: gl.constexpr, PACKED: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Program (parts - 1) i + j writes its number of ``forgets``: 1 if gates forget before part j + 1 of state i, or if
+    there is no such part; else 0."""
+    state, part = gl.program_id(0) // (parts - 1), gl.program_id(0) % (parts - 1) + 1
+    n, hv, start, size = bounds(state, cu_seqlens, None, T, HV, PACKED)
+    if PACKED:
+        n = n * 0
+    begin = part * part_length(size, parts)
+    constants = head_parameters(hv, (A_log, dt_bias, lower_bound), RAW_GATE, BOUNDED)
+    found = gl.where(begin >= size, 1, 0)
+    if (begin < size) & (begin >= EARLY):
+        places = g_batch, g_strides, (n + 0).to(gl.int64), hv
+        total = fallen(g, places, start, begin, constants, RAW_GATE, BOUNDED)
+        count = gl.sum(gl.where(total <= FADED, 1, 0), 0)  # not of channels that are no numbers
+        found = gl.where(count == K, 1, 0)
+    i = gl.arange(0, MOST, layout=THREADS)
+    gl.store(forgets + gl.program_id(0) + i, i * 0 + found, mask=i < 1)
+
+
+def new_forgets(p: Problem) -> Tensor:
+    return torch.empty(MOST.value, dtype=torch.int32, device=p.device)
+
+
+def run_find_forgetting(c: Call, forgets: Tensor, parts: int) -> None:
+    p, x = c.p, c.x
+    arguments = (
+        x.g, x.A_log, x.dt_bias, x.cu_seqlens, forgets, p.T, parts, p.lower_bound or 0.0, batch(x.g),
+        tokens(x.g)[:2],
+    )  # fmt: skip
+    constants = constants_of(c, find_forgetting, arguments)
+    programs = p.N * p.HV * (parts - 1)
+    launch_described(c, find_forgetting, DescribedPlan((programs,), arguments, constants), launch_pdl=False)
