@@ -1,14 +1,16 @@
-"""Tiny models with random weights, on disk: ``python tiny_models.py qwen3_next|olmo_hybrid|kimi_linear FOLDER``."""
+"""Tiny models with random weights, on disk: ``python tiny_models.py qwen3_next|qwen3_next_mtp|olmo_hybrid|kimi_linear
+FOLDER``."""
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 QWEN = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -45,6 +47,9 @@ RENAMED = {  # of what transformers writes, parts of names that vLLM knows in ot
 }
 MODELS = {  # transformers' name, and the configuration
     "qwen3_next": ("Qwen3Next", QWEN),
+    # The layer that drafts has to have experts, and is the first one. All of them are taken: where two are nearly as
+    # good, rounding would choose.
+    "qwen3_next_mtp": ("Qwen3Next", QWEN | {"mlp_only_layers": [], "num_experts_per_tok": 4}),
     "olmo_hybrid": ("OlmoHybrid", OLMO),
     "kimi_linear": ("KimiLinear", KIMI),
 }
@@ -76,19 +81,36 @@ def make(name: str, folder: str) -> None:
     model = build(transformers_name, config).to(torch.bfloat16)
     randomize(model)
     model.save_pretrained(folder)
-    rename(Path(folder) / "model.safetensors", RENAMED.get(name, {}))
+    change(Path(folder) / "model.safetensors", lambda tensors: renamed(tensors, RENAMED.get(name, {})))
+    if name == "qwen3_next_mtp":
+        change(Path(folder) / "model.safetensors", lambda tensors: tensors | layer_that_drafts(tensors))
     if name == "kimi_linear":  # as above: in the names of checkpoints
         given = {"architectures": [f"{transformers_name}ForCausalLM"], "model_type": name, "dtype": "bfloat16"}
         (Path(folder) / "config.json").write_text(json.dumps(given | config))
 
 
-def rename(path: Path, parts: dict[str, str]) -> None:
-    tensors = {}
-    for name, tensor in load_file(path).items():
+def change(path: Path, how: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(how(load_file(path)), path, {"format": "pt"})
+
+
+def renamed(tensors: dict[str, Tensor], parts: dict[str, str]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
         for old, new in parts.items():
             name = name.replace(old, new)
-        tensors[name] = tensor
-    save_file(tensors, path, {"format": "pt"})
+        found[name] = tensor
+    return found
+
+
+def layer_that_drafts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What checkpoints have for the prediction of several tokens (MTP): the last layer again, and what joins the hidden
+    state and the next token's embedding. It adds them."""
+    width = QWEN["hidden_size"]
+    last = f"model.layers.{QWEN['num_hidden_layers'] - 1}."
+    layer = {f"mtp.layers.0.{n.removeprefix(last)}": t.clone() for n, t in tensors.items() if n.startswith(last)}
+    norms = {f"mtp.{n}.weight": torch.zeros(width) for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    join = {"mtp.fc.weight": torch.cat([torch.eye(width), torch.eye(width)], 1)}
+    return layer | {name: t.to(torch.bfloat16) for name, t in (norms | join).items()}
 
 
 if __name__ == "__main__":
