@@ -1,5 +1,7 @@
-"""Which kernels Kimi Delta Attention's calls launch on Hopper, on a GPU that is none (pretended_gpu.py): all that a call
-of other sizes launches has been compiled by the first one, each under a name of its own."""
+"""Which kernels Kimi Delta Attention's calls launch on Hopper, on a GPU that is none (pretended_gpu.py).
+
+All that a call of other sizes launches has been compiled by the first one, each kernel under a name of its own.
+"""
 
 import shutil
 

@@ -145,7 +145,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel*/channel_loop", HOPPER, "spill", "addresses, beside two halves of a state", 40),
     Allowed(f"{BY_HAND}/channel-free*/channel_loop", HOPPER, "spill", "the same, beside the branch for pieces", 70),
     Allowed(f"{BY_HAND}/channel-logs*/channel_loop", HOPPER, "spill", "the same", 80),
-    Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and where a part begins and ends", 170),
+    Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and ends of parts", 170),
     Allowed(f"{BY_HAND}/channel-rows/prepare", HOPPER, "spill", "addresses, the same for all chunks", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-free/prepare", HOPPER, "spill", "mostly in the branch of steep chunks", 80, "3.6"),
     Allowed(f"{BY_HAND}/channel-logs*/prepare", HOPPER, "spill", "the same", 140),
