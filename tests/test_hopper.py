@@ -71,7 +71,11 @@ def on_a_card(monkeypatch):
         (KDA | {"raw_gate": False, "g_dtype": torch.float32}, None),
         (KDA | {"needs_grad": True, "disable_recompute": True}, None),
         (KDA | {"g_dtype": torch.float16}, "g has to be torch.bfloat16 or torch.float32, it is torch.float16"),
-        (KDA | {"pool": torch.float32}, "with a decay per channel it runs no prompts on a pool"),
+        (KDA | {"pool": torch.float32}, None),
+        (KDA | {"pool": torch.bfloat16, "lower_bound": None, "checkpoint_offsets": True}, None),
+        (KDA | {"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
+        (KDA | {"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
+        (KDA | {"pool": torch.float32, "K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
         (KDA | {"dtype": torch.float16}, "heads of 128 in bfloat16; they are 128 and 128 in torch.float16"),
         (KDA | {"K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
         (KDA | {"keep_states": True}, "states of chunks"),
@@ -129,6 +133,7 @@ def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(prompt) == "it walks sequences in segments of 2048 tokens, up to 16 of them side by side"
     assert backend.remark(prompt._replace(batch_invariant=True)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
+    assert backend.remark(problem(**KDA, pool=torch.float32)) == "one kernel walks the prompts"
     assert backend.remark(problem(**KDA, N=1)) == "it walks half a state per program"
     assert backend.remark(problem(**KDA, N=8)) == "one kernel does it all"
     logs = KDA | {"lower_bound": None, "g_dtype": torch.float32}
@@ -205,6 +210,18 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card, monkeypatch):
     assert backend.preference(p._replace(HV=24)) > triton.preference(p)
     assert _backend.choose_backend(p, "hopper") == "hopper", "a wish is obeyed"
     assert _backend.Explain().of(p).reasons["hopper"].endswith(f"'triton' is preferred: {why}")
+
+
+def test_prompts_with_a_decay_per_channel_come_by_name_only(on_a_card, monkeypatch):
+    """Until they have run on a GPU."""
+    for module in (backend, triton):
+        monkeypatch.setattr(module, "remark", lambda problem: None)
+    monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
+    p = problem(**KDA, HV=64, pool=torch.float32)
+    assert _backend.choose_backend(p, None) == "triton"
+    assert _backend.choose_backend(p, "hopper") == "hopper"
+    why = "with a decay per channel its prompts on a pool have not run on a GPU yet"
+    assert _backend.Explain().of(p).reasons["hopper"] == f"can, but 'triton' is preferred: {why}"
 
 
 @pytest.mark.parametrize(

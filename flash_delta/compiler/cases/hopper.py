@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
-from flash_delta.compiler.cases import padding
+from flash_delta.compiler.cases import channel_prompts, padding
 from flash_delta.compiler.cases.hopper_back import call_back, call_gates_back
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.hopper.backward.run import unsupported
@@ -231,3 +231,4 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))
         for form, t in FORMS[described_pool()[0].K].items():
             yield Launch(f"{case}-{form}", partial(call_pool, case, t))
+    yield from channel_prompts.launches()

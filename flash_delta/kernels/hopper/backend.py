@@ -10,7 +10,8 @@ Prompts on a pool are walked by the loop, which reads and writes the slots. A si
 With a decay per channel one kernel does it all for many states (channel/loop.py). Else `prepare`
 finds all that a chunk's tokens are to each other, in both passes. `walk_channels` walks where there are few states, or
 `scan` of the ``triton`` backend does (channel/). That backend also walks the states back. After it `chunk_back` finds
-the gradients of each chunk (channel_backward/).
+the gradients of each chunk (channel_backward/). Prompts on a pool are walked by the same loop, but only for who asks
+for this backend: that has not run on a GPU yet (channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.boxes import as_taken, describable, described, plain_state
+from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
@@ -79,7 +81,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.keep_states:
         return "it does not return the states of chunks"
     if problem.gate == "channel":
-        return by_channel.unsupported(problem)
+        return by_channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     wide = padded(problem)
@@ -95,12 +97,18 @@ def unsupported(problem: Problem) -> str | None:
         return f"on a pool it runs {triton.DECODED}"
     if problem.pool is not None and (problem.K == WHOLE or problem.V != problem.K):
         return f"on a pool K and V have to be 64 or 128, both; they are {problem.K} and {problem.V}"
-    if problem.pool not in (None, torch.float32, torch.bfloat16, torch.float16):
-        return f"its states are float32, the pool is {problem.pool}"
-    if not problem.plain_pool:
-        return "the pool has gaps inside of its slots, or slots that do not begin at multiples of 16 bytes"
+    if _unsupported_pool(problem):
+        return _unsupported_pool(problem)
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
+    return None
+
+
+def _unsupported_pool(p: Problem) -> str | None:
+    if p.pool not in (None, torch.float32, torch.bfloat16, torch.float16):
+        return f"its states are float32, the pool is {p.pool}"
+    if not p.plain_pool:
+        return "the pool has gaps inside of its slots, or slots that do not begin at multiples of 16 bytes"
     return None
 
 
@@ -114,6 +122,8 @@ def preference(p: Problem) -> tuple[int, str | None]:
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
+    if p.pool is not None and p.gate == "channel":
+        return 0, channel_prefill.UNTRIED
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     why = _slow_padding(p) if pads(p) else None
@@ -242,6 +252,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     """``o``, contiguous; the pools are written in place. `decode` runs the short sequences, beside the others."""
     if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
         return triton.prefill(p, x, s, around, known)
+    if p.gate == "channel":
+        return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
     if again(known, PREFILL, x, s, around, made=(o,)):
         return o
@@ -303,6 +315,8 @@ def _memory(prompt: Prompt | None) -> tuple[Tensor, ...]:
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
+    if p.gate == "channel":
+        return channel_prefill.workspace_bytes(p, x)
     nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
     own = new_rates(nowhere), new_walks(nowhere), *_memory(new_prompt(nowhere, length))
     copied = () if p.taps else (t for t in x[:3] if not describable(t))

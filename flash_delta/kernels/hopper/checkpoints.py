@@ -19,9 +19,9 @@ NONE = (None, None, *(0 for _ in NUMBERS))  # the arguments of a kernel that lea
 
 
 @gluon.jit
-def find_offset(kept, n, length):
+def find_offset(kept, n, length, STEP: gl.constexpr = C):
     """After how many tokens, whole chunks of them, a walk leaves the checkpoint of sequence n that has an offset; 0 if
-    it leaves none (triton/serving/offsets.py), or if there are no offsets."""
+    it leaves none (triton/serving/offsets.py), or if there are no offsets. STEP: tokens that it takes at a time."""
     tokens = n * 0
     if kept is not None and len(kept) > 7:
         row, offsets = kept[6], kept[7]
@@ -29,7 +29,7 @@ def find_offset(kept, n, length):
         if (offset >= 0) & (offset <= length):
             tokens = offset.to(gl.int32) // C * C
             if offset == length:
-                tokens = (length + C - 1) // C * C
+                tokens = (length + STEP - 1) // STEP * STEP
     return tokens
 
 

@@ -95,6 +95,16 @@ def channel_tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[ChannelTile, 
     return (CHANNEL_HALF if 2 * sequences_of(p)[0] * p.HV <= chip.processors else CHANNEL_WHOLE,)
 
 
+def channel_prompt_loops(p: Problem, chip: Chip, *choice: ChannelTile, every: bool) -> tuple[PoolLaunch, ...]:
+    """The launches of that loop on a pool. Whether both tiles give the same bits was not measured. So there is only one
+    where no sequence may change a bit of another one's."""
+    choices = choice or ((CHANNEL_WHOLE,) if p.batch_invariant else (CHANNEL_WHOLE, CHANNEL_HALF) if every else ())
+    if choices:
+        return tuple(PoolLaunch(t, max(1, p.N)) for t in choices)
+    fitting = (CHANNEL_HALF, CHANNEL_WHOLE) if chip.processors >= 2 * p.HV else (CHANNEL_WHOLE,)
+    return pool_launches(p, chip, fitting, lambda _: 2 * p.HV)
+
+
 def walks_by_hand(p: Problem, chip: Chip) -> bool:
     """Whether `walk_channels` walks the states, with half a state per program: where half of the multiprocessors have
     one. On an H200 8,192 tokens of 32 heads then take 0.334 ms and not 0.354; of 64 heads they take 0.527 and 0.514.

@@ -46,8 +46,10 @@ from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
+from flash_delta.kernels.hopper.checkpoints import find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.rate_role import clear_padding
 from flash_delta.kernels.hopper.forward.state_copies import apart, ask_for_state, store_state, take_state
+from flash_delta.kernels.hopper.forward.work_items import count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import (
     BOX,
@@ -77,11 +79,10 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
     """The role that loads q, k and g."""
     gfull, full, left = bars
     batches, heads, group = places
-    cu_seqlens, T, parts, items = work
     NR: gl.constexpr = tiles[0].shape[0]
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, size, first, _, end, _ = find_part(item, cu_seqlens, T, parts, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
+        n, hv, start, size, first, _, end, _ = find_part(item, work, HV, PACKED)
         if PACKED:
             n = n * 0
         h = hv // group
@@ -101,12 +102,11 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
     """The role that loads v."""
     vfull, vdone = bars
     v_batch, v_heads = places
-    cu_seqlens, T, parts, items = work
     NV: gl.constexpr = sv.shape[0]
     V: gl.constexpr = sv.shape[2]
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, size, first, _, end, _ = find_part(item, cu_seqlens, T, parts, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
+        n, hv, start, size, first, _, end, _ = find_part(item, work, HV, PACKED)
         if PACKED:
             n = n * 0
         for token in range(first, end, STEP):
@@ -120,9 +120,9 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
 
 @gluon.jit
 def clear_role(o, work, HV: gl.constexpr, PACKED: gl.constexpr):
-    """Writes zeros to o after the last sequence."""
-    cu_seqlens, T, parts, items = work
-    if PACKED:
+    """Writes zeros to o after the last sequence. On a pool `list_prompts` does this."""
+    cu_seqlens, T, parts, items, pool = work
+    if PACKED and pool is None:
         N, program = items // HV, gl.program_id(0)
         if parts is not None:
             N = items // (HV * parts)
@@ -152,10 +152,10 @@ def state_role(
     PACKED: gl.constexpr,
 ):  # fmt: skip
     so, sbar, so2, sbar2 = buffers
-    o_desc, sv, made, bars, initial, final, work = shared
+    o_desc, sv, made, bars, initial, final, kept, work = shared
     rows, columns, maps, norms, strengths, lead, trail, flags = made
     vfull, ready, done, vdone = bars
-    cu_seqlens, T, parts, items = work
+    _, T, parts, _, pool = work
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = rows.dtype
@@ -165,21 +165,27 @@ def state_role(
     NO: gl.constexpr = so.shape[0]  # buffers
     zero, none = gl.zeros([64, 2 * STEP], gl.float32, ROWS), gl.zeros([64, STEP], gl.float32, NARROW_ROWS)
     v, step, t = gl.program_id(1) * 64 * HALVES, 0, 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length, token, begin, end, begins = find_part(item, cu_seqlens, T, parts, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
+        n, hv, start, length, token, begin, end, begins = find_part(item, work, HV, PACKED)
         row, state = start + length, (item if parts is None else item // parts) * K
+        source, target = None, None
+        if pool is not None:
+            source, target = ends(item, pool, HV)
+            state = hv * K
+            tma.store_wait(0)  # the copy engine has read ``so``: without a slot to write no store has waited for that
+            barrier()  # all warps of the state group: none asks for a state before that
         if not PACKED:
             row += n * T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
         if INITIAL:  # noqa: SIM102 (a constant)
             if begins:
-                ask_for_state(initial, None, state, v, so, sbar, K, V_FIRST, NO)
+                ask_for_state(initial, source, state, v, so, sbar, K, V_FIRST, NO)
                 if HALVES == 2:
-                    ask_for_state(initial, None, state, 64, so2, sbar2, K, V_FIRST, NO)
-                S = take_state(initial, None, state, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+                    ask_for_state(initial, source, state, 64, so2, sbar2, K, V_FIRST, NO)
+                S = take_state(initial, source, state, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
                 if HALVES == 2:
-                    S2 = take_state(initial, None, state, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
-        fresh = length >= 0
+                    S2 = take_state(initial, source, state, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+        offset, fresh = find_offset(kept, n, length, STEP), length >= 0
         while token < end:
             if BOUNDED:
                 step = t
@@ -236,27 +242,38 @@ def state_role(
                 if not BOUNDED:
                     mbarrier.arrive(vdone.index(y), count=1)
                     step += 1
+                if kept is not None:
+                    slot = find_checkpoint(kept, n, token, length, offset)
+                    if slot >= 0:
+                        store_state(initial, S, slot, state, v, so, K, V_FIRST, NO)
+                        if HALVES == 2:
+                            store_state(initial, S2, slot, state, 64, so, K, V_FIRST, NO)
             if not BOUNDED:
                 fresh = last
             t += 1
-        ends = True if parts is None else (begins | (begin < end)) & (end == length)
-        if ends:
-            store_state(final, S, None, state, v, so, K, V_FIRST, NO)
+        is_end = True if parts is None else (begins | (begin < end)) & (end == length)
+        if pool is not None:
+            is_end = target >= 0
+        if is_end:
+            store_state(final, S, target, state, v, so, K, V_FIRST, NO)
             if HALVES == 2:
-                store_state(final, S2, None, state, 64, so, K, V_FIRST, NO)
+                store_state(final, S2, target, state, 64, so, K, V_FIRST, NO)
 
 
-@gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
-def channel_loop(
-    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, cu_seqlens, o, beta, A_log, dt_bias, forgets, T, parts,
-    items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
-    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
-    NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
-    PARTED: gl.constexpr,
+@gluon.jit
+def run_roles(
+    descs, kept, work, forgets, o, numbers, places, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr,
+    FACTORS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states; item i is value head i % HV of sequence i // HV. If PARTED, it is that of the
-    parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
+    """Shares a program's memory out, and starts its roles.
+
+    descs: of q, k, v, g and o, and of the states before and after. numbers, work: as `gate_role` has them. places: of
+    q, k, g and v the tokens from one batch row to the next; of each the numbers from head to head; the value heads per
+    key head. kept: as in checkpoints.py."""
+    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final = descs
+    q_batch, k_batch, g_batch, v_batch, heads, group = places
     ty: gl.constexpr = q_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
@@ -281,15 +298,14 @@ def channel_loop(
         vdone, flags = barriers(NV, 1), gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    work, given = (cu_seqlens, T, None, items), (sq, sk, sg)
-    if PARTED:
+    if forgets is not None:
+        cu_seqlens, T, parts, items, _ = work
         items = gl.where(all_forget(forgets, items - items // parts), items, 0)
-        work = (cu_seqlens, T, parts, items)
-    made = (rows, columns, maps, norms, strengths, lead, trail, flags)
-    numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+        work = (cu_seqlens, T, parts, items, None)
+    given, made = (sq, sk, sg), (rows, columns, maps, norms, strengths, lead, trail, flags)
     factor_bars = (gfull, full, left, tiled, ready, done)
     gate = (totals, given, made, factor_bars, numbers, work)
-    state = (o_desc, sv, made, (vfull, ready, done, vdone), initial, final, work)
+    state = (o_desc, sv, made, (vfull, ready, done, vdone), initial, final, kept, work)
     places = ((q_batch, k_batch, g_batch), (heads[0], heads[1], heads[2]), group)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
@@ -300,6 +316,27 @@ def channel_loop(
         (load_values, (v_desc, sv, (vfull, vdone), (v_batch, heads[3]), work, NX if BOUNDED else NV, HV, PACKED)),
         (clear_role, (o, work, HV, PACKED)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
+def channel_loop(
+    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, cu_seqlens, o, beta, A_log, dt_bias, forgets, T, parts,
+    items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
+    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
+    NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
+    PARTED: gl.constexpr,
+):  # fmt: skip
+    """``items``: the number of states; item i is value head i % HV of sequence i // HV. If PARTED, it is that of the
+    parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
+    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, initial, final)
+    work, forgets = (cu_seqlens, T, parts if PARTED else None, items, None), forgets if PARTED else None
+    numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+    places = (q_batch, k_batch, g_batch, v_batch, heads, group)
+    run_roles(
+        descs, None, work, forgets, o, numbers, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
+        BOUNDED, NR, NV, NX, NO, HALVES, GATES, FACTORS,
+    )  # fmt: skip
 
 
 def run_channel_loop(

@@ -16,12 +16,15 @@ def part_length(size, parts):
 
 
 @gluon.jit
-def find_part(item, cu_seqlens, T, parts, HV: gl.constexpr, PACKED: gl.constexpr):
+def find_part(item, work, HV: gl.constexpr, PACKED: gl.constexpr):
     """What a program of the loop walks: the sequence, value head, the sequence's first token and length; in it the
     first token to walk, the first one with outputs, and the one after the last; and whether that is a first part.
-    ``parts``: of every sequence; None if none is cut."""
+
+    work: (cu_seqlens, T, parts, items, pool). ``parts``: of every sequence; None if none is cut. ``pool``: as in
+    work_items.py; there none is cut."""
+    cu_seqlens, T, parts, _, pool = work
     if parts is None:
-        n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
+        n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)
         return n, hv, start, size, size * 0, size * 0, size, True
     else:
         n, hv, start, size = bounds(item // parts, cu_seqlens, None, T, HV, PACKED)

@@ -47,8 +47,6 @@ class Parting(NamedTuple):
 
 def unsupported(p: Problem) -> str | None:
     """Why it cannot run ``p``, a problem with a decay per channel."""
-    if p.pool is not None:
-        return "with a decay per channel it runs no prompts on a pool"
     if p.dtype != torch.bfloat16 or (p.K, p.V) != (128, 128):
         return f"with a decay per channel it runs heads of 128 in bfloat16; they are {p.K} and {p.V} in {p.dtype}"
     if p.g_dtype not in (torch.bfloat16, torch.float32):
@@ -57,6 +55,8 @@ def unsupported(p: Problem) -> str | None:
 
 
 def remark(p: Problem) -> str:
+    if p.pool is not None:
+        return "one kernel walks the prompts"
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
     if _loops(p):

@@ -1,11 +1,22 @@
 """Which sequences of a prefill the loop walks. One program of `rates` finds them on the device: those that are not
-padding and have more than SHORT tokens. `decode` runs the shorter ones; with SHORT 0 it runs none."""
+padding and have more than SHORT tokens. `decode` runs the shorter ones; with SHORT 0 it runs none.
+
+With a decay per channel there is no `rates`, and `list_prompts` does this instead. It also writes zeros to o of padding
+and after the last sequence: grid (slots), a program looks at one chunk of all heads."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from flash_delta.kernels.device.chunk import bounds
+from flash_delta.kernels.device.chunk import bounds, count_slots, find_chunk, lead, rows_of, store_tile
+from flash_delta.kernels.runtime.arguments import launch_rule, table
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.triton.forward.scan import load_slots
+from flash_delta.problem import Slots
+
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
 
 
 @triton.jit
@@ -49,3 +60,34 @@ def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
     """Whether `decode` runs sequence n. What lies after the last sequence does not count as one."""
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     return (n < N) & (stop - start <= SHORT)
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
+def list_prompts(
+    cu_seqlens, o, walks, read_indices, write_indices, has_initial_state, N, T, slots, null_slot, read_row, write_row,
+    has_row, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    lead(OVERLAP)
+    slot = tl.program_id(0)
+    tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
+    slots = (slots, null_slot)
+    if slot == 0:
+        list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+    n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, True)
+    if (token >= stop) | is_short(n, cu_seqlens, N, T, SHORT):
+        return
+    _, _, well = find_slots(tables, tl.minimum(n, N - 1), slots)
+    if (n < N) & (well != 0):
+        return
+    strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    zeros = tl.zeros([C, V], o.dtype.element_ty)
+    for hv in range(HV):
+        store_tile(rows_of(o, strides, row, row + hv), strides, zeros, token, stop, 0, V, C, V)
+
+
+def run_list_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots) -> None:
+    p, tables = c.p, (s.read_indices, s.write_indices, s.has_initial_state)
+    launch_rule(
+        c, list_prompts, (c.x.cu_seqlens, o, walks, *tables), (count_slots(p), 1, 1), Tile(4, 1),
+        p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in tables),
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""Prompts on a pool with a decay per channel: which calls it runs, and its launches."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.kernels.hopper.boxes import as_taken, describable, described
+from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
+from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
+from flash_delta.kernels.hopper.forward.rates import new_walks
+from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.runtime.launch import again, remember, run
+from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
+from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
+from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
+
+PREFILL = ("prefill", "hopper", "channel")  # the kind of these calls
+UNTRIED = "with a decay per channel its prompts on a pool have not run on a GPU yet"
+
+
+def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
+    """With tokens and sequences. `decode` runs the short ones, beside the others."""
+    o = triton.output_of(p, s)
+    if again(known, PREFILL, x, s, around, made=(o,)):
+        return o
+    walks, convolved = new_walks(p), new_convolved(p)
+
+    def kernels(c: Call) -> None:
+        rule = run_before(c, convolved)
+        slots = Slots(*rule.more)
+        if p.checkpoint_offsets:
+            run_walk_to_offset(rule, slots, before=True)
+        run_list_prompts(rule, o, walks, slots)
+        run_channel_prompts(rule, o, walks, slots)
+        if not p.batch_invariant:
+            run_decode(rule, o)
+        if p.checkpoint_offsets:
+            run_walk_to_offset(rule, slots, before=False)
+        run_after(c, o)
+
+    with on(p.device):
+        given = triton.with_flat_parameters(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
+        call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
+        run(call, kernels, o, spare=(walks, *convolved))
+    remember(call, x)
+    return o
+
+
+def workspace_bytes(p: Problem, x: Inputs) -> int:
+    """As `backend.workspace_bytes`."""
+    walks, copied = new_walks(p._replace(device=torch.device("meta"))), (x.g,) if p.taps else (*x[:3], x.g)
+    return walks.nbytes + sum(t.nbytes for t in copied if not describable(t)) + convolved_bytes(p)

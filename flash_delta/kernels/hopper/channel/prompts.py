@@ -1,0 +1,69 @@
+"""The loop on a pool of states: its items are the value heads of the sequences that `list_prompts` has listed
+(forward/prompt_list.py), states come from slots and go to slots, and some are left there on the way (checkpoints.py).
+
+It has not run on a GPU yet, only in the emulator of the tests.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flash_delta.kernels.hopper import checkpoints
+from flash_delta.kernels.hopper.boxes import pool, ragged, strides
+from flash_delta.kernels.hopper.channel.loop import run_roles
+from flash_delta.kernels.hopper.channel.parts import STEP
+from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments
+from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile, channel_prompt_loops
+from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.problem import Slots
+
+NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
+def channel_prompts(
+    q_desc, k_desc, v_desc, g_desc, o_desc, states, cu_seqlens, walks, checkpoints, offsets, o, beta, A_log, dt_bias, T,
+    least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch, k_batch, v_batch,
+    g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    HV: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
+    HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
+):  # fmt: skip
+    """This launch works if there are ``least`` to ``most`` of the sequences in ``walks``."""
+    gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
+    kept = None
+    if checkpoints is not None:
+        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
+        if offsets is not None:
+            kept += (offsets,)
+    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, states, states)
+    work = (cu_seqlens, T, None, 0, (walks, least, most))
+    numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+    places = (q_batch, k_batch, g_batch, v_batch, heads, group)
+    run_roles(
+        descs, kept, work, None, o, numbers, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED, NR, NV,
+        NX, NO, HALVES, GATES, FACTORS,
+    )  # fmt: skip
+
+
+def run_channel_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots, *choice: ChannelTile) -> None:
+    """Launches it, once for every tile that the number of prompts may select."""
+    p, x, plans = c.p, c.x, []
+    states, kept = pool(p, s.state_pool), checkpoint_arguments(p, s)
+    q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
+    q, k, g, out = (ragged(y, width, STEP.value) for y, width in ((x.q, p.K), (x.k, p.K), (x.g, p.K), (o, 64)))
+    for t, sequences, least, most, _ in channel_prompt_loops(p, c.shape.chip, *choice, every=every(c)):
+        arguments = (
+            q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, x.cu_seqlens, walks, *kept[:2], o, x.beta,
+            x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
+            p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+        )  # fmt: skip
+        own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.g_dtype == torch.float32 else 3}
+        constants = constants_of(c, channel_prompts, arguments, **own)
+        grid = min(sequences * p.HV, c.shape.chip.processors), 2 // t.HALVES
+        plans.append(DescribedPlan(grid, arguments, constants))
+    launch_described(c, channel_prompts, *plans)

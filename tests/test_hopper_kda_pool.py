@@ -1,0 +1,280 @@
+"""Prompts of Kimi Delta Attention on a pool, by name on the Hopper backend: its loop emulated, `list_prompts` and
+`decode` in Triton's interpreter."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from hostile_bounds import HOSTILE, T, hostile, leave_unread
+from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
+from prompt_truth import make_prompts, prompts_truth, run_prompts
+from serving_truth import slots
+
+from flash_delta.kernels.hopper import backend
+from flash_delta.kernels.hopper.channel import prefill, prompts
+from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, channel_prompt_loops
+from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
+from flash_delta.ops import _known_calls
+from flash_delta.ops._backend import Explain
+from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
+from flash_delta.ops.serving.around import around_of
+from flash_delta.ops.serving.warmup import prefill_call
+from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.testing import allowed, products_in, relative_error
+from tests.gluon_emulator import Kernel, emulated
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+LENGTHS = (70, 1, 0, 130, 17, 16, 64)
+TINY = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": torch.bfloat16}
+KINDS = ("kda-bounded", "kda-raw", "kda")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The backend with its loop emulated, on three multiprocessors. A function that says with how many halves of a
+    state it was launched since it was asked before."""
+    noted = []
+    function = emulated("flash_delta.kernels.hopper", "channel.prompts").channel_prompts
+    kernel = Kernel(function, lambda constants: noted.append(constants["HALVES"]))
+    monkeypatch.setattr(prompts, "channel_prompts", kernel)
+    monkeypatch.setattr(calls, "chip_of", lambda device: Chip("interpreter", 3))
+    load, choose = _run.load_backend, _run.choose_backend
+    monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
+    monkeypatch.setattr(_run, "choose_backend", lambda p, wish: wish if wish == "hopper" else choose(p, wish))
+
+    def forms():
+        found = noted[:]
+        noted.clear()
+        _known_calls.calls.clear()
+        return found
+
+    _known_calls.calls.clear()
+    yield forms
+    _known_calls.calls.clear()
+
+
+def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
+    """Prompts beside decoding rows and rows that are none, with checkpoints, and NaN behind all."""
+    x = make_prefill(kind, lengths, behind=9, slots=40, **(TINY | changes))
+    N = len(lengths)
+    table = [[2 * N + 2 + 3 * n + m for m in range(3)] for n in range(N)]
+    table[3 % N][1] = -1
+    x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 64}
+    x["has_initial_state"] = slots([n % 3 != 2 for n in range(N)], x).bool()
+    for name in TOKENS:
+        x[name][:, sum(lengths) :] = float("nan")
+    return x
+
+
+@interpreted
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
+@pytest.mark.parametrize(
+    ("kind", "pool"),
+    [(kind, torch.float32) for kind in KINDS] + [("kda-bounded", torch.bfloat16), ("kda-raw", torch.float16)],
+)
+def test_against_the_recurrence(launched, kind, pool, v_first, batch_invariant):
+    check(kind, mixed(kind, pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}, "hopper")
+    assert launched() == [2]
+
+
+@interpreted
+@pytest.mark.parametrize("H", [1, 3])
+def test_gates_in_float32(launched, H):
+    """With several programs per multiprocessor, and key heads that value heads share or do not."""
+    x = mixed("kda", (40, 33, 2), H=H, HV=3)
+    x["g"] = x["g"].float() * 1.001
+    check("kda", x, "hopper")
+    assert launched() == [2]
+
+
+@interpreted
+@pytest.mark.parametrize("decay", [-3.0, -40.0, -1000.0])
+def test_checkpoints_between_pieces(launched, decay):
+    """Where 32 tokens fall too far they come in pieces; states are left after the last one of them."""
+    x = mixed("kda", (130, 3, 64), v_first=False)
+    x["g"][:, :, :, 5:] *= -decay
+    check("kda", x, "hopper")
+
+
+def at_offsets(x, *offsets):
+    """The same call with one checkpoint of each sequence; the first goes on in its own slot."""
+    write = x["write_indices"].clone()
+    write[0] = x["read_indices"][0]
+    x = x | {"write_indices": write, "checkpoint_indices": x["checkpoint_indices"][:, 0], "checkpoint_every": None}
+    return x | {"checkpoint_offsets": slots(offsets, x)}
+
+
+@interpreted
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
+def test_checkpoints_at_offsets(launched, kind, batch_invariant):
+    """A stride's bits at multiples of 64, the final state's at the end; outputs are those without them."""
+    x = mixed(kind) | {"batch_invariant": batch_invariant}
+    o, strided = run(kind, x, "hopper")
+    kept = x["checkpoint_indices"][:, 0]
+    same, found = check(kind, at_offsets(x, 65, 1, 0, 64, 17, 3, 64), "hopper")
+    again, ends = check(kind, at_offsets(x, 0, 2**31, -1, 130, 16, 16, 63), "hopper")
+    assert torch.equal(same, o)
+    assert torch.equal(again, o)
+    assert torch.equal(found[kept[3]], strided[kept[3]])
+    assert torch.equal(found[kept[[1, 4, 6]]], strided[[8, 11, 13]])
+    assert torch.equal(ends[kept[[0, 3, 5]]], torch.stack([x["state_pool"][0], strided[10], strided[12]]))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
+def test_a_sequence_alone_gives_its_bits(launched, kind):
+    """And cut at 64, too, from a float32 checkpoint."""
+    x = mixed(kind) | {"batch_invariant": True}
+    o, pool = run(kind, x, "hopper")
+    for n in (0, 3, 4):
+        start, stop = x["cu_seqlens"][n : n + 2].tolist()
+        alone, alone_pool = run(kind, sequence(x, n), "hopper")
+        assert torch.equal(alone, o[:, start:stop])
+        assert torch.equal(alone_pool[7 + n], pool[7 + n])
+    rest = sequence(x, 0) | {name: x[name][:, 64:70] for name in TOKENS} | {"cu_seqlens": bounds([6], x)}
+    rest |= {"state_pool": pool, "read_indices": slots([16], x), "has_initial_state": None}
+    o_rest, after = run(kind, rest | {"checkpoint_indices": None, "checkpoint_every": None}, "hopper")
+    assert torch.equal(o_rest, o[:, 64:70])
+    assert torch.equal(after[7], pool[7])
+
+
+@interpreted
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_is_no_slot_is_padding(launched, batch_invariant):
+    """Whatever the indices are; a sequence that starts from zeros needs no slot to read."""
+    x = mixed() | {"batch_invariant": batch_invariant}
+    x["read_indices"] = slots([-1, 2**31 + 5, 2, -(2**40), 40, 2**40, 6], x)
+    x["write_indices"] = slots([7, 8, -3, 10, 11, 12, 2**33 + 1], x)
+    x["checkpoint_indices"] = x["checkpoint_indices"].long()
+    x["checkpoint_indices"][3] = slots([2**32 + 3, 39, -(2**35)], x)
+    check("kda-bounded", x, "hopper")
+    x["null_slot"] = 38
+    x["read_indices"], x["write_indices"] = slots([0, 38, 2, 3, 4, 5, 6], x), slots([7, 8, 9, 10, 38, 12, 13], x)
+    x["checkpoint_indices"][0], x["checkpoint_indices"][3] = slots([38, 37, 36], x), slots([35, 38, 34], x)
+    o, pool = check("kda-bounded", x, "hopper")
+    out = torch.full_like(o, float("nan"))
+    same, same_pool = run("kda-bounded", x | {"out": out}, "hopper")
+    assert same.data_ptr() == out.data_ptr()
+    assert torch.equal(same, o)
+    assert torch.equal(same_pool, pool)
+
+
+@interpreted
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name):
+    leave_unread(monkeypatch)
+    wrong = hostile(name, "cpu")
+    lengths = (T, *(0 for _ in wrong[2:]))
+    x = make_prefill("kda-bounded", lengths, slots=20, **(TINY | {"HV": 1}))
+    _, pool = run("kda-bounded", x | {"cu_seqlens": wrong}, "hopper")
+    N = len(lengths)
+    untouched = [*range(N), *range(2 * N, 20)]
+    assert torch.equal(pool[untouched], x["state_pool"][untouched])
+
+
+@interpreted
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+def test_halves(launched, pool):
+    """Few prompts run in halves, others whole: of the launches one finds that it is meant. Here, where there is no
+    compiler, both give the same bits."""
+    x = mixed(HV=1, pool=pool)
+    whole = run("kda-bounded", x, "hopper")
+    assert launched() == [1, 2]
+    few = make_prefill("kda-bounded", (3, 66, 1, 2), **(TINY | {"HV": 1, "pool": pool}))
+    for call, forms in ((x, [1, 2]), (x | {"max_prompts": 4}, [2]), (x | {"max_prompts": 1}, [1]), (few, [1, 2])):
+        found = check("kda-bounded", call, "hopper")
+        assert launched() == forms
+        assert call is few or all(map(torch.equal, found, whole))
+
+
+@interpreted
+def test_slots_with_gaps_and_indices_with_strides(launched):
+    """And no slot to write. What lies between slots keeps its bits."""
+    x, size = mixed(), 2 * 128 * 128
+    store = torch.randn(40, size + 24)
+    before = store.clone()
+    x["state_pool"] = store[:, :size].view(40, 2, 128, 128)
+    check("kda-bounded", x, "hopper")
+    OPS["kda-bounded"](**x, backend="hopper")
+    assert torch.equal(store[:, size:], before[:, size:])
+    assert not torch.equal(store, before)
+    x |= {"write_indices": None, "read_indices": x["read_indices"].repeat_interleave(2)[::2]}
+    x["checkpoint_indices"] = x["checkpoint_indices"].T.contiguous().T
+    check("kda-bounded", x, "hopper")
+
+
+@interpreted
+def test_convolution_and_norm(launched):
+    """From slices of a projection that no descriptor describes, and such gates. As accurate as `check` wants it."""
+    x = make_prompts("kda-bounded", (70, 1, 66, 0), behind=3, slots=20, **TINY)
+    x["q"], x["k"] = torch.cat([x["q"], x["k"], x["q"][..., :1]], 3)[..., :256].split(128, 3)
+    x["g"] = torch.cat([x["g"], x["g"][..., :1]], 3)[..., :128]
+    x["null_slot"] = 1
+    got, want = run_prompts("kda-bounded", x, "hopper"), prompts_truth("kda-bounded", x)
+    assert launched() == [2]
+    with products_in(torch.bfloat16):
+        reference = run_prompts("kda-bounded", x, "torch")
+    written = (want[1] != x["state_pool"].double()).flatten(1).any(1)
+    assert relative_error(got[0], want[0]) <= allowed(relative_error(reference[0], want[0]), torch.bfloat16)
+    errors = (relative_error(pool[written], want[1][written]) for pool in (got[1], reference[1]))
+    assert next(errors) <= allowed(next(errors), torch.bfloat16)
+    assert torch.equal(got[1][~written], x["state_pool"][~written])
+    assert torch.equal(got[0] == 0, want[0] == 0)
+    assert torch.equal(got[2].view(torch.int16), want[2].view(torch.int16))
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(), (0, 0), (5, 0, 3), (0, 90)])
+def test_nothing_to_do(launched, lengths):
+    check("kda", make_prefill("kda", lengths, behind=20, slots=8, **TINY), "hopper")
+
+
+def test_launches_for_the_prompts_that_there_may_be():
+    p = Problem(
+        "prefill_kda", 1, 64 + 2048, 32, 32, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), "channel",
+        "decayed", 1.0, packed=True, pool=torch.float32,
+    )  # fmt: skip
+
+    def launches(every=False, **changes):
+        return channel_prompt_loops(p._replace(**changes), Chip("sm_90", 132), every=every)
+
+    assert launches() == (PoolLaunch(CHANNEL_HALF, 2, 0, 2), PoolLaunch(CHANNEL_WHOLE, 65, 3))
+    assert launches(max_prompts=1) == launches(T=16) == (PoolLaunch(CHANNEL_HALF, 1),)
+    assert launches(max_prompts=40) == (PoolLaunch(CHANNEL_WHOLE, 40),)
+    assert launches(every=True) == (PoolLaunch(CHANNEL_WHOLE, 65, 0, ANY), PoolLaunch(CHANNEL_HALF, 65, 0, ANY))
+    for changes in ({}, {"max_prompts": 1}, {"T": 65}, {"every": True}):
+        assert {t.tile for t in launches(batch_invariant=True, **changes)} == {CHANNEL_WHOLE}
+
+
+FORMS = [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(convolution=True, output_norm=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stride", [4096, 4100], ids=["described", "copied"])
+def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form):
+    """To the byte: what only kernels use is one allocation, in which a part's end is rounded up."""
+    asked = []
+
+    def note(call, kernels, o, spare):
+        asked.extend(-(-t.nbytes // 256) * 256 for t in spare)
+        asked.extend(t.nbytes for t, own in zip(call.x[:4], x[:4], strict=True) if t is not own)
+
+    monkeypatch.setattr(prefill, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
+    monkeypatch.setattr(prefill, "remember", lambda *args: None)
+    monkeypatch.setattr(prefill, "run", note)
+    spec = Serving("kda", 32, 32, 128, 128, True, q=Slice(stride), g=Slice(stride))
+    op, arguments = prefill_call(spec, form, 5000, 70, torch.device("meta"))
+    p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
+    x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
+    s = Slots(**{name: arguments.get(name) for name in Slots._fields})
+    around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
+    backend.prefill(p, x, s, around)
+    assert sum(asked) == backend.workspace_bytes(p, x)
