@@ -115,7 +115,7 @@ def test_against_the_recurrence(on_cpu, cell, g_dtype, how):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
 
 
-@pytest.mark.parametrize("how", ["walk", "loop"])
+@pytest.mark.parametrize("how", ["walk", "loop", "parts"])
 @pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
 @torch.no_grad()
 def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name, how):

@@ -147,6 +147,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel-logs*/channel_loop", HOPPER, "spill", "the same", 80),
     Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and ends of parts", 170),
     Allowed(f"{BY_HAND}/channel-rows/prepare", HOPPER, "spill", "addresses, the same for all chunks", 60, "3.9"),
+    Allowed(f"{BY_HAND}/channel-promised*/prepare", HOPPER, "spill", "the same", 10, "3.9"),
     Allowed(f"{BY_HAND}/channel-free/prepare", HOPPER, "spill", "mostly in the branch of steep chunks", 80, "3.6"),
     Allowed(f"{BY_HAND}/channel-logs*/prepare", HOPPER, "spill", "the same", 140),
     Allowed(f"{BY_HAND}/*-segments/walk_segments", HOPPER, "spill", "what comes before the loop", 80),

@@ -201,7 +201,8 @@ def _prepare_and_walk(
         solved, _, channels, _ = groups
         run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
     else:
-        run_prepare(c, _with_saved(*handed.views(), *groups), o, None, (*groups, None)[0], *parting)
+        solved = groups[0] if groups else None
+        run_prepare(c, _with_saved(*handed.views(), solved), o, None, solved, *parting)
     _walk(c, handed, saved, o, final, segments, parting)
 
 
