@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flash_delta.compiler.cases.tuning_hopper import STAGES
+from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.backward import walk
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
@@ -102,6 +104,15 @@ def test_against_the_recurrence(by_hand_in, cell):
     for tensor, got in results.items():
         error, rounded = (relative_error(t, wanted[tensor]) for t in (got, reference[tensor]))
         assert error <= allowed(rounded, torch.bfloat16), tensor
+
+
+def test_stage_of_the_tuner(by_hand_in, monkeypatch):
+    monkeypatch.setattr(backend, "forward", lambda p, x: forward_by_hand(p, x, None))
+    by_hand_in(None)
+    stage = STAGES["walk_back"]
+    made = stage.make("cpu", B=1, T=100, H=1, HV=2)
+    got, want = stage.launch(made, stage.tiles("sm_90a")[0]), stage.truth(made)
+    assert all(relative_error(got[name], want[name]) < 1e-2 for name in ("q", "k", "v", "g", "beta"))
 
 
 def test_b_of_zero_has_a_gradient(by_hand_in):

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend, tiles
 from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, walk
 from flash_delta.kernels.hopper.channel_backward import gradients
@@ -115,7 +116,7 @@ def test_against_the_recurrence(on_cpu, cell, g_dtype, how):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
 
 
-@pytest.mark.parametrize("how", ["walk", "loop"])
+@pytest.mark.parametrize("how", ["walk", "loop", "parts"])
 @pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
 @torch.no_grad()
 def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name, how):
@@ -241,6 +242,17 @@ def test_gradients(on_cpu, cell, how):
     for tensor, value in want.items():
         limit = allowed(relative_error(reference[tensor], value), torch.bfloat16)
         assert relative_error(got[tensor], value) <= limit, tensor
+
+
+@pytest.mark.parametrize("name", ["channel_loop", "channel_loop-half"])
+def test_stages_of_the_tuner(on_cpu, name):
+    on_cpu("loop")
+    stage = STAGES[name]
+    made = stage.make("cpu", B=1, T=70, H=1, HV=2)
+    got, want = stage.launch(made, stage.tiles("sm_90a")[0]), stage.truth(made)
+    assert all(relative_error(got[output], want[output]) < 1e-2 for output in ("o", "final_state"))
+    with pytest.raises(ValueError, match="the GPU is gfx942"):
+        stage.tiles("gfx942")
 
 
 @pytest.mark.parametrize("cell", TRAINING)

@@ -63,6 +63,7 @@ class Case:
     keys: str = "random"  # "random", "correlated", "some zero"
     beta: str = "random"  # "random", "one", "some zero"
     initial_state: bool = True
+    wide_gates: bool = False  # g in float32 beside narrower q, k and v
     options: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False  # in the short list too
 
@@ -107,6 +108,10 @@ CASES = [
     Case("in-kernel-strong", "raw gates with A = 16 and large activations", decay="strong", options=_RAW),
     Case("in-kernel-packed", "gate parameters' gradients must not see padding", B=1, T=140, lengths=(5, 0, 64, 66),
          options=_RAW),
+    Case("float32-gates", "log decays as most callers have them, and the norm", B=1, T=200, HV=2, K=128, V=128,
+         wide_gates=True, options={"use_qk_l2norm_in_kernel": True}),
+    Case("float32-raw-gates", "the same before their activation", B=1, T=140, HV=2, K=128, V=128, lengths=(64, 0, 70),
+         wide_gates=True, options=_RAW),
     Case("zero-keys", "zero rows under the norm have finite gradients", keys="some zero", options=_RAW),
     Case("negative-eigenvalues", "beta up to 2", options=_RAW | {"allow_neg_eigval": True}),
     Case("lower-bound", "the bounded gate", options=_RAW | {"lower_bound": -5.0}, smoke=True),
@@ -150,6 +155,7 @@ def make_inputs(
         options |= {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds}
         options = {n: v for n, v in options.items() if n != "cu_seqlens_cpu" or torch.device(device).type != "cpu"}
     wide = {"A_log", "dt_bias", "initial_state"}  # parameters and states are kept in at least float32
+    wide |= {"g"} if case.wide_gates else set()
     dtypes = {name: torch.promote_types(dtype, torch.float32) if name in wide else dtype for name in x}
     return {n: t.to(device, dtypes[n]).requires_grad_() for n, t in x.items()} | options | {"output_final_state": True}
 

@@ -7,11 +7,11 @@ first, and `walk_segments` takes whole sequences. Values wider than keys are wal
 Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
 (segments/prompt_state.py).
 
-With a decay per channel one kernel does it all for many states (channel/loop.py). Else `prepare`
-finds all that a chunk's tokens are to each other, in both passes. `walk_channels` walks where there are few states, or
-`scan` of the ``triton`` backend does (channel/). That backend also walks the states back. After it `chunk_back` finds
-the gradients of each chunk (channel_backward/). Prompts on a pool are walked by the same loop, but only for who asks
-for this backend: that has not run on a GPU yet (channel/prefill.py).
+With a decay per channel one kernel does it all for many states, and for few where gates forget (channel/loop.py). Else
+`prepare` finds all that a chunk's tokens are to each other, in both passes. `walk_channels` walks where there are few
+states, or `scan` of the ``triton`` backend does (channel/). That backend also walks the states back. After it
+`chunk_back` finds the gradients of each chunk (channel_backward/). Prompts on a pool are walked by the same loop, but
+only for who asks for this backend: that has not run on a GPU yet (channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
 kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.

@@ -72,7 +72,7 @@ def run_backward(
     found, kind = new_gradients(p, x), _kind(p)
     with on(p.device):
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal)))
-        kernels, spare = _prepare(p, x, (do, dfinal), saved, found, length)
+        kernels, spare = prepare_back(p, x, (do, dfinal), saved, found, length)
         run(call, kernels, *found, left=saved, spare=spare)
     remember(call, (*x, do, dfinal), known, name)
     return found
@@ -84,7 +84,7 @@ def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
     nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     saved = (for_backward(padded(nowhere)).buffer,)
-    kernels, _ = _prepare(nowhere, x, (do, None), saved, new_gradients(nowhere, x), None)
+    kernels, _ = prepare_back(nowhere, x, (do, None), saved, new_gradients(nowhere, x), None)
     return make_call(p, x, _kind(p), do, None), kernels
 
 
@@ -92,7 +92,7 @@ def _kind(p: Problem) -> tuple:
     return "hopper", "backward", p.disable_recompute
 
 
-def _prepare(
+def prepare_back(
     given: Problem, x: Inputs, outer: tuple[Tensor, Tensor | None], saved: tuple[Tensor, ...], found: Inputs,
     length: int | None,
 ) -> tuple[Kernels, tuple[Tensor | None, ...]]:  # fmt: skip

@@ -106,7 +106,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
-        spare = (parting.forgets, *(() if handed is None else (handed.buffer,)), *(segments or ())[1:])
+        handed_on = () if handed is None else (handed.buffer,)
+        spare = () if looped else (parting.forgets, *handed_on, *(segments or ())[1:])
         later = partial(_later_call, p, x) if p.needs_grad else None
         run(call, kernels, o, final, *buffers, spare=spare, later=later)
     remember(call, x, known, (p.lengths, *kind))
@@ -201,7 +202,8 @@ def _prepare_and_walk(
         solved, _, channels, _ = groups
         run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
     else:
-        run_prepare(c, _with_saved(*handed.views(), *groups), o, None, (*groups, None)[0], *parting)
+        solved = groups[0] if groups else None
+        run_prepare(c, _with_saved(*handed.views(), solved), o, None, solved, *parting)
     _walk(c, handed, saved, o, final, segments, parting)
 
 

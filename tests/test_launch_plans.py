@@ -1,0 +1,104 @@
+"""What calls launch on Hopper, on a GPU that is none (pretended_gpu.py).
+
+All that a call of other sizes launches has been compiled by the first one, each form of a kernel under a name of its
+own.
+"""
+
+import shutil
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+WALK, LOOP = ("prepare", "walk_channels"), ("channel_loop",)
+PARTS = ("find_forgetting", "channel_loop", *WALK)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Of what is compiled once."""
+    return tmp_path_factory.mktemp("driver")
+
+
+def launched(place, heads, calls):
+    """The kernels of the forward passes of ``calls``: lengths of packed sequences, one after the other."""
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import cuda_driver
+    from flash_delta.ops import _known_calls
+
+    _known_calls.calls.clear()
+    names, launch = [], cuda_driver.Replay.launch
+    with pretended_gpu(place), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cuda_driver.Replay, "launch", lambda replay, *a, **k: names.append(replay.names) or launch(replay, *a, **k)
+        )
+        for count, length in calls:
+            rows = [torch.zeros(1, count * length, heads, 128, dtype=torch.bfloat16) for _ in range(4)]
+            bounds = torch.arange(count + 1, dtype=torch.int32) * length
+            beta = torch.zeros(1, count * length, heads, dtype=torch.bfloat16)
+            flash_delta.chunk_kda(*rows, beta, cu_seqlens=bounds, backend="hopper")
+    return names
+
+
+class Noted(dict):
+    """What is to be compiled. ``twice``: kernels that would have to be compiled for a tensor and for none."""
+
+    def __init__(self):
+        self.twice, self.absent = [], {}
+
+    def __setitem__(self, name, compile_it):
+        absent = tuple(t is None for t in compile_it.args)
+        if self.absent.setdefault(name, absent) != absent:
+            self.twice.append(compile_it.func.__self__.__name__)
+        super().__setitem__(name, compile_it)
+
+
+def named_twice(place, kind):
+    """Kernels of which two forms have one name, among all that a first call compiles."""
+    from new_lengths import Calls
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import launch
+    from flash_delta.ops import _known_calls
+
+    found, compile_ = [], launch._compile
+
+    def noting(*calls):
+        noted = Noted()
+        for c, kernels in calls:
+            kernels(c._replace(direct=False, compiling=noted))
+        found.append((len(noted), noted.twice))
+        compile_(*calls)
+
+    def kda(grad):
+        rows = [torch.zeros(1, 2048, 32, 128, dtype=torch.bfloat16).requires_grad_(grad) for _ in range(4)]
+        return lambda: flash_delta.chunk_kda(*rows, torch.zeros(1, 2048, 32, dtype=torch.bfloat16))
+
+    _known_calls.calls.clear()
+    with pretended_gpu(place), patch.object(launch, "_compile", noting), patch.object(launch, "_ready", set()):
+        (kda(kind == "kda training") if kind.startswith("kda") else getattr(Calls(), kind)(300))()
+    assert all(count for count, _ in found)
+    return [name for _, twice in found for name in twice]
+
+
+@pytest.mark.parametrize("kind", ["forward", "training", "prefill", "decode", "kda forward", "kda training"])
+def test_forms_have_names_of_their_own(process, place, kind):
+    assert process.submit(named_twice, place, kind).result() == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "calls", "kernels"),
+    [
+        (32, ((1, 8192), (8, 1024), (1, 300), (1, 8192)), (PARTS, LOOP, WALK, PARTS)),
+        (32, ((8, 1024), (1, 8192)), (LOOP, PARTS)),
+        (64, ((1, 2048), (8, 256)), (LOOP, LOOP)),
+    ],
+)
+def test_kernels(process, place, heads, calls, kernels):
+    assert tuple(process.submit(launched, place, heads, calls).result()) == kernels
