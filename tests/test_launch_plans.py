@@ -5,6 +5,7 @@ own.
 """
 
 import shutil
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -45,6 +46,42 @@ def launched(place, heads, calls):
     return names
 
 
+def prompts(count, length, heads=32, kept=None, **options):
+    """A prefill with a decay per channel, by name. ``kept``: checkpoints at a "stride" or at an "offset"."""
+    import flash_delta
+
+    rows = [torch.zeros(1, count * length, heads, 128, dtype=torch.bfloat16) for _ in range(4)]
+    bounds, numbers = torch.arange(count + 1, dtype=torch.int32) * length, torch.arange(count)
+    if kept is not None:
+        options |= {"checkpoint_indices": numbers[:, None] if kept == "stride" else numbers}
+        options |= {"checkpoint_every": 64} if kept == "stride" else {"checkpoint_offsets": numbers}
+    beta, pool = torch.zeros(1, count * length, heads, dtype=torch.bfloat16), torch.zeros(16, heads, 128, 128)
+    return flash_delta.prefill_kda(
+        *rows, beta, pool, bounds, numbers, numbers, state_v_first=True, backend="hopper", **options
+    )
+
+
+def launched_for_prompts(place, calls):
+    """The kernels of prefills, each called twice; and the names of all that the first call has compiled."""
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.kernels.runtime import cuda_driver, launch
+    from flash_delta.ops import _known_calls
+
+    _known_calls.calls.clear()
+    names, replay, compile_, compiled = [], cuda_driver.Replay.launch, launch._compile, []
+    with pretended_gpu(place), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cuda_driver.Replay, "launch", lambda self, *a, **k: names.append(self.names) or replay(self, *a, **k)
+        )
+        patch.setattr(launch, "_ready", set())
+        patch.setattr(launch, "_compile", lambda *given: compiled.append(given) or compile_(*given))
+        for count, length, options in calls:
+            for _ in range(2):
+                prompts(count, length, **options)
+    return names, len(compiled)
+
+
 class Noted(dict):
     """What is to be compiled. ``twice``: kernels that would have to be compiled for a tensor and for none."""
 
@@ -80,14 +117,21 @@ def named_twice(place, kind):
         rows = [torch.zeros(1, 2048, 32, 128, dtype=torch.bfloat16).requires_grad_(grad) for _ in range(4)]
         return lambda: flash_delta.chunk_kda(*rows, torch.zeros(1, 2048, 32, dtype=torch.bfloat16))
 
+    def call(kind):
+        if kind == "kda prefill":
+            return partial(prompts, 3, 700)
+        return kda(kind == "kda training") if kind.startswith("kda") else getattr(Calls(), kind)(300)
+
     _known_calls.calls.clear()
     with pretended_gpu(place), patch.object(launch, "_compile", noting), patch.object(launch, "_ready", set()):
-        (kda(kind == "kda training") if kind.startswith("kda") else getattr(Calls(), kind)(300))()
+        call(kind)()
     assert all(count for count, _ in found)
     return [name for _, twice in found for name in twice]
 
 
-@pytest.mark.parametrize("kind", ["forward", "training", "prefill", "decode", "kda forward", "kda training"])
+@pytest.mark.parametrize(
+    "kind", ["forward", "training", "prefill", "decode", "kda forward", "kda training", "kda prefill"]
+)
 def test_forms_have_names_of_their_own(process, place, kind):
     assert process.submit(named_twice, place, kind).result() == []
 
@@ -102,3 +146,24 @@ def test_forms_have_names_of_their_own(process, place, kind):
 )
 def test_kernels(process, place, heads, calls, kernels):
     assert tuple(process.submit(launched, place, heads, calls).result()) == kernels
+
+
+@pytest.mark.parametrize(
+    ("options", "loops"),
+    [
+        ({}, (2, 2, 1, 1)),
+        ({"batch_invariant": True}, (1, 1, 1)),
+        ({"kept": "stride"}, (2, 2, 1, 1)),
+        ({"kept": "offset"}, (2, 2, 1, 1)),
+    ],
+)
+def test_prompts_with_a_decay_per_channel(process, place, options, loops):
+    """Other lengths and numbers of prompts compile nothing. The loop is launched for halves of states and for whole
+    ones, unless it is known that only one of them is wanted."""
+    calls = (3, 700, options), (7, 64, options), (1, 33, options), (3, 701, options | {"max_prompts": 3})
+    names, compilations = process.submit(launched_for_prompts, place, calls[: len(loops)]).result()
+    beside = ["decode"] * ("batch_invariant" not in options)
+    around = ["walk_to_offset"] * (options.get("kept") == "offset")
+    wanted = [(*around, "list_prompts", *count * ["channel_prompts"], *beside, *around) for count in loops]
+    assert [tuple(of) for of in names] == [of for of in wanted for _ in range(2)]
+    assert compilations == 1
