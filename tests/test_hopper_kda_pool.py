@@ -1,5 +1,5 @@
-"""Prompts of Kimi Delta Attention on a pool, by name on the Hopper backend: its loop emulated, `list_prompts` and
-`decode` in Triton's interpreter."""
+"""Prompts of Kimi Delta Attention on a pool, by name on the Hopper backend: on a GPU of that kind, or with its loop
+emulated, and `list_prompts` and `decode` in Triton's interpreter."""
 
 import os
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
-from prompt_truth import make_prompts, prompts_truth, run_prompts
+from prompt_truth import make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
 
 from flash_delta.kernels.hopper import backend
@@ -29,16 +29,23 @@ from flash_delta.problem import Inputs, Problem, Slots
 from flash_delta.testing import allowed, products_in, relative_error
 from tests.gluon_emulator import Kernel, emulated
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
+runs = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="asks a Hopper GPU or the interpreter"
+)
 LENGTHS = (70, 1, 0, 130, 17, 16, 64)
-TINY = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": torch.bfloat16}
+TINY = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": DEVICE}
 KINDS = ("kda-bounded", "kda-raw", "kda")
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The backend with its loop emulated, on three multiprocessors. A function that says with how many halves of a
-    state it was launched since it was asked before."""
+    """Without a GPU the backend with its loop emulated, on three multiprocessors. A function that says with how many
+    halves of a state it was launched since it was asked before."""
+    _known_calls.calls.clear()
+    if DEVICE == "cuda":
+        yield lambda: None
+        return
     noted = []
     function = emulated("flash_delta.kernels.hopper", "channel.prompts").channel_prompts
     kernel = Kernel(function, lambda constants: noted.append(constants["HALVES"]))
@@ -54,7 +61,6 @@ def launched(monkeypatch):
         _known_calls.calls.clear()
         return found
 
-    _known_calls.calls.clear()
     yield forms
     _known_calls.calls.clear()
 
@@ -72,7 +78,7 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
     return x
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
 @pytest.mark.parametrize(
@@ -81,20 +87,22 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
 )
 def test_against_the_recurrence(launched, kind, pool, v_first, batch_invariant):
     check(kind, mixed(kind, pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}, "hopper")
-    assert launched() == [2]
+    assert launched() in (None, [2])
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("H", [1, 3])
 def test_gates_in_float32(launched, H):
-    """With several programs per multiprocessor, and key heads that value heads share or do not."""
-    x = mixed("kda", (40, 33, 2), H=H, HV=3)
+    """Several states per program; key heads that value heads share or do not; sequences that go on in their own slots,
+    so that it shows if two kernels walk one of them."""
+    x = mixed("kda", (40, 2, 33), H=H, HV=3)
+    x["write_indices"] = x["read_indices"]
     x["g"] = x["g"].float() * 1.001
     check("kda", x, "hopper")
-    assert launched() == [2]
+    assert launched() in (None, [2])
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("decay", [-3.0, -40.0, -1000.0])
 def test_checkpoints_between_pieces(launched, decay):
     """Where 32 tokens fall too far they come in pieces; states are left after the last one of them."""
@@ -111,7 +119,7 @@ def at_offsets(x, *offsets):
     return x | {"checkpoint_offsets": slots(offsets, x)}
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
 def test_checkpoints_at_offsets(launched, kind, batch_invariant):
@@ -128,7 +136,7 @@ def test_checkpoints_at_offsets(launched, kind, batch_invariant):
     assert torch.equal(ends[kept[[0, 3, 5]]], torch.stack([x["state_pool"][0], strided[10], strided[12]]))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
 def test_a_sequence_alone_gives_its_bits(launched, kind):
     """And cut at 64, too, from a float32 checkpoint."""
@@ -146,7 +154,7 @@ def test_a_sequence_alone_gives_its_bits(launched, kind):
     assert torch.equal(after[7], pool[7])
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_what_is_no_slot_is_padding(launched, batch_invariant):
     """Whatever the indices are; a sequence that starts from zeros needs no slot to read."""
@@ -167,11 +175,11 @@ def test_what_is_no_slot_is_padding(launched, batch_invariant):
     assert torch.equal(same_pool, pool)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("name", HOSTILE)
 def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name):
     leave_unread(monkeypatch)
-    wrong = hostile(name, "cpu")
+    wrong = hostile(name, DEVICE)
     lengths = (T, *(0 for _ in wrong[2:]))
     x = make_prefill("kda-bounded", lengths, slots=20, **(TINY | {"HV": 1}))
     _, pool = run("kda-bounded", x | {"cu_seqlens": wrong}, "hopper")
@@ -180,26 +188,26 @@ def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name):
     assert torch.equal(pool[untouched], x["state_pool"][untouched])
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_halves(launched, pool):
     """Few prompts run in halves, others whole: of the launches one finds that it is meant. Here, where there is no
     compiler, both give the same bits."""
     x = mixed(HV=1, pool=pool)
     whole = run("kda-bounded", x, "hopper")
-    assert launched() == [1, 2]
+    assert launched() in (None, [1, 2])
     few = make_prefill("kda-bounded", (3, 66, 1, 2), **(TINY | {"HV": 1, "pool": pool}))
     for call, forms in ((x, [1, 2]), (x | {"max_prompts": 4}, [2]), (x | {"max_prompts": 1}, [1]), (few, [1, 2])):
         found = check("kda-bounded", call, "hopper")
-        assert launched() == forms
+        assert launched() in (None, forms)
         assert call is few or all(map(torch.equal, found, whole))
 
 
-@interpreted
+@runs
 def test_slots_with_gaps_and_indices_with_strides(launched):
     """And no slot to write. What lies between slots keeps its bits."""
     x, size = mixed(), 2 * 128 * 128
-    store = torch.randn(40, size + 24)
+    store = torch.randn(40, size + 24, device=DEVICE)
     before = store.clone()
     x["state_pool"] = store[:, :size].view(40, 2, 128, 128)
     check("kda-bounded", x, "hopper")
@@ -211,27 +219,28 @@ def test_slots_with_gaps_and_indices_with_strides(launched):
     check("kda-bounded", x, "hopper")
 
 
-@interpreted
+@runs
 def test_convolution_and_norm(launched):
     """From slices of a projection that no descriptor describes, and such gates. As accurate as `check` wants it."""
     x = make_prompts("kda-bounded", (70, 1, 66, 0), behind=3, slots=20, **TINY)
     x["q"], x["k"] = torch.cat([x["q"], x["k"], x["q"][..., :1]], 3)[..., :256].split(128, 3)
     x["g"] = torch.cat([x["g"], x["g"][..., :1]], 3)[..., :128]
     x["null_slot"] = 1
-    got, want = run_prompts("kda-bounded", x, "hopper"), prompts_truth("kda-bounded", x)
-    assert launched() == [2]
+    got, want = [y.cpu() for y in run_prompts("kda-bounded", x, "hopper")], prompts_truth("kda-bounded", x)
+    assert launched() in (None, [2])
     with products_in(torch.bfloat16):
-        reference = run_prompts("kda-bounded", x, "torch")
-    written = (want[1] != x["state_pool"].double()).flatten(1).any(1)
+        reference = run_prompts("kda-bounded", on_cpu(x), "torch")
+    before = x["state_pool"].cpu()
+    written = (want[1] != before.double()).flatten(1).any(1)
     assert relative_error(got[0], want[0]) <= allowed(relative_error(reference[0], want[0]), torch.bfloat16)
-    errors = (relative_error(pool[written], want[1][written]) for pool in (got[1], reference[1]))
-    assert next(errors) <= allowed(next(errors), torch.bfloat16)
-    assert torch.equal(got[1][~written], x["state_pool"][~written])
+    errors = [relative_error(of[1][written], want[1][written]) for of in (got, reference)]
+    assert errors[0] <= allowed(errors[1], torch.bfloat16)
+    assert torch.equal(got[1][~written], before[~written])
     assert torch.equal(got[0] == 0, want[0] == 0)
     assert torch.equal(got[2].view(torch.int16), want[2].view(torch.int16))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("lengths", [(), (0, 0), (5, 0, 3), (0, 90)])
 def test_nothing_to_do(launched, lengths):
     check("kda", make_prefill("kda", lengths, behind=20, slots=8, **TINY), "hopper")
