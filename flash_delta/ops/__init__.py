@@ -51,8 +51,8 @@ __all__ = [
 def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
     """Tell which backend the call ``op(*args, **kwargs)`` would take, and why not the others. The call does not run.
 
-    Its arguments are checked as in a real call. Tensors may be on the meta device. Printed, the answer has a line for
-    each backend: ``print(explain(chunk_kda, q, k, v, g, beta))``.
+    The arguments are checked as in a real call. Tensors may be on the meta device. To see a line for each backend,
+    print the result: ``print(explain(chunk_kda, q, k, v, g, beta))``.
 
     Args:
         op: one of the delta rule ops of this module: ``chunk_*``, ``fused_recurrent_*``, ``decode_*`` or ``prefill_*``.
@@ -61,8 +61,8 @@ def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, *
         kwargs: the op's arguments by name.
 
     Returns:
-        The :class:`Explanation` has ``backend``, the name, or None if the call would be refused. It has the ``reasons``
-        by backend, and the ``problem``, which describes the call.
+        An :class:`Explanation`. Its ``backend`` is the name, or None if the call would be refused. Its ``reasons`` has
+        a reason for each backend. Its ``problem`` describes the call.
 
     Raises:
         ValueError: as the op, for arguments that no backend takes; and if ``op`` is none of these.

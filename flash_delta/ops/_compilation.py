@@ -10,9 +10,9 @@ class forbid_compilation:
 
     ``forbid_compilation()`` lasts for good. ``with forbid_compilation():`` lasts until the end of the block. The error
     names the op, the kernel, and what is new in the call: a dtype, strides that divide by 16 in another way, an
-    address. It also holds for the convolutions and norms of `flash_delta.modules`. A warmup does not compile these, so
-    let layers run once before. Kernels of other libraries are not concerned. Without Triton nothing is compiled at all.
-    See :func:`flash_delta.ops.serving.warmup`.
+    address. The ban also holds for the convolutions and norms of `flash_delta.modules`.
+    :func:`flash_delta.ops.serving.warmup` does not compile these, so let layers run once before. Kernels of other
+    libraries may still be compiled. Without Triton nothing is compiled at all.
 
     Example:
         >>> import torch

@@ -41,8 +41,8 @@ def chunk_comba(
     .. math::
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top p_t)^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
-    The keys p erase from :math:`S_{t-1}`, the state before its decay, as the kernels of fla do.
-    Every argument that is not named here is that of :func:`flash_delta.chunk_gated_delta_rule`.
+    The keys p erase from :math:`S_{t-1}`, which is the state before its decay. The kernels of fla do the same.
+    Arguments that are not listed here mean the same as in :func:`flash_delta.chunk_gated_delta_rule`.
 
     Args:
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.

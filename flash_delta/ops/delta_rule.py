@@ -37,7 +37,7 @@ def chunk_delta_rule(
     .. math::
         S_t = S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top k_t)^\top, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
-    Every argument is that of :func:`flash_delta.chunk_gated_delta_rule`. Only the log decay ``g`` is not there.
+    All arguments mean the same as in :func:`flash_delta.chunk_gated_delta_rule`. There is no log decay ``g``.
 
     Args:
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.

@@ -19,14 +19,14 @@ def fused_gdn_gate(
 ) -> Tensor:
     """Log decay of Gated DeltaNet: ``-exp(A_log) * softplus(g + dt_bias)``, with gradients for all three.
 
-    On a GPU it is one kernel, and its gradients are one more. The same call gives the same bits again.
+    On a GPU this is one kernel, and the backward pass is one more. The same call gives the same bits again.
 
     Args:
         g: raw activation ``[..., HV]``, any float dtype; computed in float32 (float64 stays float64).
         A_log: ``[HV]``.
-        dt_bias: ``[HV]`` or None. Its gradient and that of A_log are summed in float32 before any cast.
+        dt_bias: ``[HV]`` or None. Its gradient and A_log's are summed in float32 before any cast.
         output_dtype: dtype of the result. Default float32.
-        backend: "triton", "torch" or "hopper", which runs Triton's kernel. It runs the call or refuses it. Kernels
+        backend: "triton", "torch" or "hopper" (which runs Triton's kernel). It runs the call or refuses it. Kernels
             have no second derivative, and float64 runs on "torch" only. Default None: the one that
             ``FLASH_DELTA_BACKEND`` names, or else the first that can run the call.
 
@@ -60,15 +60,15 @@ def fused_kda_gate(
     """Log decay of Kimi Delta Attention per channel, with gradients for g, A_log and dt_bias.
 
     ``-exp(A_log) * softplus(g + dt_bias)``, or with a bound ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
-    On a GPU it is one kernel, and its gradients are one more. The same call gives the same bits again.
+    On a GPU this is one kernel, and the backward pass is one more. The same call gives the same bits again.
 
     Args:
         g: raw activation ``[..., HV, K]``, any float dtype; computed in float32 (float64 stays float64).
         A_log: ``HV`` elements; None only with ``lower_bound``, and then the factor is 1.
-        dt_bias: ``HV * K`` elements or None. Its gradient and that of A_log are summed in float32 before any cast.
+        dt_bias: ``HV * K`` elements or None. Its gradient and A_log's are summed in float32 before any cast.
         lower_bound: the least log decay per token, negative. Default None: unbounded.
         output_dtype: dtype of the result. Default float32.
-        backend: "triton", "torch" or "hopper", which runs Triton's kernel. It runs the call or refuses it. Kernels
+        backend: "triton", "torch" or "hopper" (which runs Triton's kernel). It runs the call or refuses it. Kernels
             have no second derivative, and float64 runs on "torch" only. Default None: the one that
             ``FLASH_DELTA_BACKEND`` names, or else the first that can run the call.
 

@@ -52,19 +52,19 @@ def chunk_gated_delta_rule(
         g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
         beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         scale: factor on the output. Default ``K ** -0.5``.
-        initial_state: states the sequences start from, ``[N, HV, K, V]``, N = B or the number of packed sequences, any
-            float dtype. Default zeros.
+        initial_state: states that the sequences start from, ``[N, HV, K, V]``, any float dtype. N is B or the number of
+            packed sequences. Default zeros.
         output_final_state: return the states at the sequences' ends. Default False.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         state_v_first: states are ``[N, HV, V, K]``. Default False.
-        cu_seqlens: with B = 1, the bounds ``[N + 1]`` of the packed sequences, int32 or int64, on q's device: from 0,
-            not decreasing, at most T. Sequences may be empty; rows after the last are zeros in o and in gradients.
-            The host does not read bounds on a GPU. If they are wrong, results are undefined, but no kernel touches
-            memory outside of the call's tensors.
-        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, these are what is checked. They also say
-            which sequences are worth splitting into segments; without them that is judged by the mean length.
+        cu_seqlens: the bounds ``[N + 1]`` of packed sequences, int32 or int64, on q's device, with B = 1. They start at
+            0, do not decrease and are at most T. Sequences may be empty. Tokens after the last sequence are zeros in o
+            and in gradients. The host does not read bounds on a GPU. If they are wrong, results are undefined, but no
+            kernel touches memory outside of the call's tensors.
+        cu_seqlens_cpu: the same bounds on the host. If cu_seqlens is on a GPU, the op checks these instead. They also
+            decide which sequences are split into segments; without them the mean length decides.
         chunk_indices: ignored, since kernels find chunks from cu_seqlens. It is here so that calls written for fla run.
         cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
             row, and ``cu_seqlens`` stays None. Default None: one device.
@@ -74,9 +74,9 @@ def chunk_gated_delta_rule(
         chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
         disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
             Default False.
-        batch_invariant: other sequences change no bit of a sequence's outputs and gradients. (Those of A_log and
-            dt_bias are sums over all.) Long sequences on few heads then take longer, since they are not split into
-            segments. Default False.
+        batch_invariant: other sequences change no bit of a sequence's outputs and gradients. (The gradients of A_log
+            and dt_bias are sums over all sequences.) Long sequences on few heads then take longer, since they are not
+            split into segments. Default False.
         transpose_state_layout: an older name of ``state_v_first``.
         head_first: must be False. It is here because older calls of fla pass it.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
@@ -154,16 +154,16 @@ def fused_recurrent_gated_delta_rule(
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    T calls with one token each, which pass the state on, give the bits of one call with T tokens. Every argument that
-    is not named here is that of :func:`chunk_gated_delta_rule`.
+    T calls with one token each give the same bits as one call with T tokens, if each call passes its state to the next.
+    Arguments that are not listed here mean the same as in :func:`chunk_gated_delta_rule`.
 
     Args:
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.
-        k: keys ``[B, T, H, K]``, any of these dtypes. If those of q, k and v differ, wider copies of them are made.
+        k: keys ``[B, T, H, K]``, any of these dtypes. If the dtypes of q, k and v differ, the op makes wider copies.
         v: values ``[B, T, HV, V]``, any of these dtypes.
         g: log decay in nats ``[B, T, HV]``. Default None: no decay.
-        gk: log decay per key channel ``[B, T, HV, K]``, which is added to g. Default None. Not with
-            ``use_gate_in_kernel``.
+        gk: log decay per key channel ``[B, T, HV, K]``, which is added to g. It must be None with
+            ``use_gate_in_kernel``. Default None.
         gv: must be None. A decay per value channel is not part of this family.
         beta: write strength ``[B, T, HV]``. Default None: 1.
 

@@ -41,11 +41,12 @@ def chunk_simple_gla(
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H.
         g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype. Default None: no decay.
         g_gamma: log decay per head ``[HV]``, the same for every token (RetNet). It is added to g. Default None.
-        disable_recompute: save one state per chunk for the backward pass, which then does not compute them again.
+        disable_recompute: save one state per chunk for the backward pass, which then does not compute these states
+            again.
 
     ``scale``, ``initial_state``, ``output_final_state``, ``state_v_first`` (older name ``transpose_state_layout``),
     ``cu_seqlens``, ``cu_seqlens_cpu``, ``cp_context``, ``chunk_size``, ``batch_invariant``, ``head_first`` and
-    ``backend`` are those of :func:`flash_delta.chunk_gated_delta_rule`.
+    ``backend`` mean the same as in :func:`flash_delta.chunk_gated_delta_rule`.
 
     Returns:
         ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs).

@@ -1,4 +1,4 @@
-"""Serving: states live in the slots of a pool, and a call moves those of its batch on, in place."""
+"""Serving: states live in the slots of a pool, and a call updates the states of its batch in place."""
 
 from flash_delta.ops.serving.around import Convolution, OutputNorm
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda

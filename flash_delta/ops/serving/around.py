@@ -19,20 +19,20 @@ class Convolution(NamedTuple):
     .. math::
         y_{t,d} = \mathrm{silu}(b_d + \sum_{i<W} w_{d,i} \, x_{t-(W-1)+i,d})
 
-    in float32. The channels are those of q, then of k, then of v: D = 2 H K + HV V. The same indices say where a row's
-    or a sequence's window and its state are read and written.
+    in float32. The channels are those of q, then of k, then of v: D = 2 H K + HV V. The same indices name the slots of
+    states and of windows.
 
-    An input is rounded to the dtype of the pool before anything is computed with it. So T tokens in one call give the
-    bits of T calls. A pool in q's dtype, or in float32, rounds nothing.
+    An input is rounded to the dtype of the pool before anything is computed with it. So one call with T tokens gives
+    the same bits as T calls. A pool in q's dtype, or in float32, rounds nothing.
 
     Args:
-        pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first; float32, bfloat16 or float16, also
-            where q has another dtype; any strides.
-        weight: ``[D, W]``, W from 1 to 4, the last tap meets the current token; any float dtype, without gaps.
+        pool: ``[slots, D, L]``, L from W - 1 to 4: the last L inputs, oldest first. float32, bfloat16 or float16, which
+            may differ from q's dtype; any strides.
+        weight: ``[D, W]``, W from 1 to 4. The last tap is for the current token. Any float dtype, without gaps.
         bias: ``[D]``, any float dtype, without gaps. Default None: no bias.
-        write_pool: where windows go instead of ``pool``, for calls with a ``write_pool`` of states and only for these.
-            In its shape: ``[slots', D, L]`` or ``[rows, S, D, L]``, with as many slots or rows; dtype of ``pool``, any
-            strides. Default None.
+        write_pool: a second pool, which windows are written to. Give it if the call has a ``write_pool`` of states, and
+            only then. It has the same slots or rows as that pool: ``[slots', D, L]`` or ``[rows, S, D, L]``, in the
+            dtype of ``pool``, any strides. Default None.
         rolling: whether a row has one slot, as in vLLM. The slot holds the inputs of a draft after those before it.
             Default False: the slot of each state holds the window before the next token.
 
@@ -40,9 +40,9 @@ class Convolution(NamedTuple):
     2 to 4. L is at least W - 2 + T, and at least W - 2 plus the columns of ``read_indices``. Let a be the row's count
     of accepted tokens, or 1 in calls without counts. The call continues from the W - 1 inputs from input a - 1 on. If
     it writes states, it leaves the W - 2 inputs from input a on and after them those of its T tokens, up to the first
-    token that is padding. What is behind them stays. So with T = 1 the first W - 1 inputs are shifted by one. A call
-    with ``parent_idx`` is refused. A prefill reads the first W - 1 inputs of a slot, and leaves its last
-    ones as the first of the slot that it writes.
+    token that is padding. The rest of the slot stays as it is. So with T = 1 the first W - 1 inputs are shifted by one.
+    A call with ``parent_idx`` is refused. A prefill reads the first W - 1 inputs of a slot. It leaves its last W - 1
+    inputs at the start of the slot that it writes.
 
     Example:
         >>> import torch
@@ -66,8 +66,8 @@ class OutputNorm(NamedTuple):
     .. math::
         y = \frac{o}{\sqrt{\mathrm{mean}(o^2) + \mathrm{eps}}} \cdot w \cdot \mathrm{act}(\mathrm{gate})
 
-    in float32. Prefill rounds o to q's dtype before it, and so does decoding on a GPU. Decoding on a CPU
-    rounds the result only.
+    in float32. Prefill rounds o to q's dtype before the norm. Decoding on a GPU does the same. Decoding on a CPU rounds
+    only the result.
 
     Args:
         gate: ``[B, T, HV, V]``, any float dtype and strides.

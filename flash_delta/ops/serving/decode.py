@@ -41,20 +41,23 @@ def decode_gated_delta_rule(
         S_t = e^{g_t} S_{t-1} + \beta_t k_t (v_t - e^{g_t} S_{t-1}^\top k_t)^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    in float32. S is rounded to the dtype of the pool after every token. So T tokens in one call give the bits of T
-    calls of which each reads what the one before it wrote. No row changes a bit of another one.
+    in float32. S is rounded to the dtype of the pool after every token. So one call with T tokens gives the same bits
+    as T calls with one token, where each call reads the state that the call before it wrote. No row changes a bit of
+    another row.
 
-    A row reads its state from ``read_indices[b]``. If a draft of an earlier call was accepted in part, it reads it from
-    column ``num_accepted_tokens[b] - 1`` of ``read_indices[b]``. A server can give one table [B, T] of slots to every
-    call, as ``read_indices`` and as ``write_indices``: then each call continues from the last token that was accepted.
+    Row b reads its state from slot ``read_indices[b]``. With ``num_accepted_tokens`` it reads from slot
+    ``read_indices[b, num_accepted_tokens[b] - 1]``. This continues a draft of an earlier call that was accepted in
+    part. A server can give one table [B, T] of slots to every call, as ``read_indices`` and as ``write_indices``. Each
+    call then continues from the last token that was accepted.
 
-    No index is trusted, and the host reads none, so a call can be captured in a CUDA graph. An index below 0 or from
-    ``slots`` on is padding, and so is a count outside of 1 .. W: no memory is touched for it. A row without a slot to
-    read yields zeros and writes nothing. Without a slot to write, a row yields zeros from that token on. The caller
-    must not give a slot that is written to another row of the call, nor to another token of the row.
+    Kernels check every index. The host reads none, so a call can be captured in a CUDA graph. An index below 0, or of
+    ``slots`` or more, is padding. So is a count outside of 1 .. W. No memory is touched for padding. A row without a
+    slot to read gives zeros and writes nothing. If a token has no slot to write, its row gives zeros from this token
+    on. A slot that is written must not be used by another row of the call, nor for another token of its row: the caller
+    has to see to this.
 
     Args:
-        q: queries ``[B, T, H, K]``, T from 1 to 16; float16, bfloat16 or float32; like k, v, g and beta with any
+        q: queries ``[B, T, H, K]``, T from 1 to 16; float16, bfloat16 or float32. q, k, v, g and beta may have any
             strides (slices of a fused projection).
         k: keys ``[B, T, H, K]``, dtype of q.
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
@@ -62,13 +65,14 @@ def decode_gated_delta_rule(
         beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         state_pool: ``[slots, HV, V, K]`` if ``state_v_first``, else ``[slots, HV, K, V]``; float32, bfloat16 or
             float16, any strides (slots may be padded); written in place.
-        read_indices: the slots of the rows' states ``[B]``, int32 or int64, as all indices; with
-            ``num_accepted_tokens`` ``[B, W]``.
+        read_indices: the slots of the rows' states, ``[B]``, or ``[B, W]`` with ``num_accepted_tokens``. All indices
+            are int32 or int64.
         write_indices: where states go. ``[B]``: the state after the last token. ``[B, T]``: the states after every
             token. Default None: nowhere. A row may write the slot that it reads.
-        num_accepted_tokens: ``[B]``, from 1 to W. Default None.
-        parent_idx: of a draft tree, ``[B, T]``: token t continues from the state after token ``parent_idx[b, t]``,
-            which is before t, or for -1 from the state that the row reads. Any other index is padding. It needs
+        num_accepted_tokens: ``[B]``, from 1 to W: how many tokens of a row's previous draft were accepted. Default
+            None.
+        parent_idx: for a draft tree, ``[B, T]``: token t continues from the state after token ``parent_idx[b, t]``,
+            which must be before t. -1 means the state that the row reads. Any other index is padding. It needs
             ``write_indices [B, T]``. Default None: each token continues from the one before it.
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
@@ -77,26 +81,26 @@ def decode_gated_delta_rule(
         dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        convolution: a short convolution and its SiLU, which q, k and v go through first
-            (:class:`flash_delta.ops.serving.Convolution`). With ``output_norm`` the call is all of a layer's step
-            between its projections. Default None.
-        output_norm: a gated norm, through which o goes last (:class:`flash_delta.ops.serving.OutputNorm`). Default
-            None.
-        null_slot: an index that is padding, as if it were out of range. vLLM pads with slot 0. Default None: no other
-            index is.
-        out: where o goes, ``[B, T, HV, V]`` in q's dtype, contiguous, from a multiple of 16 bytes on. It may not share
-            memory with another argument. Default None: new memory.
-        write_pool: where states go instead of ``state_pool``, which is then only read: float32, bfloat16 or float16,
-            any strides. ``[slots', HV, V, K]``, whose slots ``write_indices`` name; or ``[rows, S, HV, V, K]``, S at
-            least T, whose rows ``write_indices [B]`` name: the state after token t goes to ``[row, t]``. Without
-            ``state_v_first`` ``[.., K, V]``. Between tokens states are rounded to its dtype. A tree continues from the
-            states in it. ``null_slot`` is padding in it, too. Default None: ``state_pool``.
-        cu_seqlens: bounds of rows of their own lengths, ``[B + 1]`` on the device, int32 or int64. Then tokens are
-            packed: q is ``[1, total, H, K]``, and so are the other tensors of tokens, o and ``out``. Row b has tokens
-            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, or none. T is the number of columns of ``write_indices [B, T]``
-            or ``parent_idx [B, T]``; without them 16, or S of a ``write_pool`` if that is less. A row of more than T
-            tokens is padding. A row gives the bits that it gives in a call of T tokens a row. Tokens after the last
-            bound give zeros. Default None: every row has T tokens.
+        convolution: a short convolution with SiLU, applied to q, k and v first
+            (:class:`flash_delta.ops.serving.Convolution`). With ``output_norm`` the call does everything that a layer
+            does between its projections. Default None.
+        output_norm: a gated norm, applied to o last (:class:`flash_delta.ops.serving.OutputNorm`). Default None.
+        null_slot: an index that also counts as padding, as if it were out of range. vLLM pads with slot 0. Default
+            None: only indices out of range are padding.
+        out: the tensor that o is written to, ``[B, T, HV, V]`` in q's dtype, contiguous. Its address must be a multiple
+            of 16 bytes. It may not share memory with another argument. Default None: new memory.
+        write_pool: a second pool, which states are written to; ``state_pool`` is then only read. float32, bfloat16 or
+            float16, any strides. Either it is ``[slots', HV, V, K]``, and ``write_indices`` name its slots. Or it is
+            ``[rows, S, HV, V, K]``, S at least T, and ``write_indices [B]`` name its rows: the state after token t goes
+            to ``[row, t]``. Without ``state_v_first`` its last axes are K, V. Between tokens states are rounded to its
+            dtype. A draft tree continues from the states in it. ``null_slot`` is padding in it, too. Default None:
+            ``state_pool``.
+        cu_seqlens: bounds of rows that differ in length, ``[B + 1]`` on the device, int32 or int64. Tokens are then
+            packed: q is ``[1, total, H, K]``. The other tensors of tokens, o and ``out`` are packed in the same way.
+            Row b has tokens ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, or none. T is the number of columns of
+            ``write_indices [B, T]`` or ``parent_idx [B, T]``. Without these tables T is 16, or S of a ``write_pool`` if
+            S is less. A row of more than T tokens is padding. A row gives the same bits as in a call with T tokens in
+            every row. Tokens after the last bound give zeros. Default None: every row has T tokens.
         state_v_first: the layout of ``state_pool`` and ``write_pool``. It has no default: with K = V no shape would
             show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
@@ -182,8 +186,8 @@ def decode_kda(
         S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    What is said of the pool, its indices and of rounding, and every argument that is not named here, is that of
-    :func:`decode_gated_delta_rule`.
+    The pool, its indices and rounding work as in :func:`decode_gated_delta_rule`. Arguments that are not listed here
+    also mean the same as there.
 
     Args:
         g: log decay in nats ``[B, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw

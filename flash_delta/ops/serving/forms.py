@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 
 class Slice(NamedTuple):
-    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection. Its unit is one
-    number.
+    """Where q, k, v, g or beta lies in a larger tensor, such as the output of a fused projection. All fields count
+    numbers, not bytes.
 
     Args:
-        token: from one token to the next.
-        start: of the first one. Default 0.
-        head: from one head to the next. Default None: heads lie side by side.
+        token: numbers from one token to the next.
+        start: where the first number is. Default 0.
+        head: numbers from one head to the next. Default None: heads lie side by side.
 
     Example:
         >>> from flash_delta.ops.serving import Slice

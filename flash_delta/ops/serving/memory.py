@@ -17,20 +17,20 @@ META = torch.device("meta")
 def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = "cuda") -> int:
     """The most device memory that one call allocates besides its output, in bytes.
 
-    Decoding needs none, except with a convolution, whose results q, k and v it keeps in float32 until the rule has run.
-    Prefill asks torch's allocator for one buffer, through which its kernels pass results to each
-    other, and for the descriptors of the copy engine. With a convolution it asks for memory for its results, q, k and
-    v. Where the copy engine cannot describe q, k or v as they are given, it asks for copies of them. All of it is free
-    again for the stream of the call when the call returns.
+    Decoding needs memory only with a convolution: it keeps the results q, k and v in float32 until the rule has run.
+    Prefill asks torch's allocator for one buffer, in which its kernels pass results to each other, and for the
+    descriptors of the copy engine. With a convolution, prefill also asks for memory for the results q, k and v. If the
+    copy engine cannot describe q, k or v as they are given, prefill asks for memory for copies. When the call returns,
+    all of this memory is free again for the stream of the call.
 
     The number is the sum of these requests. The allocator rounds each up to 512 bytes. It may use up to 1 MB more for
-    each, from memory that it has kept. The output, ``[1, T, HV, V]`` in ``dtype``, is not counted, nor are copies of
-    A_log and dt_bias that have gaps.
+    each, from memory that it has kept. The number does not count the output, ``[1, T, HV, V]`` in ``dtype``, nor copies
+    of A_log and dt_bias that have gaps.
 
     Args:
-        spec: how the server calls. Of several forms, the one that needs most counts.
+        spec: how the server calls. If there are several forms, the form that needs most memory counts.
         T: tokens of a call, all sequences together.
-        N: sequences of a prefill call, or rows of a decoding call, which has at most 16 N tokens of these T.
+        N: sequences of a prefill call, or rows of a decoding call. A decoding call has at most 16 N of these T tokens.
         device: where the calls run, a GPU.
 
     Raises:

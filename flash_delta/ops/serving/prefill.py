@@ -46,45 +46,46 @@ def prefill_gated_delta_rule(
 
     chunk by chunk. States between chunks are float32. Sequence n starts from the state in slot ``read_indices[n]``, or
     from zeros, and leaves its last state in slot ``write_indices[n]``. A sequence of length 0 copies its state. A
-    sequence of 1 to 16 tokens runs token by token, so a batch may hold prompts and decoding rows. ``max_prompts`` says
-    how many longer sequences there are at most; that saves a GPU the search for them.
+    sequence of 1 to 16 tokens runs token by token, so a batch may hold prompts and decoding rows. If ``max_prompts``
+    says how many longer sequences there are at most, a GPU need not search for them.
 
     With ``batch_invariant`` all sequences run in chunks, in a way that does not depend on how many there are. Then no
-    sequence changes a bit of another one's results. With a float32 pool it also does not matter where a prompt is cut,
-    at a multiple of 64 tokens from its start: a sequence that continues from a checkpoint gives the bits of the
-    sequence that wrote it. Without ``batch_invariant`` this holds only between calls with the same number of sequences
-    of more than 16 tokens, and not where a prompt is walked in segments, which :func:`flash_delta.explain` says.
+    sequence changes a bit of another one's results. With a float32 pool, a prompt may also be cut at any multiple of 64
+    tokens from its start: a sequence that continues from a checkpoint gives the same bits as the sequence that wrote
+    it. Without ``batch_invariant`` this holds only between calls with the same number of sequences of more than 16
+    tokens, and not if a prompt is split into segments. :func:`flash_delta.explain` says whether it is.
 
     With ``checkpoint_offsets`` each sequence leaves one checkpoint, after any number of its tokens in this call. Offset
-    0 copies the initial state, or zeros if there is none. The length of the sequence gives the final state, bit for
-    bit. A multiple of 64 gives the bits of a checkpoint at a stride. Any other offset takes longer: the tokens from the
-    last multiple of 64 before it, at most 63, are walked once more, one by one. They start from the state at that
-    multiple, rounded to the pool's dtype, or from the initial state; states between them are float32. So with a float32
-    pool such a checkpoint has the bits that ``decode_*`` calls give from a checkpoint at that multiple on. A sequence
-    that continues from it has other chunks than the one that wrote it, and rounds differently. Checkpoints of either
-    kind change no output and no final state.
+    0 copies the initial state, or zeros if there is none. The length of the sequence saves the final state, bit for
+    bit. A multiple of 64 gives the same bits as a checkpoint at a stride. Any other offset takes longer: the tokens
+    from the last multiple of 64 before it, at most 63, are computed once more, one by one. They start from the state at
+    that multiple, rounded to the pool's dtype, or from the initial state; states between them are float32. So with a
+    float32 pool such a checkpoint has the same bits as ``decode_*`` calls that continue from a checkpoint at that
+    multiple. A sequence that continues from it has other chunks than the sequence that wrote it, and rounds
+    differently. Checkpoints of either kind change no output and no final state.
 
-    With ``convolution`` and ``output_norm`` the call is all that a layer does between its projections. Where a state is
-    read or written, its window of the convolution is, too; without a state it is zeros. A checkpoint has one as well.
+    With ``convolution`` and ``output_norm`` the call does everything that a layer does between its projections. It
+    reads and writes the convolution's window together with each state, at checkpoints, too. Without an initial state
+    the window is zeros.
 
-    No index is trusted. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA graph
-    and replayed with others. An index below 0 or from ``slots`` on is padding. A sequence that lacks a slot to read
-    (if it has an initial state) or a slot to write (if there are ``write_indices``) yields zeros and writes nothing. A
-    checkpoint without a slot is not written. The caller must not give a slot that is written to another sequence of
-    the call, nor twice to one sequence.
+    Kernels check every index. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA
+    graph and replayed with others. An index below 0, or of ``slots`` or more, is padding. A sequence that lacks a slot
+    to read (if it has an initial state) or a slot to write (if there are ``write_indices``) gives zeros and writes
+    nothing. A checkpoint without a slot is not written. A slot that is written must not be used by another sequence,
+    nor twice by one: the caller has to see to this.
 
     Args:
-        q: queries ``[1, T, H, K]``; float16, bfloat16 or float32; like k, v, g and beta with any strides.
+        q: queries ``[1, T, H, K]``; float16, bfloat16 or float32. q, k, v, g and beta may have any strides.
         k: keys ``[1, T, H, K]``, dtype of q.
         v: values ``[1, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
         g: log decay in nats ``[1, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
         beta: write strength ``[1, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         state_pool: ``[slots, HV, V, K]`` if ``state_v_first``, else ``[slots, HV, K, V]``; float32, bfloat16 or
             float16, any strides (slots may be padded); written in place.
-        cu_seqlens: the bounds of the sequences ``[N + 1]``, int32 or int64, from 0 on, not decreasing. Tokens after
-            the last one give zeros, whatever they are. Wrong bounds on a GPU give undefined results; of the pool only
-            the slots that ``write_indices`` and ``checkpoint_indices`` name may change then.
-        read_indices: the slots of initial states ``[N]``, int32 or int64, as all indices.
+        cu_seqlens: the bounds of the sequences ``[N + 1]``, int32 or int64, from 0 on, not decreasing. Tokens after the
+            last bound give zeros, whatever they are. Wrong bounds on a GPU give undefined results. Even then, only
+            those slots of the pool may change that ``write_indices`` and ``checkpoint_indices`` name.
+        read_indices: the slots of initial states ``[N]``. All indices are int32 or int64.
         write_indices: the slots of final states ``[N]``. Default None: they are not written. A sequence may write the
             slot that it reads.
         has_initial_state: ``[N]``, bool. A sequence with False starts from zeros, and its read index is ignored.
@@ -97,9 +98,9 @@ def prefill_gated_delta_rule(
         checkpoint_offsets: ``[N]``, int32 or int64. The state after the first ``checkpoint_offsets[n]`` tokens of
             sequence n goes to slot ``checkpoint_indices[n]``. An offset below 0 or beyond the sequence's length leaves
             no checkpoint. Default None: checkpoints come at a stride, if there are any.
-        max_prompts: no more sequences than this have over 16 tokens. It decides what a GPU launches, not what it
-            computes: if there are more after all, the call takes longer. With ``batch_invariant``, which runs all of
-            them alike, it decides nothing. Default None: any number may.
+        max_prompts: at most this many sequences have more than 16 tokens. It decides what a GPU launches, not what it
+            computes: if there are more after all, the call takes longer. With ``batch_invariant`` it decides nothing,
+            because all sequences run alike. Default None: any number.
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
@@ -108,14 +109,15 @@ def prefill_gated_delta_rule(
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         batch_invariant: as above. Short sequences then take longer. Default False.
-        convolution: a short convolution and its SiLU, which q, k and v go through first
-            (:class:`flash_delta.ops.serving.Convolution`). They are rounded to their dtype after it. Default None.
-        output_norm: a gated norm, through which o goes last, after it was rounded to q's dtype
+        convolution: a short convolution with SiLU, applied to q, k and v first
+            (:class:`flash_delta.ops.serving.Convolution`). Its results are rounded to the dtype of q, k and v. Default
+            None.
+        output_norm: a gated norm, applied to o last, after o was rounded to q's dtype
             (:class:`flash_delta.ops.serving.OutputNorm`). Default None.
-        null_slot: an index that is padding, as if it were out of range. vLLM pads with slot 0. Default None: no other
-            index is.
-        out: where o goes, ``[1, T, HV, V]`` in q's dtype, contiguous, from a multiple of 16 bytes on. It may not share
-            memory with another argument. Default None: new memory.
+        null_slot: an index that also counts as padding, as if it were out of range. vLLM pads with slot 0. Default
+            None: only indices out of range are padding.
+        out: the tensor that o is written to, ``[1, T, HV, V]`` in q's dtype, contiguous. Its address must be a multiple
+            of 16 bytes. It may not share memory with another argument. Default None: new memory.
         state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
             names, or else the first that can run the call.
@@ -196,8 +198,8 @@ def prefill_kda(
         S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    What is said of the pool, its indices and of bits, and every argument that is not named here, is that of
-    :func:`prefill_gated_delta_rule`.
+    The pool, its indices and bits are as in :func:`prefill_gated_delta_rule`. Arguments that are not listed here also
+    mean the same as there.
 
     Args:
         g: log decay in nats ``[1, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw

@@ -13,9 +13,9 @@ from flash_delta.ops.serving.forms import DecodeCalls, PrefillCalls, Slice
 
 @dataclass(frozen=True)
 class Serving:
-    """How a server calls: all that compiled code and memory depend on. They do not depend on B, T, N, the number of
-    slots, ``scale`` or ``allow_neg_eigval``. Tensors start at multiples of 16 bytes, as torch allocates them, unless a
-    :class:`Slice` says otherwise.
+    """How a server calls: everything that compiled code and memory depend on. They do not depend on B, T, N, the number
+    of slots, ``scale`` or ``allow_neg_eigval``. Tensors start at multiples of 16 bytes, as torch allocates them, unless
+    a :class:`Slice` says otherwise.
 
     For the sizes and the flags see :func:`flash_delta.decode_gated_delta_rule` and :func:`flash_delta.decode_kda`.
 
@@ -32,23 +32,24 @@ class Serving:
         g_dtype: of g. Default None: ``dtype``.
         beta_dtype: of beta. Default None: ``dtype``.
         index_dtype: of all indices and of ``cu_seqlens``, torch.int32 or torch.int64.
-        q, k, v, g, beta: where they lie. Default None: in tensors of their own without gaps.
+        q, k, v, g, beta: where these lie. Default None: each in a tensor of its own without gaps.
         A_log: its dtype; None where calls have none. Read with ``use_gate_in_kernel`` only.
         dt_bias: its dtype; None where calls have none. Read with ``use_gate_in_kernel`` only.
-        taps: W of the convolution; read where calls have one, as the other fields that begin with ``conv``.
-        conv_inputs: L, how many inputs its pool holds. Default None: W.
+        taps: W of the convolution. This field and those that begin with ``conv`` are read only if calls have a
+            convolution.
+        conv_inputs: L, how many inputs the convolution's pool holds. Default None: W.
         conv_dtype: of its weight and bias. Default None: ``dtype``.
         conv_pool_dtype: of its pool. Default None: ``dtype``.
         conv_bias: whether it has a bias.
         conv_rolling: whether it is rolling.
         conv_slot: numbers from one slot of its pool to the next. Default None: slots have no gaps.
-        conv_channels_last: whether in its pool, and in its write pool, the channels of an input lie side by side,
-            as vLLM's, ``[slots, L, D]``, of which calls get a view ``[slots, D, L]``.
-        norm_gate: where the output norm's gate lies; read where calls have one, as the other fields that begin with
-            ``norm``. Default None: in a tensor of its own without gaps.
+        conv_channels_last: whether the channels of an input lie side by side in its pool and its write pool, as in
+            vLLM. Such a pool is ``[slots, L, D]``, and calls get a view ``[slots, D, L]``.
+        norm_gate: where the output norm's gate lies. The fields that begin with ``norm`` are read only if calls have an
+            output norm. Default None: in a tensor of its own without gaps.
         norm_dtype: of its weight. Default None: ``dtype``.
         norm_activation: of its gate.
-        write_dtype: of the write pool; read where calls have one, as the other fields that begin with ``write``.
+        write_dtype: of the write pool. The fields that begin with ``write`` are read only if calls have a write pool.
             Default None: ``state_dtype``.
         write_rows: whether it has rows, ``[rows, S, HV, V, K]``, or slots as the pool has.
         write_slot: numbers from one of its rows or slots to the next. Default None: they have no gaps.

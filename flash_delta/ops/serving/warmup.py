@@ -18,16 +18,16 @@ PREFILL = {"gated_delta_rule": prefill_gated_delta_rule, "kda": prefill_kda}
 
 
 def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | None = None) -> dict[str, float]:
-    """Compile all that calls as ``spec`` describes them can need, whatever their B, T, N and number of slots.
+    """Compile everything that the calls in ``spec`` can need, for any B, T, N and number of slots.
 
-    It makes such calls, on a few tokens that are all padding. That makes a CUDA context. It touches nothing of the
-    caller's, and what the calls allocate is free again. Run it in every process, outside of the capture of a CUDA
-    graph, once for each way in which a model calls. :func:`flash_delta.forbid_compilation` then shows whether something
-    was forgotten.
+    It makes such calls, on a few tokens that are all padding. This creates a CUDA context. It does not touch the
+    caller's tensors, and it frees what the calls allocate. Run it in every process, outside of the capture of a CUDA
+    graph, and once for each way in which a model makes calls. :func:`flash_delta.forbid_compilation` then shows whether
+    you forgot something.
 
-    At its end it calls ``gc.freeze()``: a full garbage collection walks through every object of every library, and
-    stops requests for some 100 ms. After that Python still frees objects to which nothing refers, except cycles that
-    existed before. ``gc.unfreeze()`` undoes it.
+    At its end it calls ``gc.freeze()``, because a full garbage collection visits every object of every library and
+    stops requests for some 100 ms. After ``gc.freeze()`` Python still frees objects to which nothing refers, except
+    cycles that existed before. ``gc.unfreeze()`` undoes it.
 
     Args:
         spec: how the server calls.
@@ -35,7 +35,7 @@ def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | No
         backend: as given to the ops. Default None.
 
     Returns:
-        Seconds by call, such as ``{"decode_kda(write_indices)": 1.9}``. It is next to nothing if Triton has the kernels
+        Seconds by call, such as ``{"decode_kda(write_indices)": 1.9}``. The time is near zero if Triton has the kernels
         on disk, or if an earlier call has compiled them.
 
     Raises:
