@@ -227,6 +227,9 @@ def state_role(
         if pool is not None:
             if last >= 0:
                 store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+            else:
+                tma.store_wait(0)  # the copy engine has read ``so``, into which the next state comes
+                barrier()  # all warps of this group: none asks for that state before
         else:
             store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
