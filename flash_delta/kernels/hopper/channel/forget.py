@@ -5,7 +5,8 @@ below 2^35 is zero then. `find_forgetting` looks whether the EARLY tokens before
 these tokens on, from a state of zeros, to the bits of a walk of the whole sequence.
 
 Only if it is so before all parts of all states, `channel_loop` walks them. Otherwise `prepare` and `walk_channels` do
-what they do for such calls. The host does not know which: all are launched, and those that are not wanted end at once.
+what they do for such calls, with other roundings. The host does not know which: all are launched, and those that are
+not wanted end at once.
 """
 
 import torch
