@@ -81,7 +81,7 @@ def test_hopper_takes_what_its_kernels_know(gate, erase, own, steps, monkeypatch
     p = p._replace(device=torch.device("cuda", 0), dtype=torch.bfloat16, K=128, V=128)
     takes = erase == "decayed" and not own and not steps
     assert (backend.unsupported(p) is None) == takes
-    assert (backend.unsupported(p._replace(pool=torch.float32)) is None) == (takes and gate == "scalar")
+    assert (backend.unsupported(p._replace(pool=torch.float32)) is None) == (takes and gate != "none")
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

@@ -84,7 +84,7 @@ def truth_channels(made: Tensors) -> Tensors:
 
 def tiles_for(tiles: list[NamedTuple], target: str) -> list[NamedTuple]:
     if target != "sm_90a":
-        raise ValueError(f"stage: these kernels are for sm_90a, the GPU is {target}")
+        raise ValueError(f"device: expected a GPU sm_90a, for which these kernels are, got {target}")
     return tiles
 
 
