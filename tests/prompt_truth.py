@@ -60,7 +60,8 @@ def resumed(kind, x, cut, backend):
 
 
 def check_resumed(kind, x, cut, backend):
-    """The rest is as accurate as the dtypes allow, its windows are exact, and behind it are zeros."""
+    """Checks the call that goes on from the cut: its outputs and states are as accurate as their dtypes allow, its
+    windows are exact, and its outputs after the last sequence are zeros."""
     whole, rest = resumed(kind, x, cut, backend)
     want, dtype = prompts_truth(kind, x), coarser(rest[0].dtype, rest[1].dtype)
     with products_in(rest[0].dtype):
