@@ -1,4 +1,4 @@
-"""A contestant at work, inside a process of its own: first call, accuracy, samples, costs."""
+"""What a contestant's process does: first call, accuracy, samples, costs."""
 
 import random
 import time
@@ -27,21 +27,21 @@ from flash_delta.testing import (
     relative_error,
 )
 
-ROUND_S = 0.5  # that one round of samples may take
-SAMPLES = 12  # of a round, if they fit
+ROUND_S = 0.5  # at most, for one round of samples
+SAMPLES = 12  # in a round, if they fit into its time
 LENGTHS = 1000  # random ones
-LENGTHS_S = 20.0  # after which the rest of them are left out
-STEPPED = 64  # tokens of a call that fla's layers step through, without gradients
+LENGTHS_S = 20.0  # then the remaining lengths are left out
+STEPPED = 64  # without gradients, fla's layers run calls of up to so many tokens token by token
 REPLAY_DIFFERS = (
     1e-3  # relative L2; a library need not repeat itself bitwise, but a graph must not replay stale numbers
 )
-STALL_MS = 50.0  # a call that holds the host so much longer than the median one was compiling or tuning
+STALL_MS = 50.0  # a call that takes the host so much longer than the median call was compiling or tuning
 
 
 class Samples(NamedTuple):
-    graph_ms: list[float]  # empty on a CPU, or where the call cannot be captured
+    graph_ms: list[float]  # empty on a CPU, or if the call cannot be captured
     eager_ms: list[float]
-    no_graph: str | None = None  # why it cannot be
+    no_graph: str | None = None  # why the call cannot be captured
 
 
 class Costs(NamedTuple):
@@ -51,22 +51,23 @@ class Costs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What calls with random lengths (decoding: batch sizes) did after the first call."""
+    """The times of calls with random lengths (decoding: batch sizes) after the first call."""
 
     tried: int
-    stalls: int  # calls that held the host for STALL_MS longer than the median one
+    stalls: int  # calls that took the host STALL_MS longer than the median call
     stalled_s: float
-    compilations: int | None  # by Triton, where it is installed
+    compilations: int | None  # by Triton, if it is installed
 
 
 class Entry:
-    """One contestant and, from ``prepare`` to ``drop``, its call of one workload."""
+    """One contestant. Between ``prepare`` and ``drop`` it holds its call of one workload."""
 
     def __init__(self, contestant: str, device: torch.device):
         self.contestant, self.device = contestant, device
 
     def prepare(self, workload: Workload) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Seconds of the first call, and every result's error beside the torch backend's with products in its dtype."""
+        """Seconds of the first call; for every result its error, and that of the torch backend with products in its
+        dtype."""
         self.workload = workload
         self.x = make(workload, self.device)
         self.call = contestants.load(self.contestant).prepare(workload, self.x)
@@ -76,7 +77,7 @@ class Entry:
         return self._first_call()
 
     def drop(self) -> None:
-        """Free everything: the others need the room."""
+        """Free all memory, because the other contestants need it."""
         self.x = self.call = self.run = self.graph = self.first_o = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -104,12 +105,12 @@ class Entry:
         graph.replay()
         o = self.call.joined(o)
         error = relative_error(o, self.first_o.view(o.shape))
-        if self.workload.kind != "decode" and error > REPLAY_DIFFERS:  # decoding may have moved the state on
+        if self.workload.kind != "decode" and error > REPLAY_DIFFERS:  # decoding may have updated the state
             raise RuntimeError(f"a replay's o is {error:.1e} away from the first call's")
         return graph
 
     def sample(self) -> Samples:
-        """A round of samples; the first one captures the graph."""
+        """A round of samples. The first round also captures the graph."""
         if self.device.type == "cuda" and self.graph is None and self.no_graph is None:
             try:
                 self.graph = self._captured()
@@ -142,7 +143,7 @@ class Entry:
                 host_ms.append(timing.host_us(run, self.device, calls=1) / 1e3)
                 x = run = None
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what so many sizes left: the others need the room
+            torch.cuda.empty_cache()  # frees the blocks of so many sizes, since the others need the memory
         stalls = [ms for ms in host_ms if ms > median(host_ms) + STALL_MS]
         return Lengths(len(host_ms), len(stalls), sum(stalls) / 1e3, compiled[0] if compiled else None)
 

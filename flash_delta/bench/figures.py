@@ -16,7 +16,7 @@ LETTERS = 24  # of a row's name in a line
 
 
 def times_figure(group: Group) -> Figure:
-    """Milliseconds of every contestant on every row; a tick is the hardware's floor."""
+    """Milliseconds of every contestant on every row. A tick marks the hardware's floor."""
     figure, axes = _dots(group, lambda r: r.ms and r.ms.median, "ms: left is faster")
     for y, results in enumerate(group.rows().values()):
         if results[0].floor_ms:
@@ -26,7 +26,7 @@ def times_figure(group: Group) -> Figure:
 
 
 def floor_figure(group: Group) -> Figure:
-    """The same over the floor: how much of the hardware each one leaves unused."""
+    """Times divided by the floor. They show how much of the hardware each contestant leaves unused."""
     figure, axes = _dots(group, lambda r: r.ms and r.floor_ms and r.ms.median / r.floor_ms, "times the floor")
     axes.axvline(1, color="gray", lw=1)
     _legend(figure, axes)
@@ -34,7 +34,8 @@ def floor_figure(group: Group) -> Figure:
 
 
 def first_call_figure(group: Group) -> Figure:
-    """Seconds of each row's first call in one process, rows in this order; the topmost found empty caches."""
+    """Seconds of each row's first call, in one process and in the order of the rows. Only the top row has empty
+    caches."""
     figure, axes = _dots(group, lambda r: r.first_call_s if r.ms else None, "first call, s")
     _legend(figure, axes)
     return figure

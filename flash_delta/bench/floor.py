@@ -1,26 +1,27 @@
-"""The time that nothing can beat: the larger of bytes over bandwidth and operations over the tensor cores' rate.
+"""The least time that the hardware needs: bytes over bandwidth or operations over the tensor cores' rate, whichever is
+longer.
 
 Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element of the gate and of beta:
 
-* forward bytes: ``e (2 H K + 2 HV V) + a HV (1 + channels)``, channels = K for a gate per channel, else 1; every
-  tensor crosses once;
+* forward bytes: ``e (2 H K + 2 HV V) + a HV (1 + channels)``, channels = K for a gate per channel, else 1; every tensor
+  is moved once;
 * backward bytes: ``e (4 H K + 3 HV V) + 2 a HV (1 + channels)``: q, k, v, do, gate and beta are read, dq, dk, dv and
   the gates' gradients written;
-* of prompts and tokens with what is around the rule also ``e HV V`` for the norm's gate, and per sequence two windows
-  of the convolution;
-* states, per sequence and value head: ``K V`` numbers in their dtype for each that comes in or goes out, of a draft
-  after every token;
+* with convolution and norm around the rule, also ``e HV V`` for the norm's gate, and two windows of the convolution per
+  sequence;
+* states, per sequence and value head: ``K V`` numbers in their dtype for each state that is read or written. A draft
+  writes one after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
-* of a layer ``hidden`` wide, instead of the rule's bytes: weights, input and output and, in float32, states that it
-  keeps; backward weights, input, dy and their gradients. Its projections add a multiply-add per token and weight, of
-  which there are ``hidden (2 H K + 3 HV V + 2 HV)``, backward twice as many; of a layer with a gate per channel
-  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
-* backward multiply-adds: 10/3 of that, 30 products where the forward has 9: recomputed states and factors 8, the chain
-  7, what is parallel over chunks 15.
+* a layer of width ``hidden`` has other bytes than the rule: weights, input, output and the float32 states that it
+  keeps; backward weights, input, dy and the gradients. Its projections add a multiply-add per token and weight, and two
+  in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are ``hidden
+  (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
+* backward multiply-adds: 10/3 of the forward ones. There are 30 products, and the forward pass has 9: 8 for recomputed
+  states and factors, 7 for the chain, and 15 that are parallel over chunks.
 
-Rates are those measured on this GPU in the same run, or the highest ever seen on its kind if those were higher: a slow
-moment must not make a result look good.
+Rates are measured on this GPU in the same run. If an earlier run on such a GPU measured more, that rate counts instead,
+so that a GPU that is slow at the moment does not make results look good.
 """
 
 from typing import NamedTuple
@@ -33,7 +34,8 @@ from flash_delta.testing.drawn import TAPS
 
 C = 64  # tokens per chunk
 BACKWARD_PRODUCTS = 30 / 9
-# The highest that `ceilings` measured, by name of the GPU: bytes/s in kda-training.json, bf16 FLOP/s in decode.json.
+# The highest rates that `ceilings` measured, by the GPU's name: bytes/s in kda-training.json, bf16 FLOP/s in
+# decode.json.
 HIGHEST = {"NVIDIA H200": (4.26548e12, 809.875e12)}
 
 
@@ -55,7 +57,7 @@ class Floor(NamedTuple):
 
 
 def floor(workload: Workload) -> Floor:
-    """What has to move and to be computed in one call."""
+    """The floor of one call, from its bytes and operations."""
     w = workload
     e = getattr(torch, w.dtype).itemsize
     if w.hidden:
@@ -79,7 +81,7 @@ def floor(workload: Workload) -> Floor:
 
 
 def _products(w: Workload) -> int:
-    """Of the rule, forward."""
+    """Multiply-adds of the rule's forward pass."""
     return w.tokens * w.HV * (3 * w.K * w.V + (0 if w.kind == "decode" else 2 * C * w.K + C * w.V))
 
 
@@ -98,7 +100,7 @@ def _layer_floor(w: Workload, e: int) -> Floor:
 
 
 def ceilings(device: torch.device) -> Ceilings:
-    """Copies 2 GB and multiplies two random 8192 x 8192 bfloat16 matrices; the best of ten each."""
+    """Copies 2 GB and multiplies two random 8192 x 8192 bfloat16 matrices, ten times each, and takes the best times."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     x, y = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Who judges the cases of `flash-delta check`, several at a time, and their answers on disk."""
+"""Runs the cases of `flash-delta check`, several at a time, and reads and writes their answers."""
 
 import json
 from collections.abc import Iterator
@@ -18,21 +18,21 @@ from flash_delta.testing import Isolated, Lost, Refused, first_line
 from flash_delta.testing.matrix import Cell, Judge
 
 PEERS_DTYPES = ("float32", "bfloat16")
-TIMEOUT_S = 120.0  # of one case, its compilations included
-LONG_TIMEOUT_S = 600.0  # of a peer, which may tune for minutes, and at full size
+TIMEOUT_S = 120.0  # for one case, with its compilations
+LONG_TIMEOUT_S = 600.0  # for peers, which may tune for minutes, and for cases of full size
 
 Job = tuple[str, tuple[Any, ...]]  # a method of the judge and its arguments
 
 
 @dataclass
 class Answer:
-    """What became of one case of one op in one dtype."""
+    """The result of one case of one op in one dtype."""
 
     op: str
     dtype: str
     case: str
     cells: list[Cell] = field(default_factory=list)
-    failure: str | None = None  # nothing came back
+    failure: str | None = None  # why there are no errors to report
     peers: dict[str, PeerAnswer] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ def names_of(job: Job) -> tuple[str, str, str]:
 
 
 class Worker:
-    """Judges one job after the other: on a GPU and for peers in processes of its own."""
+    """Runs one job after the other. Jobs on a GPU and jobs of peers run in separate processes."""
 
     def __init__(
         self, device: torch.device, backend: str | None, peers: list[str], timeout_s: float, threads: int | None = None
@@ -75,7 +75,7 @@ class Worker:
                 answer.cells = getattr(self.judge, method)(*arguments)
         except (Refused, Lost) as error:
             answer.failure = str(error)
-        except RuntimeError as error:  # here, without a process in between
+        except RuntimeError as error:  # from a job in this process
             answer.failure = first_line(error)
         for name, peer in self.peers.items() if method == "case" and answer.dtype in PEERS_DTYPES else ():
             try:
@@ -92,11 +92,11 @@ class Worker:
 def judge(
     jobs: list[Job], device: torch.device, backend: str | None, peers: str | None, processes: int
 ) -> Iterator[Answer]:
-    """The answers as they come; those that fill a GPU's memory one at a time, at last."""
+    """Yields the answers as they come. Cases that fill a GPU's memory run last, one at a time."""
     names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
     count = processes if device.type == "cuda" else 1
-    # The reference runs on the CPU. Threads of one process that wait for each other keep the cores that another one's
-    # need: with all cores for each of six processes, a case that takes seconds alone took more than two minutes.
+    # The reference runs on the CPU. Threads that wait for each other occupy cores that other processes need. With as #
+    # many threads as cores in each of six processes, a case took more than two minutes. Alone it takes seconds.
     threads = max(1, torch.get_num_threads() // count)
     workers = [Worker(device, backend, names, TIMEOUT_S, threads) for _ in range(count)]
     free: SimpleQueue[Worker] = SimpleQueue()
@@ -148,7 +148,7 @@ def write(path: Path, answers: list[Answer], device: torch.device) -> None:
 
 
 def read(path: Path | None, device: torch.device) -> list[Answer]:
-    """What ``write`` wrote on such a machine, of cases where everything is right."""
+    """The answers in a file that ``write`` made on such a machine, for cases where everything was right."""
     if path is None or not path.exists():
         raise ValueError(f"resume: expected --json with an existing file to continue, got {path}")
     written = json.loads(path.read_text())

@@ -103,15 +103,15 @@ class _Chart(NamedTuple):
 
 
 def read_groups(results: Path) -> list[tuple[str, Group]]:
-    """The committed groups with their folder's name, GPUs before CPUs."""
+    """The committed groups with the names of their folders, GPUs before CPUs."""
     folders = sorted((f for f in results.iterdir() if f.is_dir()), key=lambda f: (f.name == "cpu", f.name))
     found = [(f.name, f / f"{name}.json") for f in folders for name in GROUPS]
     return [(folder, Group.read(path)) for folder, path in found if path.exists()]
 
 
 def write_benchmarks(results: Path, docs: Path) -> list[Path]:
-    """Writes ``benchmarks.md``, ``benchmarks.html`` and the drawings of the GPUs' speed into ``docs``, and the summary
-    into the README beside that folder. Without a GPU's results these are the CPU's."""
+    """Writes ``benchmarks.md``, ``benchmarks.html`` and the charts of speed into ``docs``, and the summary into the
+    README beside that folder. Charts and summary are about GPUs, or about the CPU if there are no results of a GPU."""
     if not results.is_dir():
         raise FileNotFoundError(f"results: expected a folder that `flash-delta bench` wrote, got {results}")
     groups = read_groups(results)
@@ -140,7 +140,7 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
 
 
 def with_summary(readme: str, groups: list[Group]) -> str:
-    """README with the table between its two marks made anew; without marks, as it is."""
+    """The README with a new table between its two marks. Without marks it does not change."""
     head = ["", "on", "against the best peer", "rows where a peer is ahead"]
     lines = [_row(head), "|---" * len(head) + "|", *map(_row, speed.summary(groups))]
     return re.sub(
@@ -171,7 +171,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """What another library's error says is no Markdown."""
+    """Another library's error message, escaped so that it is not read as Markdown."""
     return re.sub(r"[`*<]|_(?=_)|(?<=_)_", r"\\\g<0>", text)
 
 

@@ -1,4 +1,4 @@
-"""A peer judged on the named cases of the accuracy tests, as far as its op can say what they ask for."""
+"""Runs a peer on the named cases of the accuracy tests that its op has arguments for."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,20 +13,21 @@ DESCRIBED = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_
 
 
 class PeerAnswer(NamedTuple):
-    """A peer's errors by tensor, and why there are none, or none of the gradients."""
+    """A peer's errors by tensor. If errors are missing, or those of gradients, it says why."""
 
     errors: dict[str, float]
     reason: str | None = None
 
 
 class Peer:
-    """One library on one device; lives in a process of its own."""
+    """One library on one device, in a process of its own."""
 
     def __init__(self, contestant: str, device: torch.device):
         self.module, self.device = contestants.load(contestant), device
 
     def case(self, name: str, case: Case, dtype: str) -> PeerAnswer:
-        """Its results against the recurrence in float64; without a backward that runs, the outputs alone."""
+        """Compares its results with the recurrence in float64. Without a backward pass that runs, only outputs are
+        compared."""
         workload = _workload(name, case, dtype)
         if workload is None:
             return PeerAnswer({}, "peers' ops have no words for it")
@@ -53,7 +54,7 @@ class Peer:
 
 
 def _workload(name: str, case: Case, dtype: str) -> Workload | None:
-    """The case as a workload; None if it asks for more than workloads describe."""
+    """The case as a workload, or None if a workload cannot describe it."""
     raw, bound = case.options.get("use_gate_in_kernel", False), case.options.get("lower_bound")
     as_described = case.initial_state and case.options.keys() <= DESCRIBED
     if name not in ("gdn", "kda") or not as_described or bound not in (None, LOWER_BOUND):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file per GPU and group of workloads, and how it compares with an older one."""
+"""The results of a run: one JSON file per GPU and group of workloads, and the comparison with an older file."""
 
 import json
 import platform
@@ -24,7 +24,7 @@ class Result:
     workload: Workload
     contestant: str
     reason: str | None = None
-    notes: list[str] = field(default_factory=list)  # what could not be measured beside the time
+    notes: list[str] = field(default_factory=list)  # what else could not be measured
     errors: dict[str, float] = field(default_factory=dict)  # relative L2 against float64
     allowed: dict[str, float] = field(default_factory=dict)
     graph_ms: Spread | None = None
@@ -34,7 +34,7 @@ class Result:
     costs: Costs | None = None
     lengths: Lengths | None = None
     floor_ms: float | None = None
-    run: str = ""  # when its run started, in UTC; contestants of one row with the same one took turns
+    run: str = ""  # when its run started, in UTC; contestants of a row with equal ones took turns
 
     @property
     def row(self) -> str:
@@ -42,7 +42,7 @@ class Result:
 
     @property
     def ms(self) -> Spread | None:
-        """What a comparison looks at: the graph's time, where there is one."""
+        """The time that comparisons use: that of the CUDA graph, if there is one."""
         return self.graph_ms or self.eager_ms
 
 
@@ -55,7 +55,7 @@ class Group:
     versions: dict[str, str]  # of the contestants
     ceilings: Ceilings | None
     results: list[Result] = field(default_factory=list)
-    remark: str = ""  # what a reader has to know: of results that were put together from several runs, which
+    remark: str = ""  # for readers: if results come from several runs, from which
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,13 +76,13 @@ class Group:
         return cls(**data)
 
     def missing(self, workloads: Sequence[Workload]) -> list[Workload]:
-        """Those on which not every contestant has run; what a broken run left of such a row is dropped."""
+        """The workloads that not every contestant has run. Drops the incomplete rows that a broken run left."""
         done = {row for row, results in self.rows().items() if len(results) == len(self.versions)}
         self.results = [result for result in self.results if result.row in done]
         return [workload for workload in workloads if row_label(workload) not in done]
 
     def rows(self) -> dict[str, list[Result]]:
-        """The results by row, in the order they were run."""
+        """The results by row, in the order in which rows were run."""
         rows: dict[str, list[Result]] = {}
         for result in self.results:
             rows.setdefault(result.row, []).append(result)
@@ -97,7 +97,7 @@ def row_label(workload: Workload) -> str:
 class Change:
     row: str
     contestant: str
-    old_ms: float | None  # None: there was no time before
+    old_ms: float | None  # None: the older file has no time
     new_ms: float | None
 
     @property
@@ -110,7 +110,7 @@ class Change:
 
 
 def changes(old: Group, new: Group) -> Iterator[Change]:
-    """Rows of both whose time moved by more than 5 %, came or went."""
+    """Rows of both groups whose time changed by more than 5 %, is new, or is gone."""
     before = {(r.row, r.contestant): r for r in old.results}
     for result in new.results:
         key = (result.row, result.contestant)
@@ -142,7 +142,7 @@ def folder(device: torch.device) -> str:
 
 
 def _plain(value):
-    """Named tuples as dictionaries and floats of six digits, which JSON has no words for."""
+    """The value for JSON: named tuples as dictionaries, floats with six digits."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):

@@ -13,12 +13,12 @@ from flash_delta.bench.results import Result
 from flash_delta.bench.timing import Spread
 from flash_delta.testing import Isolated, Lost, Refused, Workload, allowed
 
-PEERS_ALLOWED = 2e-2  # tells another function from another rounding: what public test suites of these ops pass
-ROUNDS = 3  # of samples, the contestants taking turns: a machine that slows down slows all of them
+PEERS_ALLOWED = 2e-2  # as in public tests of these ops: rounding is below it, a wrong function above
+ROUNDS = 3  # of samples; contestants take turns, so a machine that slows down slows all of them
 
 
 class Worker(Isolated):
-    """A contestant's process. Its compile caches are its own and empty at the start, or those that are there."""
+    """A contestant's process. Its compile caches are new and empty, or the user's existing ones."""
 
     def __init__(self, contestant: str, device: torch.device, timeout_s: float, keep_caches: bool = False):
         caches = () if keep_caches else contestants.load(contestant).CACHES
@@ -34,8 +34,8 @@ def run_group(
     timeout_s: float,
     keep_caches: bool = False,
 ) -> Iterator[Result]:
-    """Every contestant on every row, as they finish. A failure is a result with a reason. With ``keep_caches`` kernels
-    may be there that were compiled before, so that first calls have no time and no compilation is counted."""
+    """Yields the result of every contestant on every row, as they finish. A failure is a result with a reason. With
+    ``keep_caches`` kernels may be compiled already. So first calls get no time, and compilations are not counted."""
     workers = {name: Worker(name, device, timeout_s, keep_caches) for name in names}
     run = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     try:
@@ -60,7 +60,7 @@ def run_group(
 
 
 def _start(worker: Worker, workload: Workload, device: torch.device) -> Result:
-    """First call and accuracy; a wrong result is given no time."""
+    """First call and accuracy. A wrong result gets no time."""
     name = worker.contestant
     result = Result(workload, name)
     result.reason = contestants.load(name).unsupported(workload, device)
@@ -101,18 +101,18 @@ def _sample(entries: dict[Worker, Result]) -> None:
 
 
 def _finish(worker: Worker, result: Result, with_lengths: bool) -> None:
-    """What is measured once per row, or once per group."""
+    """Measures what is measured once per row, or once per group."""
     for question in ("costs", "lengths") if with_lengths else ("costs",):
         try:
             setattr(result, question, worker.call(question))
         except (Refused, Lost) as error:
             result.notes.append(f"no {question}: {error}")
-            if "OutOfMemoryError" in str(error):  # what this process has filled the GPU with goes with it only
+            if "OutOfMemoryError" in str(error):  # only the end of this process frees the memory that it holds
                 worker.stop()
 
 
 def _drop(worker: Worker) -> None:
-    """Make room for the others; a process that cannot is not needed either."""
+    """Frees memory for the others. A process that cannot do so is ended."""
     if worker.process is not None:
         try:
             worker.call("drop")
@@ -121,7 +121,7 @@ def _drop(worker: Worker) -> None:
 
 
 def _limit(contestant: str, workload: Workload, reference_error: float) -> float:
-    """Ours is held to the rule of the accuracy tests, peers to computing the same function."""
+    """The allowed error. Ours is that of the accuracy tests. Peers only have to compute the same function."""
     if contestant in (contestants.OURS, contestants.PLAIN):
         return allowed(reference_error, getattr(torch, workload.dtype))
     return PEERS_ALLOWED

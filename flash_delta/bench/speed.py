@@ -1,4 +1,4 @@
-"""How many times as fast as each peer: the chart that README and the benchmarks' page begin with."""
+"""The chart of speed beside each peer, with which the README and the page of benchmarks begin."""
 
 import math
 from collections import Counter
@@ -35,9 +35,9 @@ NAMES = {
     "fla-kda-forward": "KDA layer forward",
     "fla-kda-training": "KDA layer training",
     "cpu": "GDN",
-}  # of groups; those with several kinds of rows are followed by the kind
+}  # names of groups; if a group has several kinds of rows, the kind follows
 
-# The drawing is 480 units wide: letters of 13 are read on a phone, where it is 360 pixels wide.
+# The drawing is 480 units wide. On a phone it is 360 pixels wide, and letters of size 13 are still readable.
 LEFT, RIGHT = 212.0, 420.0  # of the axis
 TOP, LINE, GAP = 150.0, 20.0, 9.0  # the middle of the first line, the height of each, and the space between groups
 LETTERS = 68  # in a line of text
@@ -49,7 +49,7 @@ SCHEMES = {
 
 
 class SpeedUp(NamedTuple):
-    """Beside one peer, on one row."""
+    """The speed beside one peer on one row."""
 
     ratio: float  # its time over ours
     apart: bool  # the two times come from different runs
@@ -61,7 +61,7 @@ class Point(NamedTuple):
     ratio: float
     apart: bool
     x: float
-    beyond: bool  # the axis ends before it
+    beyond: bool  # it lies beyond the end of the axis
 
 
 class Line(NamedTuple):
@@ -78,7 +78,7 @@ Peers = dict[str, list[SpeedUp]]
 
 
 def newest(groups: Iterable[Group]) -> list[Group]:
-    """Of a group that was measured on several GPUs the run that began last."""
+    """The groups. If one was measured on several GPUs, only the run that began last."""
     found: dict[str, Group] = {}
     for group in groups:
         rival = found.setdefault(group.group, group)
@@ -87,7 +87,7 @@ def newest(groups: Iterable[Group]) -> list[Group]:
 
 
 def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
-    """Row by row its kind, and the peers. Nothing where the other contestant is this library, called otherwise."""
+    """Yields each row's kind and its peers. Rows that compare this library with plain calls of itself are left out."""
     for results in group.rows().values() if PLAIN not in group.versions else ():
         timed = {r.contestant: r for r in results if r.ms}
         ours = timed.pop(OURS, None)
@@ -97,7 +97,7 @@ def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
 
 
 def speed_ups(group: Group) -> dict[str, Peers]:
-    """By kind of row and by peer."""
+    """The speed-ups by kind of row and by peer."""
     found: dict[str, Peers] = {}
     for kind, peers in compared(group):
         for peer, speed_up in peers.items():
@@ -110,12 +110,12 @@ def mean(found: list[SpeedUp]) -> SpeedUp:
 
 
 def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
-    """By the names that the chart has for groups and kinds."""
+    """The speed-ups by the chart's names for groups and kinds."""
     return {name: speed_ups(group)[kind] for group, kind, name in _named(groups)}
 
 
 def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
-    """Every kind of the groups that the chart has, with its name."""
+    """Yields every kind of rows that the chart shows, with its name."""
     several = len({device([group]) for group in groups}) > 1
     for group in _drawn(groups):
         kinds = speed_ups(group)
@@ -137,7 +137,7 @@ def summary(groups: Sequence[Group]) -> Iterator[list[str]]:
 
 
 def in_words(groups: Sequence[Group]) -> str:
-    """The chart for those who do not see it."""
+    """The chart in words, for readers who cannot see it."""
     said = [
         f"{name}: " + ", ".join(f"{peer} {_times(mean(found).ratio)}" for peer, found in peers.items())
         for name, peers in named_speed_ups(groups).items()
@@ -146,7 +146,7 @@ def in_words(groups: Sequence[Group]) -> str:
 
 
 def _drawn(groups: Sequence[Group]) -> list[Group]:
-    """Those that the chart has a name for."""
+    """The groups that the chart has a name for."""
     return [group for group in groups if group.group in NAMES]
 
 
@@ -175,7 +175,7 @@ def chart(groups: Sequence[Group], scheme: str) -> str:
 
 
 def device(groups: Sequence[Group]) -> str:
-    """All devices that the groups ran on."""
+    """The names of all devices that the groups ran on."""
     machines = [group.machine for group in groups]
     return " and ".join(dict.fromkeys(m.get("gpu") or f"A CPU ({m['cpu']}, {m['threads']} threads)" for m in machines))
 
@@ -198,7 +198,7 @@ def _line(peer: str, found: list[SpeedUp], y: float) -> Line:
 
 
 def _point(speed_up: SpeedUp) -> Point:
-    """On the logarithmic axis; at its end what lies beyond."""
+    """The point on the logarithmic axis. Values beyond its end are drawn at the end."""
     share = math.log(speed_up.ratio / TICKS[0]) / math.log(TICKS[-1] / TICKS[0])
     x = LEFT + (RIGHT - LEFT) * min(max(share, 0.0), 1.0)
     return Point(*speed_up, round(x, 1), not 0 <= share <= 1)

@@ -17,13 +17,13 @@ class Table(NamedTuple):
 
 
 def of(group: Group) -> list[Table]:
-    """Those that have something to say."""
+    """All tables of a group that are not empty."""
     tables = (times(group), eager(group), bandwidth(group), costs(group), accuracy(group))
     return [table for table in tables if table.rows]
 
 
 def contestants(group: Group) -> list[str]:
-    """Those with at least one time; ours first."""
+    """The contestants that have at least one time, ours first."""
     return [name for name in group.versions if any(r.ms for r in group.results if r.contestant == name)]
 
 
@@ -40,7 +40,7 @@ def times(group: Group) -> Table:
         if ours and peer:
             pair = peer.ms.median / ours.ms.median, apart(peer, ours)
             ratio = _ratio(*pair)
-            if PLAIN not in names:  # of options that cost and of calls that spare others, no mean
+            if PLAIN not in names:  # no mean over rows that are about different options
                 ratios.setdefault(ours.workload.kind, []).append(pair)
         rows.append([
             row,
@@ -57,7 +57,7 @@ def times(group: Group) -> Table:
 
 
 def apart(result: Result, ours: Result | None) -> bool:
-    """It comes from another run than ours, so that the two did not take turns."""
+    """Whether the result comes from another run than ours, so that the two did not take turns."""
     return ours is not None and result.run != ours.run
 
 
@@ -85,7 +85,7 @@ def _marks(result: Result, ours: Result | None, group: Group) -> Iterator[str]:
 
 
 def remarks(group: Group) -> Iterator[str]:
-    """What the marks in the table of times mean, as far as they are there, and who has no time where."""
+    """Explains the marks that occur in the table of times, and says which contestant lacks a time in which row."""
     timed = [r for r in group.results if r.ms]
     ours = {r.row: r for r in timed if r.contestant == OURS}
     marks = {mark for r in timed for mark in _marks(r, ours.get(r.row), group)}
@@ -99,7 +99,7 @@ def remarks(group: Group) -> Iterator[str]:
 
 
 def eager(group: Group) -> Table:
-    """What a loop in Python sees, of calls that come in place of several others."""
+    """Eager times, as a loop in Python sees them, for calls that replace several other calls."""
     rows = []
     for row, results in group.rows().items():
         found = {r.contestant: r.eager_ms.median for r in results if r.eager_ms}
@@ -109,7 +109,7 @@ def eager(group: Group) -> Table:
 
 
 def bandwidth(group: Group) -> Table:
-    """Of decoding, which memory bounds: the bytes that must move over the time, as a share of this run's copy rate."""
+    """For decoding, which is bound by memory: the bytes that must move over the time, as a share of the copy rate."""
     names, rows = contestants(group), []
     for row, results in group.rows().items():
         if group.ceilings is not None and results[0].workload.kind == "decode":
@@ -120,7 +120,7 @@ def bandwidth(group: Group) -> Table:
 
 
 def costs(group: Group) -> Table:
-    """Per contestant what is felt beside the time."""
+    """Other costs of each contestant: first calls, host time, memory."""
     rows = []
     for name in contestants(group):
         results = [r for r in group.results if r.contestant == name and r.ms]
@@ -162,7 +162,7 @@ def accuracy(group: Group) -> Table:
 
 
 def refusals(group: Group) -> Iterator[str]:
-    """Who has no time where, and why; what else could not be measured."""
+    """Says which contestant lacks a time in which row and why, and what else could not be measured."""
     said: dict[tuple[str, str], list[str]] = {}
     for result in group.results:
         for reason in [result.reason] if result.reason else result.notes:
@@ -173,7 +173,7 @@ def refusals(group: Group) -> Iterator[str]:
 
 
 def number(value: float | None) -> str:
-    """Three digits or more."""
+    """The value with at least three digits."""
     if value is None:
         return ""
     digits = 4 if value < 0.1 else 3 if value < 10 else 1 if value < 1000 else 0

@@ -28,9 +28,9 @@ class Spread(NamedTuple):
 
 
 def milliseconds(run: Run, device: torch.device, repeats: int) -> list[float]:
-    """Each call by itself; on a GPU between events and with a cold L2 cache, so that the host's time stays hidden.
+    """The time of each single call. On a GPU, events measure it with a cold L2 cache, so the host's time stays hidden.
 
-    The cache is filled by reading: what is written would have to leave it first, as a part of the call that is timed.
+    The cache is filled by reads. After writes, the timed call would first have to wait until they leave the cache.
     """
     if device.type == "cpu":
         return [1e3 * seconds(run, device) for _ in range(repeats)]
@@ -46,7 +46,7 @@ def milliseconds(run: Run, device: torch.device, repeats: int) -> list[float]:
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """One call by the host's clock, until the device has finished."""
+    """The time of one call by the host's clock, until the device has finished."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -55,7 +55,7 @@ def seconds(run: Run, device: torch.device) -> float:
 
 
 def eager_ms(run: Run, device: torch.device, calls: int) -> float:
-    """Per call, of several in a row: what a loop in Python sees, launch overhead and all."""
+    """The time per call of several calls in a row, as a loop in Python sees it, with the overhead of launches."""
 
     def several() -> None:
         for _ in range(calls):
@@ -65,7 +65,8 @@ def eager_ms(run: Run, device: torch.device, calls: int) -> float:
 
 
 def host_us(run: Run, device: torch.device, calls: int) -> float:
-    """Microseconds until a call returns while the GPU still works; few calls, so that its queue never fills."""
+    """Microseconds until a call returns, while the GPU still works. There are few calls, so the GPU's queue never
+    fills."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -76,7 +77,8 @@ def host_us(run: Run, device: torch.device, calls: int) -> float:
 
 
 def captured(run: Run, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """``run`` as a CUDA graph, and what a replay writes into. Call ``run`` before: what compiles cannot be captured."""
+    """``run`` as a CUDA graph, and the tensors that a replay writes. Call ``run`` before: compiling cannot be
+    captured."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -88,7 +90,8 @@ def captured(run: Run, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:
-    """The most that torch allocates during a call beyond what lay there before; the outputs included."""
+    """The most memory that torch allocates during a call, with the outputs, in addition to what was allocated
+    before."""
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -98,7 +101,7 @@ def peak_bytes(run: Run, device: torch.device) -> int:
 
 
 def saved_bytes(forward: Run) -> int:
-    """What autograd keeps from forward to backward, each storage once; the inputs among them."""
+    """The bytes that autograd keeps for the backward pass. Each storage counts once, and inputs count too."""
     kept: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:

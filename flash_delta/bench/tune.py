@@ -1,4 +1,4 @@
-"""Which tile of a stage is fastest on this GPU, among those that are right: what ``flash-delta tune`` does."""
+"""Finds the fastest tile of a stage on this GPU, among those with right results, for ``flash-delta tune``."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,14 +12,14 @@ from flash_delta.bench.timing import Run, Spread, milliseconds
 from flash_delta.compiler import Stage, target_of
 from flash_delta.testing import Isolated, Lost, Refused, relative_error
 
-# Relative L2 error of any output. A stage in bfloat16 is off by a few roundings (2^-9 each) when it is right, and by
-# far more when a tile races or is miscompiled.
+# The allowed relative L2 error of any output. A right stage in bfloat16 is off by a few roundings (2^-9 each). If a
+# tile # has a race or is miscompiled, the error is far larger.
 LIMIT = 2e-2
 WARM_UP, REPEATS = 5, 30
 
 
 class Trial(NamedTuple):
-    """Of one tile: its time, or why it has none."""
+    """The time of one tile, or the reason why it has none."""
 
     tile: Any
     ms: Spread | None = None
@@ -42,7 +42,7 @@ class Tuner:
         self.want = stage.truth(self.inputs)
 
     def trial(self, tile: Any) -> Trial:
-        """Raises what the compiler or the launch raises."""
+        """Times one tile. Errors of the compiler or of the launch are raised."""
         with _fresh_memory_is_nan():
             got = self.stage.launch(self.inputs, tile)
         name, error = max(
@@ -59,12 +59,12 @@ class Tuner:
 
 
 def load(module: str, stage: str, device: torch.device) -> Tuner:
-    """In a process of its own."""
+    """Makes the tuner of a stage. It is called in a process of its own."""
     return Tuner(importlib.import_module(module).STAGES[stage], device)
 
 
 def trials(module: str, stage: str, tiles: list[Any], device: torch.device, timeout_s: float) -> Iterator[Trial]:
-    """One per tile; what does not compile, crashes or hangs costs no other its time."""
+    """Yields a trial for each tile. A tile that does not compile, crashes or hangs does not affect the others."""
     tuner = Isolated(partial(load, module, stage, device), timeout_s)
     try:
         for tile in tiles:
@@ -77,7 +77,7 @@ def trials(module: str, stage: str, tiles: list[Any], device: torch.device, time
 
 
 def ranked(trials: Iterable[Trial]) -> list[Trial]:
-    """Best first; those without a time last."""
+    """The trials, fastest first. Trials without a time come last."""
     return sorted(trials, key=lambda trial: (trial.ms is None, trial.ms.median if trial.ms else 0.0))
 
 
@@ -105,7 +105,8 @@ def target_and_name(device: torch.device) -> tuple[str, str]:
 
 @contextmanager
 def _fresh_memory_is_nan():
-    """What a tile forgets to write is an error, not what the tile before it wrote there."""
+    """Fills new memory with NaN. So if a tile forgets to write a number, this is an error, not an earlier tile's
+    number."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""What is timed: the rows of the tables in ``docs/benchmarks.md``."""
+"""The workloads that are timed: the rows of the tables in ``docs/benchmarks.md``."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +22,7 @@ def _gdn_long() -> Iterator[Workload]:
 
 
 def _gdn_mixed() -> Iterator[Workload]:
-    """One long sequence among short ones, and alone."""
+    """One long sequence among short ones, and the same sequence alone."""
     for H, HV in ((2, 8), (4, 16), (16, 32)):
         for lengths in ((131072,), (131072, *(64,) * 31)):
             yield Workload("gdn-mixed", "forward", "gdn", H, HV, len(lengths), 131072, lengths=lengths)
@@ -47,8 +47,8 @@ def _kda() -> Iterator[Workload]:
 
 
 def _kda_gates() -> Iterator[Workload]:
-    """With gates under which every channel soon forgets, with gates without a bound, and with given log decays whose
-    bound the caller does not promise."""
+    """Three kinds of gates: gates with which every channel soon forgets, gates without a bound, and given log decays
+    without a promise that they are bounded."""
 
     def row(gates: str, H: int, N: int, T: int) -> Workload:
         raw = gates != "log decays"
@@ -60,8 +60,8 @@ def _kda_gates() -> Iterator[Workload]:
 
 
 def _widths() -> Iterator[Workload]:
-    """Heads of other widths beside those of 128: 100 as in fla's tests, 256 and 512 as in its default layers. Of KDA
-    also a call that keeps all for the backward pass."""
+    """Heads of other widths than 128: 100 as in fla's tests, 256 and 512 as in fla's default layers. KDA also has a
+    call that saves everything for the backward pass."""
     common = {"packed": False, "states": False}
     for kind in ("forward", "training"):
         for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
@@ -100,14 +100,14 @@ def _serving() -> Iterator[Workload]:
 
 
 def _prompts() -> Iterator[Workload]:
-    """With their convolution and output norm; others take a call for each step, and gather and scatter windows."""
+    """Prompts with convolution and output norm. Other contestants call each step, and gather and scatter windows."""
     for lengths in ((8192,), (1024,) * 8, (*(1,) * 64, 2048)):
         sizes = {"N": len(lengths), "T": max(lengths), "lengths": lengths}
         yield Workload("prompts", "prefill", "gdn", 16, 32, **sizes, l2norm=True, around=True)
 
 
 def _steps() -> Iterator[Workload]:
-    """Decoding with its convolution and output norm, beside others as in `_prompts`."""
+    """Decoding with convolution and output norm. Other contestants run as in `_prompts`."""
     common = {"T": 1, "packed": False, "l2norm": True, "raw": True, "around": True}
     for N in (1, 32, 128):
         yield Workload("steps", "decode", "gdn", 16, 32, N, **common)
@@ -125,7 +125,7 @@ def _layer() -> Iterator[Workload]:
 
 
 def _layers_of_fla() -> Iterator[Workload]:
-    """With its default widths, and with those of Qwen3-Next and Kimi-Linear."""
+    """Layers of fla with their default widths, and with those of Qwen3-Next and Kimi-Linear."""
     widths = {
         "gdn": ((2048, 6, 6, 256, 512), (2048, 16, 32, 128, 128)),
         "kda": ((2048, 16, 16, 128, 128), (2304, 32, 32, 128, 128)),
@@ -156,7 +156,8 @@ GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 
 
 def select(groups: Sequence[str] | None, device: torch.device, rows: str | None = None) -> dict[str, list[Workload]]:
-    """The workloads by group: those named, or all meant for the device; only rows with ``rows`` in their name."""
+    """The workloads by group: the named groups, or all that are for this device. ``rows``: only rows with it in their
+    name."""
     for name in groups or ():
         if name not in GROUPS:
             raise ValueError(f"groups: expected names among {', '.join(GROUPS)}, got {name!r}")

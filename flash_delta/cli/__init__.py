@@ -1,1 +1,1 @@
-"""The `flash-delta` command: thin over the library; a command imports what it needs when it runs."""
+"""The `flash-delta` command, a thin layer over the library. A command imports what it needs only when it runs."""

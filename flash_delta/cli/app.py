@@ -18,11 +18,11 @@ from flash_delta.cli.report import report
 from flash_delta.cli.train import train
 from flash_delta.cli.tune import tune
 
-WIDEST = 100  # of help, which is hard to read in longer lines
+WIDEST = 100  # width of help text: longer lines are hard to read
 
 
 class Commands(typer.core.TyperGroup):
-    """Says what the user did wrong in one line, without a traceback."""
+    """Commands that report a user's mistake in one line, without a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], parent=None, **extra) -> typer.Context:
         extra.setdefault("terminal_width", min(shutil.get_terminal_size().columns, WIDEST))
@@ -35,7 +35,7 @@ class Commands(typer.core.TyperGroup):
 
 
 def first_sentence(command: Callable[..., None]) -> str:
-    """What a command does, whole: the parser would cut it."""
+    """The whole first sentence about a command. The parser would cut it."""
     return re.split(r"[.;:] |\.?\n", command.__doc__)[0]
 
 

@@ -51,7 +51,7 @@ def bench(
     if not 0 < timeout <= LONGEST_S:
         raise ValueError(f"timeout: expected more than 0 and at most {LONGEST_S:,} seconds, got {timeout}")
     where = require_device(device)
-    target = results or (None if rows or contestants else RESULTS)  # parts must not replace the whole
+    target = results or (None if rows or contestants else RESULTS)  # part of a run must not replace the whole
     console = Console()
     console = Console(width=max(console.width, 160)) if not console.is_terminal else console
     installed, chosen = versions(contestants), select(groups, where, rows)
@@ -95,7 +95,7 @@ def _read(option: str, path: Path) -> "Group":
 
 
 def _resumed(old: "Group", new: "Group") -> "Group":
-    """The broken run's results, if they are of the same machine and the same versions."""
+    """The results of a broken run, if it had the same machine and the same versions."""
     for what in ("machine", "versions"):
         if getattr(old, what) != getattr(new, what):
             raise ValueError(
@@ -120,7 +120,7 @@ def _show(console: Console, group: "Group") -> None:
 
 
 def _compare(console: Console, old: "Group", new: "Group") -> bool:
-    """Print what moved; whether this library got slower or lost a row."""
+    """Print the times that changed. Return whether this library got slower or lost a row."""
     from flash_delta.bench import changes
 
     ours_slower = False

@@ -1,4 +1,4 @@
-"""What `flash-delta check` does: it judges the cases and prints a table of their worst errors."""
+"""The work of `flash-delta check`: judge the cases and print a table of their worst errors."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,8 @@ def all_right(
     results: Path | None = None,
     resume: bool = False,
 ) -> bool:
-    """Judges and prints; whether everything is right. The arguments are the options of `flash-delta check`."""
+    """Judges all cases, prints, and returns whether everything is right. Arguments are options of `flash-delta
+    check`."""
     from flash_delta.bench.judging import judge, names_of, read, write
 
     where = require_device(device)
@@ -73,7 +74,7 @@ def _jobs(full: bool, widths: bool, only: str | None, device: "torch.device") ->
 
 
 def _counted(items: Iterable[T], total: int) -> Iterator[T]:
-    """On a terminal a line says how many there were; it is gone at the end."""
+    """Passes the items on. On a terminal, a line shows how many there were. It is erased at the end."""
     for number, item in enumerate(items, 1):
         if sys.stderr.isatty():
             text = f"checking: {number} of {total}"
@@ -82,8 +83,8 @@ def _counted(items: Iterable[T], total: int) -> Iterator[T]:
 
 
 def _table(answers: "list[Answer]", where: str) -> Table:
-    """The worst error of each tensor, over all cases, of outputs with and without gradients ("inferred o"); beside ours
-    the torch backend's and the peers'."""
+    """The worst error of each tensor over all cases, beside those of the torch backend and of peers. Outputs of calls
+    without gradients have rows of their own ("inferred o")."""
     cases, rows = len({answer.case for answer in answers}), []
     for op, dtype in dict.fromkeys((answer.op, answer.dtype) for answer in answers):
         mine = [a for a in answers if (a.op, a.dtype) == (op, dtype)]

@@ -1,4 +1,4 @@
-"""`flash-delta compile`: what the compiler makes of every kernel, for every target, without a GPU."""
+"""`flash-delta compile`: compiles every kernel for every target, without a GPU, and checks the result."""
 
 from itertools import groupby
 from pathlib import Path
@@ -69,7 +69,7 @@ def compile_kernels(
 
 
 def _recorded(path: Path, names: list[str], targets: list[str]) -> tuple[Rows, Rows]:
-    """All rows of the file, if it is there, and those that this run would give again."""
+    """All rows of the file, if it exists, and the rows that this run would replace."""
     with reading("record", path, "flash-delta compile --update"):
         rows = read(path) if path.exists() else {}
         return rows, within(rows, names, targets)

@@ -1,4 +1,4 @@
-"""What the commands that run a model do first."""
+"""What commands that run a model do at their start."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-SMALL = 256  # hidden size; up to here one thread was measured to be faster than two
+SMALL = 256  # hidden size; up to this size one thread was measured to be faster than two
 
 
 def require_device(name: str) -> "torch.device":
@@ -26,8 +26,8 @@ def require_device(name: str) -> "torch.device":
 
 
 def calm_threads(device: "torch.device", hidden_size: int) -> None:
-    """A small model computes with one thread of the CPU, since several wait for each other longer than they compute.
-    A number of threads that the environment asks for stays."""
+    """Lets a small model compute with one thread of the CPU, since several threads would wait for each other longer
+    than they compute. If the environment asks for a number of threads, that number stays."""
     import torch
 
     if device.type == "cpu" and hidden_size <= SMALL and not any(map(os.environ.get, THREADS)):
@@ -35,22 +35,22 @@ def calm_threads(device: "torch.device", hidden_size: int) -> None:
 
 
 def require_modules(names: list[str]) -> None:
-    """Modules of kernels: Triton is installed and they can be imported from here, as with ``python -m``."""
+    """Checks that Triton is installed and that these modules of kernels can be imported from the current folder."""
     if find_spec("triton") is None:
         raise ValueError("triton: expected an installed package, got none (pip install triton)")
-    if os.getcwd() not in sys.path:  # a console script looks in its own folder instead
+    if os.getcwd() not in sys.path:  # a console script searches its own folder instead
         sys.path.append(os.getcwd())
     for name in names:
         try:
             found = find_spec(name)
-        except (ImportError, ValueError):  # its package is missing, or it is not a module's name
+        except (ImportError, ValueError):  # the package is missing, or the name is no module's
             found = None
         if found is None:
             raise ValueError(f"modules: expected a module that can be imported from {os.getcwd()}, got {name!r}")
 
 
 def quiet_transformers() -> None:
-    """No progress bars for files that are written in a moment: they would cut through ours."""
+    """Turns off transformers' progress bars for writing files. They are short and would break our own bar."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

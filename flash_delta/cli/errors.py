@@ -1,4 +1,4 @@
-"""What a user did wrong, in one line; a bug of ours keeps its traceback."""
+"""Prints a user's mistake in one line. A bug of ours keeps its traceback."""
 
 import os
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from contextlib import contextmanager
 import torch
 import typer
 
-# The package that typer takes its parser from differs by typer's version: this is its base of wrong usage.
+# Which package typer's parser comes from depends on typer's version. This is the base class of its usage errors.
 UsageError = typer.BadParameter.__base__
 
 
 @contextmanager
 def one_line_each(debug: bool) -> Iterator[None]:
-    """Prints an error that a user can do something about, and ends with exit code 2; with debug it is raised."""
+    """Prints an error that the user can fix, and ends with exit code 2. With ``debug`` the error is raised."""
     try:
         yield
     except KeyboardInterrupt:
         typer.secho("stopped", err=True)
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # of `flash-delta generate RUN | head`; typer ends quietly
+    except BrokenPipeError:  # as with `flash-delta generate RUN | head`; typer then ends without a message
         raise
     except (UsageError, ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
         line = _line(error)
@@ -30,9 +30,9 @@ def one_line_each(debug: bool) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str | None:
-    """None if it is no user's."""
+    """The line for an error that the user can fix, or None for other errors."""
     if isinstance(error, UsageError):
-        # Without arguments a group shows its help in this way.
+        # A group of commands shows its help by this error if it gets no arguments.
         return None if type(error).__name__ == "NoArgsIsHelpError" else _joined(error.format_message())
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error):
         return f"out of memory, take smaller sizes (--batch-size, --seq-len, --hidden-size, --layers): {_joined(error)}"

@@ -1,4 +1,4 @@
-"""Paths that commands are given: refused before the work that they are for."""
+"""Checks of paths that a command gets, before the command starts its work."""
 
 import json
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def to_path(text: str | Path) -> Path:
-    """Refuses what a shell makes of a variable that is not set: Path("") would be the folder that one is in."""
+    """Refuses an empty path, which a shell makes of an unset variable. Path("") would be the current folder."""
     if str(text) == "":
         from typer import BadParameter
 
@@ -16,12 +16,12 @@ def to_path(text: str | Path) -> Path:
     return Path(text)
 
 
-# Of typer.Option and typer.Argument, which name themselves by the metavar in errors.
+# Keywords for typer.Option and typer.Argument. Their errors show the metavar as the name.
 PATH, PATHS, RUN = ({"parser": to_path, "metavar": name} for name in ("PATH", "PATHS...", "RUN"))
 
 
 def require_writable(option: str, file: Path) -> None:
-    """Raises ValueError if the file cannot be written; makes the folders that it lies in, and leaves no file."""
+    """Raises ValueError if the file cannot be written. Makes the file's folders, but leaves no file there."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
@@ -36,7 +36,7 @@ def require_writable(option: str, file: Path) -> None:
 
 @contextmanager
 def reading(option: str, file: Path, writer: str) -> Iterator[None]:
-    """Around reading a file: whatever is wrong with what it holds is an error with its name."""
+    """For code that reads a file: if the contents are wrong, the error names the file."""
     try:
         yield
     except json.JSONDecodeError as error:

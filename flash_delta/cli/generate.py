@@ -1,4 +1,4 @@
-"""`flash-delta generate`: text from a trained run, as it is written."""
+"""`flash-delta generate`: prints text of a trained model while the model writes it."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def generate(
     model = load_model(require_checkpoint(run)).to(where)
     text = generate_text(model, prompt, max_bytes, temperature=temperature, top_k=top_k, seed=seed)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a model writes what not every terminal's encoding has
+        sys.stdout.reconfigure(errors="replace")  # a model may write characters that the terminal's encoding lacks
     typer.echo(prompt.encode(errors="surrogateescape").decode(errors="replace"), nl=False)
     for piece in text:
         typer.echo(piece, nl=False)

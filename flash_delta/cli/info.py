@@ -51,7 +51,7 @@ def _machine(devices: list["torch.device"]) -> Table:
 
 
 def _backends(devices: list["torch.device"]) -> Table:
-    """For one head of width 128 in bfloat16, which is what models have."""
+    """The backend of each op for one head of width 128 in bfloat16, as models have."""
     import torch
 
     import flash_delta

@@ -1,4 +1,4 @@
-"""The model that `flash-delta train` is asked for, if training it may fit into memory."""
+"""Makes the model that `flash-delta train` asks for, and checks that its training may fit into memory."""
 
 import math
 import os
@@ -16,7 +16,7 @@ MOST = {"layers": 10_000, "hidden_size": 2**20, "heads": 2**16, "head_dim": 2**1
 
 
 def model_config(mixers: str, layers: int, hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":
-    """Of so many layers, which repeat the list of mixers."""
+    """The configuration of a model with so many layers, which repeat the list of mixers."""
     names = [name.strip() for name in mixers.split(",")]
     sizes = {"layers": layers, "hidden_size": hidden_size, "heads": heads, "head_dim": head_dim}
     for name, size in sizes.items():
@@ -30,7 +30,7 @@ def model_config(mixers: str, layers: int, hidden_size: int, heads: int, head_di
 
 
 def new_model(config: "FlashDeltaConfig", seed: int) -> "FlashDeltaForCausalLM":
-    """On the CPU, with fresh parameters."""
+    """A new model on the CPU."""
     import torch
 
     from flash_delta.models import FlashDeltaForCausalLM
@@ -40,10 +40,10 @@ def new_model(config: "FlashDeltaConfig", seed: int) -> "FlashDeltaForCausalLM":
 
 
 def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "Layout", device: "torch.device") -> None:
-    """Raises ValueError where even the least that training takes is more than there is: no guess, a lower bound.
+    """Raises ValueError if training needs more memory than there is, by a lower bound and not by an estimate.
 
-    That is the parameters with their gradients and moments, or without if ranks share them, and of a pass the logits
-    with their gradients and every layer's input.
+    The bound counts parameters with their gradients and moments. If ranks share these, it counts only parameters. It
+    also counts one pass: logits with their gradients, and the input of every layer.
     """
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     parameters, tokens = _parameters(model), config.batch_size * config.seq_len
@@ -52,7 +52,7 @@ def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "La
     room = _memory(device)
     for names, needed in (
         ("hidden_size, layers, heads, head_dim", held),
-        ("batch_size, seq_len", max(passed, 16 * tokens)),  # the batch itself lies on the host
+        ("batch_size, seq_len", max(passed, 16 * tokens)),  # the batch itself is on the host
     ):
         if needed > room:
             has = f"the {room / 1e9:,.0f} GB of {device}"
@@ -76,7 +76,7 @@ def _config(pattern: list[str], hidden_size: int, heads: int, head_dim: int) -> 
 
 
 def _parameters(config: "FlashDeltaConfig") -> int:
-    """How many there are, found out without memory for them and with one layer of each kind."""
+    """The number of parameters, from one layer of each kind and without memory for them."""
     import torch
 
     from flash_delta.models import FlashDeltaForCausalLM
@@ -90,12 +90,12 @@ def _parameters(config: "FlashDeltaConfig") -> int:
 
 
 def _memory(device: "torch.device") -> float:
-    """Bytes in all; infinite where the system does not say."""
+    """The total bytes of memory, or infinity if the system does not say."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError):  # Windows has none of this
+    except (AttributeError, ValueError):  # on Windows
         return math.inf

@@ -1,4 +1,4 @@
-"""`flash-delta` where typer or rich is not installed: the two commands that need torch only."""
+"""`flash-delta` without typer or rich: the two commands that need only torch."""
 
 import argparse
 import sys

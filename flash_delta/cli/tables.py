@@ -1,4 +1,4 @@
-"""Tables of plain text: they need no library, no colour and no minimum width."""
+"""Tables of plain text, which need no library, no colour and no minimum width."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -6,13 +6,13 @@ from textwrap import wrap
 from typing import NamedTuple
 
 GAP = "  "  # between columns
-WIDE = 160  # where there is no terminal
-TIE = "\u00a0"  # between a name and its cell: no line ends there
-READABLE = 20  # a last column of text that would get less than this is not put beside the others
+WIDE = 160  # the width without a terminal
+TIE = "\u00a0"  # between a name and its cell, so that no line breaks there
+READABLE = 20  # if the last column of text would be narrower, it is not put beside the others
 
 
 class Table(NamedTuple):
-    """``rows`` have a cell for each name in ``head``. Only the last one may have several lines, or be wrapped."""
+    """``rows`` have a cell for each name in ``head``. Only the last cell may have several lines, or be wrapped."""
 
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -25,7 +25,8 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def draw(table: Table, width: int) -> str:
-    """Columns side by side if they fit. Else a few lines per row, where each cell follows its column's name."""
+    """Columns side by side if they fit. Otherwise a few lines per row, where each cell follows the name of its
+    column."""
     *widths, _ = (max(map(len, column)) for column in zip(table.head, *table.rows, strict=True))
     rest = width - sum(widths) - len(GAP) * len(widths)
     longest = max((len(word) for row in table.rows for word in row[-1].split()), default=0)
@@ -47,7 +48,7 @@ def _columns(table: Table, widths: Sequence[int], rest: int) -> list[str]:
 
 
 def _blocks(table: Table, width: int) -> list[str]:
-    """What is short goes on one line, each cell with its name; what has lines keeps them."""
+    """Each row as lines. Short cells share a line, each with its name. A cell of several lines keeps its lines."""
     lines = []
     for row in table.rows:
         named = [(name, cell) for name, cell in zip(table.head, row, strict=True) if cell]

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from flash_delta.models import FlashDeltaConfig
     from flash_delta.training import Record, Run, TrainConfig, Trainer
 
-# What may be said beside --resume: how and where to compute, how far and how fast.
+# Options that are allowed beside --resume. They say how and where to compute, how far and how fast.
 FREE_TO_CHANGE = {"out", "resume", "keep", "device", "context_parallel", "shard", "accumulate"}
 FREE_TO_CHANGE |= {"activation_checkpointing", "steps", "lr"}
-OF_A_FILE = {"dtype", "architectures", "_name_or_path", "transformers_version"}  # in a model's config
+OF_A_FILE = {"dtype", "architectures", "_name_or_path", "transformers_version"}  # in a model's config: about its file
 
 
 def train(
@@ -85,7 +85,7 @@ def train(
 
 
 def train_command(run: "Run", model: "FlashDeltaConfig", out: Path) -> str | None:
-    """What trains such a run, with the options that are not at their defaults; None if no command does."""
+    """The command that trains such a run, with the options that differ from their defaults. None if there is none."""
     config, mixers = run.config, list(model.mixers)
     repeats = next(n for n in range(1, len(mixers) + 1) if all(m == mixers[i % n] for i, m in enumerate(mixers)))
     shape = {"mixers": ",".join(mixers[:repeats]), "layers": len(mixers), "hidden_size": model.hidden_size}
@@ -105,7 +105,7 @@ def train_command(run: "Run", model: "FlashDeltaConfig", out: Path) -> str | Non
 def _train_config(
     steps: int, batch_size: int, seq_len: int, lr: float, seed: int, checkpoint_every: int, dtype: str, packed: bool
 ) -> "TrainConfig":
-    """An evaluation comes with each checkpoint."""
+    """The config of the run. Each checkpoint comes with an evaluation."""
     from flash_delta.training import TrainConfig
 
     computed = {"learning_rate": lr, "seed": seed, "dtype": dtype, "packed": packed}
@@ -114,13 +114,13 @@ def _train_config(
 
 
 def _same_model(one: "FlashDeltaConfig", other: "FlashDeltaConfig") -> bool:
-    """Apart from what a file says of the model that was written into it."""
+    """Whether two models are the same, apart from fields that are about the file of a model."""
     one, other = ({n: v for n, v in config.to_dict().items() if n not in OF_A_FILE} for config in (one, other))
     return one == other
 
 
 def _given(ctx: typer.Context) -> set[str]:
-    """The options and arguments that the command line names."""
+    """The options and arguments that are given on the command line."""
     names = (parameter.name for parameter in ctx.command.params)
     return {name for name in names if ctx.get_parameter_source(name).name == "COMMANDLINE"}
 
@@ -148,7 +148,7 @@ def _description(trainer: "Trainer") -> Table:
 
 
 def _run(console: Console, trainer: "Trainer") -> None:
-    """A bar on a terminal, and everywhere one line per evaluation."""
+    """Runs the training. Prints one line per evaluation, and on a terminal also shows a bar."""
     from flash_delta.training import latest_checkpoint, stop_signals
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -180,7 +180,7 @@ def _line(record: "Record") -> str:
 
 def _result(trainer: "Trainer") -> Table:
     bits = trainer.records[-1].held_out_bits_per_byte
-    bits = trainer.evaluate() if bits is None else bits  # a stopped run may have been resumed to where it was
+    bits = trainer.evaluate() if bits is None else bits  # after a resume there may have been no step left
     table = Table("on held-out text", "bits per byte")
     table.add_row("this model", f"{bits:.3f}")
     table.add_row("byte frequencies alone (order-0 entropy)", f"{trainer.corpus.summary.entropy:.3f}")

@@ -16,7 +16,7 @@ from flash_delta.cli.files import PATH, require_writable
 if TYPE_CHECKING:
     from flash_delta.bench.tune import Trial
 
-TIMEOUT_S = 300.0  # of one tile, compilation included
+TIMEOUT_S = 300.0  # for one tile, with its compilation
 
 
 def tune(
@@ -71,7 +71,7 @@ def _table(trials: "list[Trial]", title: str) -> Table:
 
 
 def _write(path: Path, stage: str, target: str, gpu: str, trials: "list[Trial]") -> None:
-    """One line per tile."""
+    """Writes one line of JSON per tile."""
     lines = (
         json.dumps({"tile": t.tile._asdict(), "ms": t.ms and t.ms._asdict(), "error": t.error, "failure": t.failure})
         for t in trials

@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel, as numbers that depend on nothing but the kernel and the compiler."""
+"""Numbers about a compiled kernel. They depend only on the kernel and the compiler."""
 
 import re
 import subprocess
@@ -31,8 +31,8 @@ OPCODES = (
 
 
 def facts(compiled: Compiled, target: str) -> Facts:
-    """Registers and bytes spilled of one thread (AMD: registers of both kinds), bytes of shared memory and columns
-    of tensor memory of a program, and how often a telling instruction occurs, if it does."""
+    """The numbers. Per thread: registers (on AMD of both kinds) and spilled bytes. Per program: bytes of shared memory
+    and columns of tensor memory. And how often each telling instruction occurs, if it does."""
     metadata = compiled.kernel.metadata
     numbers = _amd if TARGETS[target].backend == "hip" else _nvidia
     launch = {"shared": metadata.shared, "warps": metadata.num_warps, "stages": metadata.num_stages}
@@ -45,7 +45,7 @@ def _nvidia(asm: Any, log: str) -> Facts:
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", _sass(asm["cubin"]), re.M))
     counts = {name: sum(n for op, n in opcodes.items() if op.startswith(name)) for name in OPCODES}
     waits, products = counts["WARPGROUP.DEPBAR"], counts["HGMMA"]
-    # Either sign will do: ptxas says so (C7510 to C7512), or there is a wait for every wgmma.
+    # Two signs show this: ptxas warns (C7510 to C7512), or there is a wait for every wgmma.
     serialised = "wgmma.mma_async instructions are serialized" in log or 0 < products <= waits
     return {
         "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),

@@ -1,4 +1,4 @@
-"""The rules: no spill, no serialised wgmma, no transposed accumulator, no more memory on the chip than there is."""
+"""The rules: no spill, no serialised wgmma, no transposed accumulator, and no more memory than a multiprocessor has."""
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -20,18 +20,18 @@ TENSOR_COLUMNS = 512  # of Blackwell's tensor memory, which all programs on a mu
 
 
 class Allowed(NamedTuple):
-    """A fault that we know of. It has to occur on each of ``targets``; when it does not, the entry is stale."""
+    """A known fault. It has to occur on each of ``targets``. If it no longer does, the entry is stale."""
 
     kernel: str  # a pattern: module/launch/function
     targets: tuple[str, ...]
     fault: str  # "compile", "spill", "serialised", "lint", "shared", "tensor"
     reason: str
-    at_most: int | None = None  # of what the fault counts
-    triton: str = ""  # only with versions that start so
+    at_most: int | None = None  # the largest allowed number of what the fault counts
+    triton: str = ""  # only for versions that start with this
 
 
 HOPPER = ("sm_90a",)
-HMMA = ("sm_80", "sm_89", "sm_120")  # whose products keep their operands in registers
+HMMA = ("sm_80", "sm_89", "sm_120")  # here products take their operands from registers
 LIBRARY = "flash_delta.compiler.cases.rule"
 BY_HAND = "flash_delta.compiler.cases.hopper"
 SERVING = "flash_delta.compiler.cases.serving"
@@ -194,7 +194,7 @@ def judge(
     triton: str,
     allowed: tuple[Allowed, ...] = ALLOWED,
 ) -> list[str]:
-    """What is wrong: faults that no entry allows, and entries that allow what no longer happens."""
+    """Everything that is wrong: faults that no entry allows, and entries whose fault no longer occurs."""
     open_entries = {
         (entry, target)
         for entry in allowed

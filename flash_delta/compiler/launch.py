@@ -10,9 +10,9 @@ Tensors = dict[str, Tensor]
 
 
 class Launch(NamedTuple):
-    """One launch that a table of tiles can select on a target; a module yields them from ``launches(target)``.
+    """One launch that a table of tiles can select on a target. A module yields them from ``launches(target)``.
 
-    ``call`` is the launcher itself with tensors of device "meta": what it would run is what gets compiled.
+    ``call`` calls the real launcher with tensors of device "meta". What it would run gets compiled.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Launch(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A kernel whose tile is a choice; a module has them in ``STAGES``, by name."""
+    """A kernel with several possible tiles. A module lists its stages by name in ``STAGES``."""
 
     sizes: tuple[int, ...]  # what stands beside the target in a row of the table, e.g. (K, V)
     tiles: Callable[[str], list[Any]]  # target -> tiles worth trying: those that may fit

@@ -1,4 +1,4 @@
-"""The transposed-accumulator pattern, for which Triton 3.4 to 3.7 emit wrong code in larger kernels on Hopper."""
+"""Finds transposed accumulators, for which Triton 3.4 to 3.7 emit wrong code in larger kernels on Hopper."""
 
 import re
 
@@ -11,7 +11,8 @@ def transposed_accumulators(ttgir: str) -> list[str]:
 
     The pattern is ``dot(trans(dot(a, b)), x)``: the result of a product, layout #mma, is transposed in registers and
     staged for the next one (flash-linear-attention issues 640, 826, 984). Compute the transposed product from its
-    operands instead. Storing a transposed result is fine. Means something only where wgmma is (``warp_group_dot``).
+    operands instead. Storing a transposed result is fine. The check applies only to kernels with wgmma
+    (``warp_group_dot``).
     """
     if "warp_group_dot" not in ttgir:
         return []

@@ -1,7 +1,7 @@
 """Inside ``offline(target)`` every launch of a kernel compiles for the target instead of running; no GPU is needed.
 
-There is no second table of signatures: a launcher is called with tensors of device "meta", and what it would launch,
-with its types, its specialisation and its tile, is what gets compiled.
+There is no second table of signatures. A launcher is called with tensors of device "meta". The kernel that it would
+launch gets compiled, with the same types, specialisation and tile.
 """
 
 import io
@@ -26,11 +26,11 @@ class Compiled(NamedTuple):
     log: str  # what ptxas -v said
 
 
-_devices = count()  # kernels keep what they compiled per device: a new number, an empty cache
+_devices = count()  # kernels cache compiled code per device, so a new device number means an empty cache
 
 
 class _Driver:
-    """Answers what Triton asks before it compiles."""
+    """A driver that answers Triton's questions before it compiles."""
 
     def __init__(self, target: str):
         backend, arch, warp_size, _ = TARGETS[target]
@@ -52,7 +52,7 @@ class _Driver:
 
 @contextmanager
 def offline(target: str) -> Iterator[list[Compiled]]:
-    """Yields a list that grows with every compilation; a launch that finds its kernel compiled adds nothing."""
+    """Yields a list that grows with every compilation. If a launch finds its kernel compiled, it adds nothing."""
     if knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET: expected no value where kernels are compiled, got '1'")
     compiled: list[Compiled] = []
@@ -74,6 +74,6 @@ def offline(target: str) -> Iterator[list[Compiled]]:
         patch.object(JITFunction, "run", warm_up),
         patch.object(JITFunction, "_do_compile", record),
     ):
-        knobs.compilation.always_compile = True  # what lies on disk has no log of ptxas
+        knobs.compilation.always_compile = True  # code from the disk cache comes without ptxas' log
         knobs.nvidia.dump_ptxas_log = True
         yield compiled

@@ -1,4 +1,4 @@
-"""Compiles launches in processes: a launch that crashes the compiler costs its own result only."""
+"""Compiles launches in processes, so a launch that crashes the compiler loses only its own result."""
 
 import importlib
 import multiprocessing
@@ -20,7 +20,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one kernel of a launch, ``module/launch/function``; or of a launch that came to nothing."""
+    """The result for one kernel of a launch, ``module/launch/function``, or for a launch that failed."""
 
     kernel: str
     target: str
@@ -30,7 +30,8 @@ class Result(NamedTuple):
 
 @contextmanager
 def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
-    """Processes in which Triton compiles, nothing interprets and no cache is old; and the file with what they print."""
+    """Processes in which Triton compiles, without the interpreter and with an empty cache; and the file of their
+    output."""
     with tempfile.TemporaryDirectory(prefix="flash-delta-") as folder:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, spawn, initializer=_prepare, initargs=(folder,)) as pool:
@@ -38,7 +39,8 @@ def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
 
 
 def _prepare(folder: str) -> None:
-    """Before Triton is imported. What the compiler prints, to the last word before it crashes, goes to a file."""
+    """Runs before Triton is imported. Sends all that the compiler prints to a file, so that a crash loses nothing of
+    it."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = folder
     log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -71,8 +73,8 @@ def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
 
 
 def compile_all(jobs: list[Job]) -> Iterator[list[Result]]:
-    """One list per job. A crash loses all jobs that still wait. One process then runs them in order and shows which one
-    crashed."""
+    """Yields one list per job. A crash loses all jobs that still wait. Then a single process runs these in order, which
+    shows which one crashed."""
     waiting, workers = jobs, os.cpu_count() or 1
     while waiting:
         lost = []
@@ -95,7 +97,7 @@ def compile_launch(job: Job) -> list[Result]:
     launch = next(x for x in importlib.import_module(job.module).launches(job.target) if x.name == job.launch)
     try:
         with offline(job.target) as compiled, warnings.catch_warnings():
-            warnings.simplefilter("error")  # what a launch warns of, its user would see
+            warnings.simplefilter("error")  # a user would see a launch's warnings
             launch.call()
         found = {kernel.name: facts(kernel, job.target) for kernel in compiled}
     except Exception as error:
@@ -110,7 +112,8 @@ def _failed(job: Job, error: str) -> Result:
 
 
 def _reason(error: BaseException) -> str:
-    """Triton shows the source first and the reason last, and raises one error per function on the way."""
+    """The reason of an error. Triton puts it last, after the source, and raises one error for each function in
+    between."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]

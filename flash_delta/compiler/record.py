@@ -1,4 +1,4 @@
-"""The committed facts, a file per version of Triton: what changes from one commit to the next is seen."""
+"""Reads and writes the committed facts, a file per version of Triton. They show what a commit changes."""
 
 import json
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def write(path: Path, new: Rows) -> None:
 
 
 def within(recorded: Rows, modules: list[str], targets: list[str]) -> Rows:
-    """Those that a run over these modules and targets would give again."""
+    """The rows that a run over these modules and targets would replace."""
     return {k: v for k, v in recorded.items() if k.split("/")[0] in modules and k.split(" @ ")[1] in targets}
 
 

@@ -1,27 +1,27 @@
-"""Who is timed: one small module per library, this one among them.
+"""The contestants that are timed: one small module per library, including this library.
 
 Each exports
 
 * ``PACKAGE``: the name of the distribution whose version is reported;
-* ``CACHES``: the environment variables that say where it keeps what it compiles;
+* ``CACHES``: the environment variables that name the folders of its compile caches;
 * ``unsupported(workload, device) -> str | None``: why it cannot run a row;
 * ``prepare(workload, x) -> Call``: converts the tensors that :func:`~flash_delta.testing.make_tensors` made
-  into the library's own layouts, outside of what is timed;
-* where that saves it work that the others do within their time, ``ready_made(workload) -> str | None``: what it saves.
+  into the library's own layouts, before the time starts;
+* ``ready_made(workload) -> str | None``, if ``prepare`` does work that others do in each call: names this work.
 
-Nothing is imported before ``prepare``, so that a missing package is an answer, not an error.
+The libraries are imported by ``prepare`` and not before, so a missing package is a result and not an error.
 """
 
 import importlib
 from importlib import metadata
 from types import ModuleType
 
-from flash_delta import __version__  # the name flash_delta is that of a module in here
+from flash_delta import __version__  # a module in this folder is also called flash_delta
 from flash_delta.testing import Workload
 
 OURS, PLAIN = "flash_delta", "plain"
 NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "cudnn_bfloat16", "flash_kda", "cula", "transformers")
-OF_KDA = ("cudnn_bfloat16", "flash_kda", "cula")  # nothing of theirs is compared in other groups
+OF_KDA = ("cudnn_bfloat16", "flash_kda", "cula")  # they take part only in groups of KDA
 
 
 def load(name: str) -> ModuleType:
@@ -31,13 +31,14 @@ def load(name: str) -> ModuleType:
 
 
 def ready_made(name: str, workload: Workload) -> str | None:
-    """What a contestant is given in another form than the others, converted before its time starts."""
+    """What is converted for this contestant before its time starts. Other contestants convert it in every call."""
     module = load(name)
     return module.ready_made(workload) if hasattr(module, "ready_made") else None
 
 
 def versions(names: str | None = None) -> dict[str, str]:
-    """The installed contestants with their versions; of the comma-separated ``names``, each must be installed."""
+    """The installed contestants with their versions, or those in the comma-separated ``names``, which must be
+    installed."""
     installed = {name: version for name in NAMES if (version := _version(name)) is not None}
     if names is None:
         return installed
@@ -49,9 +50,13 @@ def versions(names: str | None = None) -> dict[str, str]:
 
 
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
-    """Of the contestants. What serving is compared with is this library, called otherwise; of layers, those of
-    transformers, on whosever ops, or those of fla, on this library's or its own; with what is around the rule, those
-    who pack sequences, and who decode on a pool. Who has Kimi Delta Attention alone has no row in other groups."""
+    """The contestants of a group.
+
+    Layers of fla run on fla's ops or on this library's. Layers of transformers also run on transformers' own code.
+    Groups with convolution and norm around the rule need a contestant that packs sequences, or decodes on a pool. In
+    the group "serving", this library competes with plain calls of itself. Contestants that have only Kimi Delta
+    Attention take part only in its groups.
+    """
     if group.startswith("fla-"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group == "layer":
@@ -65,7 +70,7 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
 
 
 def _version(name: str) -> str | None:
-    if name == OURS:  # may run from a checkout, which has no metadata
+    if name == OURS:  # a checkout has no metadata
         return __version__
     try:
         return metadata.version(load(name).PACKAGE)

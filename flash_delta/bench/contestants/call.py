@@ -1,4 +1,4 @@
-"""What a contestant hands over to be timed."""
+"""The call that a contestant returns from ``prepare``."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ NO_CHOICE = "it leaves no choice of what is kept for the backward pass"
 
 
 class Call(NamedTuple):
-    """One library's call of a workload, in its own layouts. States may be updated in place: results are read once."""
+    """One library's call of a workload, in its own layouts. It may update states in place, so results are read once."""
 
     run: Callable[[], tuple[Tensor, Tensor | None]]  # what is timed: (o, final state), as the library returns them
-    inputs: dict[str, Tensor]  # what it reads, by our names; leaves of the gradients with kind "training"
+    inputs: dict[str, Tensor]  # by our names; with kind "training" they are the leaves that get gradients
     state_v_first: bool = False  # its states are [N, HV, V, K]
-    joined: Callable[[Any], Tensor] = lambda o: o  # of what it returns as o; outside of what is timed
+    joined: Callable[[Any], Tensor] = lambda o: o  # makes o of what `run` returns; not timed

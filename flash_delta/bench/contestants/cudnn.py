@@ -1,9 +1,10 @@
 """The cuDNN frontend's linear attention on Hopper (CUDA C++, compiled at run time). Looked at: 1.32.0.
 
-KDA of packed sequences in bfloat16, K = V = 128; raw gates have a lower bound. The kernel reads gates and write
-strengths in float32. The backward takes log decays, normalised q and k, and as many value heads as key heads. No Gated
-DeltaNet on Hopper before CUDA 13.3, no decoding. A long sequence is cut in pieces, whose first state the plan does not
-compute: it reads so many tokens before them that decay makes up for the rest.
+It has KDA of packed sequences in bfloat16, K = V = 128; raw gates need a lower bound. The kernel reads gates and write
+strengths in float32. The backward pass needs log decays, normalised q and k, and as many value heads as key heads.
+There is no Gated DeltaNet on Hopper before CUDA 13.3, and no decoding. A long sequence is cut into pieces. The plan
+does not compute the state before a piece. Instead each piece reads some tokens before it, so many that earlier tokens
+have decayed.
 """
 
 import os
@@ -46,7 +47,7 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 
 def ready_made(workload: Workload) -> str | None:
     if not workload.raw:
-        return None  # gates and write strengths are float32 for everybody
+        return None  # all contestants get gates and write strengths in float32
     return f"its gates and write strengths come in float32, converted before the time; the others' in {workload.dtype}"
 
 
@@ -55,8 +56,8 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def call(workload: Workload, x: dict[str, Tensor], gates: torch.dtype) -> Call:
-    """With gates and write strengths in the dtype ``gates``: unless that is float32, it converts them in every call."""
-    if Path(TOOLKIT, "include", "cuda_bf16.h").is_file():  # else it prefers headers that lie among Python's packages
+    """A call with gates and write strengths in the dtype ``gates``. It converts them unless this is float32."""
+    if Path(TOOLKIT, "include", "cuda_bf16.h").is_file():  # otherwise it uses headers from Python packages
         os.environ.setdefault("CUDA_HOME", TOOLKIT)
     from cudnn.linear_attention.ops import kimi_delta_attention
 

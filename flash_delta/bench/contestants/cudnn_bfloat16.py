@@ -1,4 +1,4 @@
-"""cuDNN once more, with a model's own gates and write strengths: it converts them to float32 in every call."""
+"""cuDNN with the bfloat16 gates and write strengths of a model. Every call converts them to float32."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
 """cuLA (CUDA C++ on CUTLASS, with fla's Triton kernels for norms and sums of gates). Looked at: 0.1.0 at fa742a2.
 
-Its prefill for Hopper: KDA's forward with log decays that are at least -5, given or from raw activations, K = V = 128,
-bfloat16, as many value heads as key heads. It takes write strengths, so PyTorch's sigmoid runs within the time. Its op
-for training needs Blackwell. It is built from source: https://github.com/inclusionAI/cuLA
+Its prefill for Hopper is KDA's forward pass in bfloat16, K = V = 128, with as many value heads as key heads. Log decays
+are at least -5, and are given or computed from raw activations. It takes write strengths, so PyTorch's sigmoid is part
+of the time. Its op for training needs Blackwell. It is built from source: https://github.com/inclusionAI/cuLA
 """
 
 import os

@@ -1,8 +1,8 @@
 """flash-linear-attention (Triton kernels). Looked at: 0.6.0; it needs a GPU.
 
-On Hopper it refuses the backward of Gated DeltaNet with Triton >= 3.4.0 and < 3.7.1, which miscompiles it. Decoding,
-Gated DeltaNet makes new states in float32 in every call. For KDA there is, behind the public op that does so too, a
-function that updates a pool in place; it is what runs here.
+On Hopper it refuses the backward pass of Gated DeltaNet with Triton >= 3.4.0 and < 3.7.1, which miscompile it. Its
+decoding ops return new states in float32 from every call. For KDA, fla also has a function that updates a pool in
+place, and this module calls that function.
 """
 
 import os
@@ -16,11 +16,11 @@ from flash_delta.bench.contestants.call import NO_CHOICE, Call
 from flash_delta.bench.contestants.tensors import leaves, state_pool
 from flash_delta.testing import Workload, activations, options
 
-PACKAGE = "fla-core"  # the part with the ops; flash-linear-attention adds layers and models
+PACKAGE = "fla-core"  # this package has the ops; flash-linear-attention adds layers and models
 CACHES = ("TRITON_CACHE_DIR",)
 RULE = ("g", "beta", "A_log", "dt_bias")
 
-# Where FlashQLA, FlashKDA or TileLang is installed, it hands calls to them, but its own kernels are meant here.
+# If FlashQLA, FlashKDA or TileLang is installed, fla calls them. Here we want to time fla's own kernels.
 DELEGATES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
 
 
@@ -50,7 +50,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         inputs["cu_seqlens"] = x["cu_seqlens"].long()  # the dtype that it documents
         inputs["cu_seqlens_cpu"] = inputs["cu_seqlens"].cpu()
     bound = workload.lower_bound
-    if workload.op.name == "chunk_kda" and bound is not None:  # its faster path, if no log decay is below the bound
+    if workload.op.name == "chunk_kda" and bound is not None:  # a faster path, valid if no log decay is below the bound
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= bound).all())
     return Call(lambda: op(**inputs, **chosen), inputs)
 
@@ -84,7 +84,7 @@ def _decode_kda(workload: Workload, x: dict[str, Tensor]) -> Call:
 
     (pool, slots), chosen = state_pool(x), activations(workload)
     inputs = x | {"initial_state": pool}
-    out = x["v"].new_empty(x["v"].shape)  # a server owns one; without it every call fills a new one with zeros
+    out = x["v"].new_empty(x["v"].shape)  # a server has such a buffer; without it every call makes and zeros one
     if workload.around:
         given = {name: x[name] for name in RULE} | chosen | {"inplace_final_state": True, "state_v_first": True}
 

@@ -1,7 +1,7 @@
-"""A layer of fla that contestants run on its own ops or, after ``register()``, on this library's: what is timed in the
-groups `fla-*`. Looked at: 0.6.0.
+"""A layer of fla, on fla's own ops or, after ``register()``, on this library's. The groups `fla-*` time it. Looked at:
+fla 0.6.0.
 
-It stays registered: a contestant has a process of its own.
+Nothing calls ``unregister()``, because each contestant has a process of its own.
 """
 
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ def prepare(workload: Workload, x: dict[str, Tensor], *, registered: bool = Fals
         layer = kind(w.hidden, expand_v=w.V / w.K, head_dim=w.K, num_heads=w.H, num_v_heads=w.HV)
     layer = layer.to(hidden.dtype).requires_grad_(training).train(training)
     layer.load_state_dict({name: t for name, t in x.items() if name not in INPUTS})
-    packed = {"cu_seqlens": x["cu_seqlens"].long()} if w.packed else {}  # the dtype that it documents
+    packed = {"cu_seqlens": x["cu_seqlens"].long()} if w.packed else {}  # the documented dtype
 
     def run() -> tuple[Tensor, None]:
         with torch.set_grad_enabled(training):

@@ -1,4 +1,4 @@
-"""This library, by its public ops, on whatever backend it chooses. It runs every row; serving on a pool of states."""
+"""This library: public ops, on the backend that they choose. It runs every row; serving rows use a pool of states."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
-    """In place; the states of drafts go to slots of their own."""
+    """Decoding in place. The states after each token of a draft go to slots of their own."""
     op = decode_kda if workload.member == "kda" else decode_gated_delta_rule
     inputs, chosen = without_state(x), activations(workload)
     if workload.around:
@@ -57,7 +57,7 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
-    """From slot to slot, so that all calls find the same states; the last ones are the final states."""
+    """Prefill that reads some slots and writes others, so that all calls start from the same states."""
     op = prefill_kda if workload.member == "kda" else prefill_gated_delta_rule
     inputs, chosen = without_state(x), activations(workload) | {"batch_invariant": workload.batch_invariant}
     if workload.around:
@@ -66,7 +66,7 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
         chosen |= around
     count = workload.T // workload.checkpoint_every if workload.checkpoint_every else 0
     pool, read, write, states = pool_of(x, count + 1)
-    if 1 in workload.lengths:  # as a server knows
+    if 1 in workload.lengths:  # a server knows this number
         chosen["max_prompts"] = len(workload.lengths) - workload.lengths.count(1)
     if count:
         chosen |= {"checkpoint_every": workload.checkpoint_every, "checkpoint_indices": write[:, :count]}
@@ -84,7 +84,7 @@ def without_state(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_around(x: dict[str, Tensor], windows: Tensor) -> tuple[dict[str, Tensor], dict[str, Convolution | OutputNorm]]:
-    """The rule's inputs, and what is around it."""
+    """The inputs of the rule, and the convolution and the norm around it."""
     norm = OutputNorm(x["norm_gate"], x["norm_weight"], EPS)
     inputs = {name: t for name, t in x.items() if name not in AROUND}
     return inputs, {"convolution": Convolution(windows, x["conv_weight"]), "output_norm": norm}

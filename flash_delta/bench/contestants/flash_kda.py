@@ -1,7 +1,7 @@
 """FlashKDA (CUDA C++ on CUTLASS). Looked at: 0.0.1 at 1ce47ea.
 
-KDA's forward from raw activations with a bounded gate, K = V = 128, bfloat16, as many value heads as key heads; states
-in float32 or bfloat16. It is built from source: https://github.com/MoonshotAI/FlashKDA
+It has KDA's forward pass from raw activations with a bounded gate, in bfloat16, K = V = 128, with as many value heads
+as key heads. States are float32 or bfloat16. It is built from source: https://github.com/MoonshotAI/FlashKDA
 """
 
 import torch

@@ -1,7 +1,7 @@
 """FlashQLA (TileLang kernels). Looked at: 0.1.3.
 
-Gated DeltaNet in chunks, forward and backward, K = V = 128, bfloat16 and float16; no activations in the op. Hopper and
-Blackwell: on other GPUs it refuses to be imported.
+It has Gated DeltaNet in chunks, forward and backward, K = V = 128, in bfloat16 and float16, without activations in the
+op. It runs on Hopper and Blackwell. On other GPUs its import fails.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """FlashInfer (CuTe DSL kernels). Looked at: 0.7.2.post1.
 
-Inference only, K = V = 128, bfloat16 and float16. Gated DeltaNet: prefill of packed sequences, from log decays, and
-decoding, from raw activations, on a pool of states in float32 or bfloat16, each with kernels of its own. Its
-kernels for KDA are for Blackwell.
+It has only inference, K = V = 128, in bfloat16 and float16. For Gated DeltaNet it has prefill of packed sequences from
+log decays. It also decodes from raw activations on a pool of states, with separate kernels for float32 and bfloat16
+states. Its kernels for KDA need Blackwell.
 """
 
 import torch
@@ -73,7 +73,7 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
             initial_state=state,
             output_final_state=workload.states,
             use_qk_l2norm_in_kernel=workload.l2norm,
-            max_seqlen=longest,  # without it, grids of its split sequences are made for all tokens in one
+            max_seqlen=longest,  # without it, grids are as large as if one sequence had all tokens
         )
         return out if workload.states else (out, None)
 
@@ -84,7 +84,7 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 
     pool, slots = state_pool(x)
-    output = x["v"].new_empty(x["v"].shape)  # a server owns one; without it every call fills a new one with zeros
+    output = x["v"].new_empty(x["v"].shape)  # a server has such a buffer; without it every call makes and zeros one
 
     def step(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         return gated_delta_rule_decode_pretranspose(

@@ -1,6 +1,6 @@
-"""A layer of transformers that contestants run with ops of their own: what is timed in a row of the group `layer`.
+"""A layer of transformers that each contestant runs on its own ops. The rows of the group `layer` time it.
 
-The names by which transformers' code calls its ops are bound for good: a contestant has a process of its own.
+The names by which transformers' code calls its ops are not restored, because each contestant has its own process.
 """
 
 import inspect

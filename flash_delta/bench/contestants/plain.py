@@ -1,7 +1,7 @@
-"""This library again, with the plain calls that a row of serving does without: what it is compared with there.
+"""This library again, with plain calls: the contestant that serving rows are compared with.
 
-Without the option; one token of a draft after the other; decoding rows apart from prompts, by hand; convolution, rule
-and norm in calls of their own.
+Its calls lack the row's option. It decodes a draft token by token. It splits decoding rows from prompts by itself. It
+calls convolution, rule and norm one after the other.
 """
 
 from dataclasses import replace
@@ -73,7 +73,7 @@ def _single_tokens(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _apart(workload: Workload, x: dict[str, Tensor]) -> Call:
-    """The first sequences are of one token."""
+    """Decoding and prefill in two calls. The sequences of one token come first."""
     rows, inputs, chosen = workload.lengths.count(1), flash_delta.without_state(x), activations(workload)
     pool, read, write, states = pool_of(x, 1)
     decoded = {name: inputs[name][0, :rows].unsqueeze(1) for name in TOKENS}  # [rows, 1, ...]

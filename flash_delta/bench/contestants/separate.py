@@ -1,6 +1,8 @@
-"""Prompts and decoding steps with what a layer does around the rule, in several calls: a contestant's rule, and beside
-it this library's convolution and norm. Windows are gathered from a pool and scattered to it. So are states, except of
-rules that decode on a pool."""
+"""Prompts and decoding steps with convolution and norm around the rule, in several calls.
+
+The rule is the contestant's. Convolution and norm are this library's. Windows are gathered from a pool and scattered
+back to it. The same holds for states, unless the rule decodes on a pool.
+"""
 
 from collections.abc import Callable
 
@@ -18,7 +20,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, a 
 
 
 def prepare(workload: Workload, x: dict[str, Tensor], rule: Rule, *, state_v_first: bool) -> Call:
-    """``state_v_first``: the states that the rule takes and gives."""
+    """``state_v_first``: the layout of the rule's states."""
     first = x["initial_state"]
     pool, read, write, states = pool_of({"initial_state": first if state_v_first else first.mT}, 1)
     windows, *_ = pool_of({"initial_state": x["windows"].mT}, 1)
@@ -36,7 +38,8 @@ def prepare(workload: Workload, x: dict[str, Tensor], rule: Rule, *, state_v_fir
 
 
 def prepare_step(workload: Workload, x: dict[str, Tensor], step: Step) -> Call:
-    """``step`` moves the states in the pool ``[N, HV, V, K]`` on, and gets q, k and v without gaps, which some need."""
+    """``step`` updates states in the pool ``[N, HV, V, K]``. It gets contiguous q, k and v, which some contestants
+    need."""
     (pool, slots), windows, mixed = state_pool(x), x["windows"].clone(), x["mixed"].squeeze(1)
     places = slots.long()
 
@@ -52,7 +55,7 @@ def prepare_step(workload: Workload, x: dict[str, Tensor], step: Step) -> Call:
 
 
 def on_gathered(rule: Rule) -> Step:
-    """Of a rule that makes new states, ``[N, HV, V, K]``."""
+    """Makes a `Step` of a rule that returns new states ``[N, HV, V, K]``."""
 
     def step(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor) -> Tensor:
         o, last = rule(q, k, v, pool.index_select(0, slots))

@@ -1,4 +1,4 @@
-"""What several adapters make of the tensors they are given."""
+"""Conversions of tensors that several contestants share."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from flash_delta.testing import Workload
 
 
 def leaves(workload: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``x`` on the same storage; with kind "training" every float is a leaf of the gradients."""
+    """New tensors on the storage of ``x``. With kind "training" every float tensor is a leaf that gets a gradient."""
     training = workload.kind == "training"
     return {name: t.detach().requires_grad_(training and t.is_floating_point()) for name, t in x.items()}
 
@@ -26,8 +26,11 @@ def state_pool(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def pool_of(x: dict[str, Tensor], states: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A pool of the rows' states ``[N, HV, V, K]`` and room for more of each after them; the slots that rows read
-    ``[N]``, and those that they write ``[N, states]``; and what the last of these hold, ``[N, HV, V, K]``."""
+    """A pool for the rows' states, and its slots.
+
+    Returns the pool, which has ``states`` free slots for each row after the rows' own; the slots that rows read
+    ``[N]``; the slots that they write ``[N, states]``; and the states in the last of these, ``[N, HV, V, K]``.
+    """
     given = x["initial_state"].mT
     N = len(given)
     pool = given.new_empty(N * (1 + states), *given.shape[1:])

@@ -1,6 +1,6 @@
-"""The PyTorch fallback of Hugging Face transformers: what its models run without a kernel library.
+"""The PyTorch code of Hugging Face transformers, which its models run if no kernel library is installed.
 
-Looked at: 5.17.0 and 5.23.0 (Qwen3-Next, Kimi Linear). No packed sequences, no gate and no sigmoid in the op.
+Looked at: 5.17.0 and 5.23.0 (Qwen3-Next, Kimi Linear). The op has no packed sequences, no gate and no sigmoid.
 """
 
 import inspect
@@ -37,15 +37,15 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         from transformers.models.kimi_linear import modeling_kimi_linear as model
 
         name = "recurrent_kimi_delta_attention" if workload.recurrent else "chunk_kimi_delta_attention"
-    op = inspect.unwrap(getattr(model, name))  # the name itself is fla's op wherever fla can be imported
+    op = inspect.unwrap(getattr(model, name))  # if fla can be imported, the name is bound to fla's op
     inputs = leaves(workload, {name: t for name, t in x.items() if not name.startswith("cu_seqlens")})
     group = workload.HV // workload.H
 
     def run() -> tuple[Tensor, Tensor | None]:
         q, k, g, beta = (inputs[name] for name in ("q", "k", "g", "beta"))
-        if group > 1:  # the model's duty in 5.17; the op's in 5.23, by the same copies
+        if group > 1:  # in 5.17 the model copies heads, in 5.23 the op makes the same copies
             q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
-        if workload.raw:  # its models do this before the op, in every call
+        if workload.raw:  # the models do this before the op, in every call
             g, beta = _log_decay(workload, inputs), beta.sigmoid()
         return op(
             q,

@@ -1,4 +1,4 @@
-"""The same for what layers do around the rule (see rule.py): the backend's functions, on sizes of models."""
+"""What the compile gate compiles around the rule: the backend's functions, on sizes of models (see rule.py)."""
 
 from collections.abc import Iterator
 from functools import partial

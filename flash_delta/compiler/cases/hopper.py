@@ -30,7 +30,7 @@ from flash_delta.problem import Inputs, Problem, Slots
 
 
 def batched() -> tuple[Problem, Inputs]:
-    """Batch rows instead of packed sequences, whose states start from zero and have their values first."""
+    """Batch rows instead of packed sequences. States start from zero, and their values come first."""
     new = partial(torch.empty, 2, 192, device="meta")
     q, v, g = new(2, 128, dtype=torch.bfloat16), new(4, 128, dtype=torch.bfloat16), new(4)
     x = Inputs(q, q, v, g, g)
@@ -38,7 +38,7 @@ def batched() -> tuple[Problem, Inputs]:
 
 
 def alike() -> tuple[Problem, Inputs]:
-    """As many key heads as value heads, with norms: a program of `rates` has one head."""
+    """As many key heads as value heads, with norms. A program of `rates` then has one head."""
     p, x = problem_of(RuleCase())
     return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
 
@@ -46,7 +46,7 @@ def alike() -> tuple[Problem, Inputs]:
 def channels(
     *, packed: bool, raw: bool = True, lower_bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Problem, Inputs]:
-    """A decay per channel. Batch rows have neither norms nor logits, and no states at first."""
+    """A decay per channel. Batch rows have no norms, no logits and no initial states."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=lower_bound))
     p, x = p._replace(g_dtype=g_dtype), x._replace(g=x.g.to(g_dtype))
     if packed:
@@ -58,7 +58,7 @@ def channels(
 def channel_gradients(
     *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True
 ) -> tuple[Problem, Inputs]:
-    """As many key heads as value heads. Norms and g in float32 take most shared memory."""
+    """As many key heads as value heads. Norms and a float32 g take the most shared memory."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
     x = x._replace(q=x.v, k=x.v, g=x.g.to(g_dtype))
     return p._replace(H=p.HV, needs_grad=True, g_dtype=g_dtype, l2norm=l2norm), x
@@ -72,7 +72,7 @@ def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
 def serving(
     width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool, offsets: bool = False
 ) -> tuple[Problem, Inputs, Slots]:
-    """A prefill whose states lie in the slots of a pool."""
+    """A prefill on a pool of states."""
     p, x = problem_of(RuleCase(width, raw=True))
     index = torch.empty(p.N, dtype=torch.int32, device="meta")
     pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
@@ -113,7 +113,7 @@ CHANNELS = {
     "channel-logs-float32": partial(channels, packed=False, raw=False, g_dtype=torch.float32),
     "channel-promised-float32": partial(channels, packed=False, raw=False, lower_bound=-5.0, g_dtype=torch.float32),
 }
-# For the backward pass: what `prepare` writes, of A and of L.
+# For the backward pass: which of A and L `prepare` writes.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 GRADIENTS = {
     "channel-back": partial(channel_gradients, raw=False, l2norm=False),
@@ -155,7 +155,7 @@ def call_channels(case: str, form: str) -> None:
 
 
 def call_prepare(case: str, form: str) -> None:
-    """What training launches of it."""
+    """The launches of `prepare` in training."""
     p, x = CHANNELS[case]()
     c, (finds, keeps) = make_call(p, x, ("launches", form))._replace(direct=False), CHANNELS_BACK[form]
     w, s, channels_ = Workspace(p, Prepared, Solved, Channels).views()
@@ -179,7 +179,7 @@ def call_pool(case: str, t: LoopTile) -> None:
 
 
 def call_prompt(case: str, *, back: bool) -> None:
-    """The launches of a prompt that is alone, in segments; or those that come after them."""
+    """The launches of a prompt that is alone and runs in segments. ``back``: the launches that come after them."""
     p, x, slots = POOLS[case]()
     c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
     run_hand_over(c, prompt, slots, back=back)
@@ -193,7 +193,7 @@ def call_walk(case: str) -> None:
 
 
 def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
-    """The call, o, the final states, rates, and what the backward pass needs."""
+    """The call, o, the final states, rates, and the tensors for the backward pass."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     solved = Workspace(p, Solved if unsupported(p) else Walked).views()[0] if p.needs_grad else None

@@ -15,7 +15,7 @@ PADDED = {"padded": 100, "padded-60": 60, "padded-96": 96}  # widths of heads, o
 
 
 def call_padding(case: str, *, back: bool) -> None:
-    """What is launched before and after the kernels of a call whose heads are padded."""
+    """The launches before and after the kernels of a call whose heads are padded."""
     p, x = problem_of(RuleCase(PADDED[case], raw=True))
     p = p._replace(needs_grad=True)
     if back:

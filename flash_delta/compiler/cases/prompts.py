@@ -1,4 +1,4 @@
-"""The same for what a layer does around the rule with prompts on a pool (see rule.py)."""
+"""What the compile gate compiles around the rule for prompts on a pool (see rule.py)."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +19,7 @@ PROMPTS = {
 
 
 def call_prompts(case: RuleCase, offsets: bool = False) -> None:
-    """What comes before the rule and after it, with checkpoints at strides or at ``offsets``."""
+    """The launches before and after the rule, with checkpoints at strides or at ``offsets``."""
     (p, x), new = problem_of(case), partial(torch.empty, device="meta")
     index, has = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool)
     checkpoints = (index, index) if offsets else (new(p.N, 2, dtype=torch.int32), None)

@@ -46,7 +46,7 @@ Tensors = dict[str, Tensor]
 
 
 class RuleCase(NamedTuple):
-    """A member of the family, as the gate compiles it: two packed sequences, two value heads per key head."""
+    """A member of the family as the gate compiles it, with two packed sequences and two value heads per key head."""
 
     width: int = 128  # K, and V if they are the same
     dtype: torch.dtype = torch.bfloat16
@@ -55,11 +55,11 @@ class RuleCase(NamedTuple):
     raw: bool = False  # with norms and activations
     lower_bound: float | None = None
     tokens: int = 128
-    gap: int = 0  # elements between heads: odd ones keep the copy engine away
+    gap: int = 0  # elements between heads; with odd ones kernels cannot use the copy engine
     values: int | None = None  # V
 
 
-# What a kernel's code depends on, each combination once: scans know nothing of gates, norms and activations.
+# Each combination that a kernel's code depends on, once. Scans do not depend on gates, norms and activations.
 CHUNKS = {
     "gdn-64": RuleCase(64),
     "gdn-128": RuleCase(),
@@ -87,7 +87,7 @@ SCANS = {
         "kda-100", "kda-256-512",
     )
 }  # fmt: skip
-SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # of these, sequences in segments
+SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # cases that also run in segments
 
 
 def describe(
@@ -104,7 +104,7 @@ def describe(
 
 
 class Kernels:
-    """The launchers on one problem, with all that the kernels write for each other."""
+    """The launchers on one problem, with the tensors that kernels write for each other."""
 
     def __init__(self, p: Problem, x: Inputs, *more: Tensor | None):
         self.p, self.x, self.c = p, x, make_call(p, x, ("launches",), *more)._replace(direct=False)
@@ -122,7 +122,7 @@ class Kernels:
         run_factor(self.c, self.solved, self.factors, t)
 
     def chunks(self) -> None:
-        """All that the scans need."""
+        """The kernels that make what the scans need."""
         if self.p.gate == "channel":
             self.channel()
         self.solve()
@@ -136,7 +136,7 @@ class Kernels:
         return {"o": o, "final_state": final}
 
     def maps(self, split: Segments) -> Tensors:
-        """Of segments, and the states that they start from."""
+        """The maps of segments, and the states that segments start from."""
         walk = new_segmented_scan(self.p, split)
         run_maps(self.c, self.channels, self.solved, self.factors, walk)
         run_compose(self.c, walk)
@@ -149,7 +149,7 @@ class Kernels:
         return {"o": o, "final_state": final}
 
     def segments_back(self, split: Segments, ends: bool) -> None:
-        """The backward walk of segments; with ``ends`` what comes before it, except maps."""
+        """The backward walk of segments. With ``ends``: the launches before it, except those of maps."""
         read = (self.c, self.channels, self.solved, self.factors)
         back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
         if ends:
@@ -179,7 +179,7 @@ class Kernels:
             return
         run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
         run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
-        if p.gate == "scalar" and p.K == 128:  # `gates` knows no width
+        if p.gate == "scalar" and p.K == 128:  # the code of `gates` does not depend on the width
             run_gates(c, s, self.scores, *sums)
 
 
@@ -209,7 +209,7 @@ def call(form: str, case: RuleCase, *more: Any) -> None:
 
 
 def launches(target: str) -> Iterator[Launch]:
-    """What a call keeps (``disable_recompute``), and what it then does not compute again, at one width."""
+    """All launches. Those that save tensors (``disable_recompute``), and those that read them, have one width only."""
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in CHUNKS.items():
         if case.width <= widest_key(problem_of(case)[0]._replace(needs_grad=True), chip):

@@ -1,4 +1,4 @@
-"""The same for serving (see rule.py)."""
+"""What the compile gate compiles for serving (see rule.py)."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +21,7 @@ from flash_delta.problem import Around, Inputs, Slots
 
 
 class Decoding(NamedTuple):
-    """A model's states in a pool: a token, or a draft of ``tokens``, each for two rows."""
+    """A decoding call on a model's pool of states: one token, or a draft of ``tokens``, for each of two rows."""
 
     model: RuleCase = RuleCase(raw=True)
     dtype: torch.dtype = torch.float32
@@ -29,16 +29,16 @@ class Decoding(NamedTuple):
     tree: bool = False
     tokens: int = 1
     whole: bool = False  # with a convolution and an output norm
-    apart: bool = False  # from states outside of the pool, as recurrent ops do
-    write: torch.dtype | None = None  # to a pool of its own
-    rows: bool = True  # which has a row for every draft
-    packed: bool = False  # rows of their own lengths
+    apart: bool = False  # reads states outside of the pool, as recurrent ops do
+    write: torch.dtype | None = None  # dtype of a second pool that is written
+    rows: bool = True  # the second pool has a row for every draft
+    packed: bool = False  # rows have different lengths
     rolling: bool = False  # of the convolution, a slot for every draft
     windows: torch.dtype = torch.bfloat16  # of its pool
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
-DECODINGS = {  # every tile once; then what the kernel's code depends on
+DECODINGS = {  # every tile once, then all that the kernel's code depends on
     **{
         f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
             RuleCase(width, raw=True), dtype, v_first
@@ -79,7 +79,7 @@ DECODINGS = {  # every tile once; then what the kernel's code depends on
 
 
 class Prefilling(NamedTuple):
-    """A model's states in a pool. Two sequences continue from them, in chunks or token by token."""
+    """A prefill on a model's pool of states. Two sequences continue from their states, in chunks or token by token."""
 
     model: RuleCase = RuleCase()
     dtype: torch.dtype = torch.float32
@@ -88,7 +88,7 @@ class Prefilling(NamedTuple):
     offsets: bool = False  # of the checkpoints, which are one a sequence then
 
 
-PREFILLS = {  # every tile once; then what the kernels' code depends on
+PREFILLS = {  # every tile once, then all that the kernels' code depends on
     "prefill-gdn-64": Prefilling(CHUNKS["gdn-64"]),
     "prefill-gdn-128": Prefilling(),
     "prefill-gdn-128-k-first-bfloat16": Prefilling(
@@ -132,7 +132,8 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:
-    """The scan with a tile; or with ``before`` the tokens on the way to offsets; or what else runs beside the scan."""
+    """With a tile: the scan. With ``before``: the tokens up to checkpoints at offsets. Otherwise: what runs beside the
+    scan."""
     (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
     x = x._replace(initial_state=None)
     p = p._replace(state_v_first=case.v_first, pool=case.dtype)

@@ -1,4 +1,4 @@
-"""What the tuner times: launchers of stages whose tile is a choice, and the truth that each is compared with."""
+"""What the tuner times: launchers of stages with several possible tiles, and the true outputs of each stage."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,8 @@ def make(
     device: torch.device | str, B: int = 4, T: int = 2048, H: int = 64, HV: int = 64, K: int = 128, V: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:  # fmt: skip
-    """A call of Gated DeltaNet with what `solve` and `factor` make of it; 256 states walk through 32 chunks."""
+    """A call of Gated DeltaNet, and the outputs of `solve` and `factor`. There are 256 states and 32 chunks for
+    each."""
     new = partial(torch.randn, B, T, device=device)
     q, k = (F.normalize(new(H, K), dim=-1).to(dtype) for _ in range(2))
     x = Inputs(q, k, new(HV, V).to(dtype), F.logsigmoid(new(HV) + 3), torch.sigmoid(new(HV)))
@@ -60,7 +61,8 @@ def tune_scan_backward(made: Tensors, t: Tile) -> Tensors:
 
 
 def truth(made: Tensors) -> Tensors:
-    """Of all three stages, in float64: every chunk in one segment of the reference, and then slot by slot."""
+    """The true outputs of all three stages in float64. The reference computes them in one segment; they are put in
+    slots."""
     x = Inputs(*(made[name].double() for name in ("q", "k", "v", "g", "beta")))
     p = describe(x)
     layout = chunked.make_layout(p)
@@ -104,7 +106,7 @@ def make_decoding(
     device: torch.device | str, B: int = 128, T: int = 1, H: int = 16, HV: int = 32, K: int = 128, V: int = 128,
     dtype: torch.dtype = torch.bfloat16, *, pool: torch.dtype, v_first: bool,
 ) -> Tensors:  # fmt: skip
-    """As `make`, with states that go from the first half of a pool to the second."""
+    """As `make`, for decoding. States are read from the first half of a pool and written to the second."""
     states = torch.randn(2 * B, HV, *((V, K) if v_first else (K, V)), device=device).to(pool)
     slots = torch.arange(2 * B, dtype=torch.int32, device=device)
     made = make(device, B, T, H, HV, K, V, dtype)
@@ -131,7 +133,7 @@ def truth_of_decode(made: Tensors, v_first: bool) -> Tensors:
 
 
 def decode_candidates(target: str) -> list[Tile]:
-    """Of 2 to 32 rows a warp."""
+    """Tiles with 2 to 32 rows per warp."""
     limits = (None,) if target.startswith("gfx") else (None, 96, 128)
     sizes = [(BV, warps) for BV, warps in product((4, 8, 16, 32, 64), (1, 2, 4, 8)) if 2 * warps <= BV <= 32 * warps]
     return [Tile(warps, 1, BV, registers=limit) for (BV, warps), limit in product(sizes, limits)]

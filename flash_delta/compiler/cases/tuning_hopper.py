@@ -1,4 +1,4 @@
-"""What the tuner times of the kernels by hand: how many registers each role gets."""
+"""What the tuner times of hand-written kernels: how many registers each role gets."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,15 +23,15 @@ NAMES = "q", "k", "v", "g", "beta"
 
 
 class BackTile(NamedTuple):
-    """Of `walk_back`."""
+    """A tile of `walk_back`."""
 
-    REGISTERS: int  # of each state group; the other roles get the rest
+    REGISTERS: int  # per thread of each state group; the other roles get the rest
 
 
 def make(
     device: torch.device | str, B: int = 4, T: int = 2048, H: int = 16, HV: int = 32, K: int = 128, *, channels: bool,
 ) -> Tensors:  # fmt: skip
-    """A call in bfloat16, and the gradient of its output. With ``channels`` a decay for each, in float32."""
+    """A call in bfloat16, and the gradient of its output. With ``channels`` the decay is per channel, in float32."""
     new = partial(torch.randn, B, T, device=device)
     q, k = (F.normalize(new(H, K), dim=-1).bfloat16() for _ in range(2))
     g = F.logsigmoid(new(HV, K) + 3) if channels else F.logsigmoid(new(HV) + 3)
@@ -45,7 +45,7 @@ def call_of(made: Tensors) -> tuple[Problem, Inputs]:
 
 
 def make_back(device: torch.device | str, **sizes: int) -> Tensors:
-    """With what the forward pass saves."""
+    """The call, and the tensors that its forward pass saves."""
     from flash_delta.kernels.hopper import backend as hopper
 
     made = make(device, **sizes, channels=False)
@@ -54,7 +54,7 @@ def make_back(device: torch.device | str, **sizes: int) -> Tensors:
 
 
 def tune_walk_back(made: Tensors, t: BackTile) -> Tensors:
-    """Of whole sequences, with all that is launched around it."""
+    """The backward pass of whole sequences, with all launches around `walk_back`."""
     p, x = call_of(made)
     p = p._replace(needs_grad=True, batch_invariant=True)
     d, outer = new_gradients(p, x), (made["do"], None)
