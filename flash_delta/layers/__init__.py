@@ -1,4 +1,4 @@
-"""Token mixers as `nn.Module`s: one for each member of the family, and softmax attention for hybrids."""
+"""Token mixers as `nn.Module`s: one for each member of the family, and softmax attention for hybrid models."""
 
 from flash_delta.layers.attention import Attention
 from flash_delta.layers.comba import Comba

@@ -15,7 +15,7 @@ from flash_delta.ops._check.options import as_float, as_size
 
 
 class DeltaMixer(Mixer):
-    """A mixer whose op makes its gates by itself:
+    """A mixer whose op computes its gates from raw activations:
 
         o = delta_rule(q, k, v, raw_gate(x), b_proj(x))
 
@@ -36,7 +36,7 @@ class DeltaMixer(Mixer):
         raise NotImplementedError
 
     def _log_decay(self, raw: Tensor) -> Tensor:
-        """What the op makes of the raw gate, in nats."""
+        """The log decay that the op computes from the raw gate, in nats."""
         raise NotImplementedError
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
@@ -45,7 +45,8 @@ class DeltaMixer(Mixer):
     def _separate(
         self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        # No raw gate can say -inf: a bounded one has none, and of others the gradient is NaN.
+        # No raw gate can give a log decay of -inf: a bounded gate has a least value, and others would have a NaN
+        # gradient.
         options = options | {"use_gate_in_kernel": False} | dict.fromkeys(self.gate_options())
         return super()._separate(tokens | {"g": self._log_decay(tokens["g"])}, options, seq_idx)
 
@@ -62,7 +63,7 @@ class DeltaMixer(Mixer):
         )
 
     def gate_options(self) -> dict[str, Any]:
-        """Those of `options` that make log decays of the raw gate."""
+        """The options that turn the raw gate into log decays."""
         return {"A_log": own_shard(self.A_log), "dt_bias": own_shard(self.dt_bias)}
 
 
@@ -75,7 +76,7 @@ class ScalarGateMixer(DeltaMixer):
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""
-        # log(0) would never recover, and uniform_ may draw an exact 0.
+        # uniform_ may draw an exact 0. A_log would then be -inf, and training could not change it.
         A = torch.empty(self.num_v_heads).uniform_(0, 16).clamp(min=1e-4)
         return A.log(), initial_dt_bias(self.num_v_heads)
 
@@ -88,7 +89,7 @@ class ScalarGateMixer(DeltaMixer):
 
 
 def head_widths(layer: str, head_dim: int, expand_v: float) -> dict[str, int]:
-    """Key and value width of a head, of which the second is ``expand_v`` times the first."""
+    """Key and value width of a head. The value width is ``expand_v`` times the key width."""
     head_dim = as_size(layer, "head_dim", head_dim)
     expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
     if not (head_dim * expand_v).is_integer():

@@ -1,4 +1,4 @@
-"""The parameters of gates: where they start, and what marks them."""
+"""The parameters of gates: their initial values, and their mark for weight decay."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 
 def initial_dt_bias(size: int) -> Tensor:
-    """The b with softplus(b) = dt for dt log-uniform in [0.001, 0.1], the step sizes of Mamba2 (arXiv:2405.21060)."""
+    """b with softplus(b) = dt, where dt is log-uniform in [0.001, 0.1] like the step sizes of Mamba2
+    (arXiv:2405.21060)."""
     dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return dt + torch.log(-torch.expm1(-dt))
 
 
 class GateMarks(nn.Module):
-    """Parameters that carry ``_no_weight_decay``, for training code that was written for fla or Mamba.
+    """Marks parameters by ``_no_weight_decay``, for training code that was written for fla or Mamba.
 
-    copy.deepcopy and from_pretrained make new parameters, without the marks of the old ones: so each new one is marked.
+    copy.deepcopy and from_pretrained make new parameters without the marks of the old ones. So each new one is marked.
     """
 
     unregularized = frozenset({"A_log", "dt_bias"})

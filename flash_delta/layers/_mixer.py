@@ -1,4 +1,4 @@
-"""What all mixers around an op of the family share: projections, short convolutions, packing and state."""
+"""The parts that all mixers share around their op: projections, short convolutions, packing and state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution
 from flash_delta.ops._check.options import as_bool, as_float, as_size
 from flash_delta.parallel import ContextParallel
 
-# Up to this many tokens inference steps through them: the chunk op pays for a whole chunk, which on a CPU costs as
-# much as 16 steps of a small GDN layer at batch 1, and more steps the larger the layer and the batch.
+# Inference runs up to this many tokens one by one. The chunk op always computes a whole chunk. On a CPU a chunk costs
+# as # much as 16 steps of a small GDN layer at batch 1. With a larger layer or batch it costs as much as more steps.
 RECURRENT_TOKENS = 16
 Activations = tuple[str | None, str | None, str | None]  # of q, k and v: "silu" or None
 
@@ -29,7 +29,7 @@ class Mixer(GateMarks):
 
         q, k, v = act(conv(proj(x)))     o = op(heads(q, k, v), gates(x))     y = o_proj(norm(o, x))
 
-    A subclass names its gates, its norm and its ops. Names and shapes of the parameters are fla's, so that its
+    A subclass defines its gates, its norm and its ops. Names and shapes of the parameters are fla's, so fla's
     checkpoints load.
     """
 
@@ -47,7 +47,7 @@ class Mixer(GateMarks):
         conv_bias: bool,
         layer_idx: int | None,
         backend: str | None,
-        num_kv_heads: int | None = None,  # of the projections of k and v, where the subclass repeats their heads
+        num_kv_heads: int | None = None,  # heads of k and v before the subclass repeats them
         use_beta: bool = True,
         activations: Activations = ("silu", "silu", "silu"),
     ) -> None:
@@ -95,13 +95,13 @@ class Mixer(GateMarks):
         }
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
-        """x [B, T, D] -> the op's g and beta, as far as it has them."""
+        """x [B, T, D] -> the op's g and beta, if the op has them."""
         raise NotImplementedError
 
     def _separate(
         self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The op's arguments so that no document of a row sees the one before."""
+        """Changes the op's arguments so that no document of a row sees the document before it."""
         return tokens | {"g": forget_at_starts(tokens["g"], seq_idx)}, options
 
     def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
@@ -127,20 +127,21 @@ class Mixer(GateMarks):
             hidden_states: [B, T, D].
             attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; zeros are
                 padding, on either side. A token's output does not depend on padding; padding's own output is 0.
-            state: where to start from and where to leave the end; None starts from zeros and keeps nothing.
+            state: the layer starts from this state and leaves the new state in it. None starts from zeros and keeps
+            nothing.
             cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
                 attention_mask. Tokens after the last boundary give 0.
-            cp_context: the split of one packed row over many ranks, of which hidden_states are this rank's tokens and
-                the state's rows this rank's sequences; excludes attention_mask and cu_seqlens, and needs mode "chunk".
-            position_ids: [B, T] or [1, T]: a 0 after another token starts a document, and nothing crosses from the one
-                before. Not read beside cu_seqlens or cp_context, which say where documents start at less cost. With a
-                state a row is one document: there a restart is refused on a CPU, and not seen on a GPU.
+            cp_context: the split of one packed row over many ranks. hidden_states are this rank's tokens, and the
+                state's rows are this rank's sequences. Excludes attention_mask and cu_seqlens, and needs mode "chunk".
+            position_ids: [B, T] or [1, T]. A 0 after another token starts a document, which does not see the document
+                before it. Ignored if there are cu_seqlens or a cp_context, which say where documents start at less
+                cost. With a state a row is one document: a restart is then refused on a CPU, and not noticed on a GPU.
 
         Returns:
             [B, T, D] in hidden_states' dtype.
 
         Raises:
-            ValueError: if a shape or dtype is not as above, or arguments that exclude each other are given.
+            ValueError: if a shape or dtype is not as above, or if arguments exclude each other.
         """
         if cp_context is not None:
             if self.mode != "chunk":
@@ -167,7 +168,7 @@ class Mixer(GateMarks):
             state.conv, state.recurrent = conv, recurrent
         return packing.unpack(self.output(o, x))
 
-    # What comes before the op and after it, for engines that keep the states themselves (flash_delta.ops.serving).
+    # The layer's work before and after the op, for engines that keep the states themselves (flash_delta.ops.serving).
 
     def tokens(
         self,
@@ -178,20 +179,20 @@ class Mixer(GateMarks):
         cp_context: ContextParallel | None = None,
         seq_idx: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-        """What the op reads of the tokens.
+        """The op's arguments that are computed from the tokens.
 
         Args:
             x: the layer's input [B, T, D].
-            conv: the convolutions' states [N, D, W] to start from, as in `MixerState`; None means zeros.
+            conv: the convolutions' initial states [N, D, W], as in `MixerState`; None means zeros.
             keep_state: whether to return the states after the last token.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
-            cp_context: the split of which these are one rank's sequences; cu_seqlens are its own.
+            cp_context: the split of a row over ranks. The tokens and cu_seqlens are this rank's.
             seq_idx: numbers of the tokens' documents [B, T], for the convolutions; see `documents.py`.
 
         Returns:
             The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
-            [B, T, HV], raw as `options` tells the op; and the convolutions' states or None. Where the op has no g or
-            beta, they are not there.
+            [B, T, HV], raw if `options` tells the op so; and the convolutions' states or None. If the op has no g or
+            beta, they are left out.
         """
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         halo = None
@@ -204,8 +205,8 @@ class Mixer(GateMarks):
         return self._heads(q, k, v) | gates, conv
 
     def options(self) -> dict[str, Any]:
-        """The op's arguments that are the layer's and not the tokens', by name: any op of the layer's member, the
-        serving ops included, is called with them."""
+        """The op's arguments that depend on the layer and not on the tokens, by name. All ops of the layer's member
+        take them, also the serving ops."""
         return {"backend": self.backend}
 
     def output(self, o: Tensor, x: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ class Mixer(GateMarks):
         cu_seqlens: Tensor | None,
         seq_idx: Tensor | None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
-        """q, k, v before -> after their convolutions, and the convolutions' states if they are kept."""
+        """q, k, v before their convolutions -> after them, and the convolutions' states if they are kept."""
         if not self.use_short_conv:
             acted = zip(projected, self.activations, strict=True)
             return tuple(y if activation is None else F.silu(y) for y, activation in acted), None
@@ -237,7 +238,7 @@ class Mixer(GateMarks):
 
 
 def head_width(layer: str, name: str, hidden_size: int, expand: float, num_heads: int) -> int:
-    """The width of each head, where ``expand``, the argument ``name``, times the hidden size is that of all heads."""
+    """The width of each head. All heads together have ``expand`` (the argument ``name``) times the hidden size."""
     hidden_size, num_heads = as_size(layer, "hidden_size", hidden_size), as_size(layer, "num_heads", num_heads)
     expand = as_float(layer, name, expand, "a positive number", lowest=1 / hidden_size)
     total = round(hidden_size * expand)

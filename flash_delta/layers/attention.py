@@ -1,4 +1,4 @@
-"""Softmax attention with grouped key heads and rotary positions: the other half of a hybrid model."""
+"""Softmax attention with grouped key heads and rotary positions, for hybrid models."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
-        Packed sequences and documents take a [T, T] mask, so memory grows with the square of the row's length; over
-        ranks, each has the keys and values of all and its own rows of that mask. They cannot be combined with a state,
-        because cached keys of different lengths have no common row.
+        Packed sequences and documents need a [T, T] mask, so memory grows with the square of the row's length. If a row
+        is split over ranks, each rank has the keys and values of all ranks and its own rows of the mask. Packed rows
+        cannot be combined with a state, because caches of different lengths do not form one row.
 
-        position_ids [B, T] or [1, T] also say by which positions q and k are rotated. None means that each sequence
-        counts its tokens from 0, padding excluded, and continues counting after a state.
+        position_ids [B, T] or [1, T] are also the positions by which q and k are rotated. If they are None, positions
+        count the tokens of each sequence from 0, without padding, and after a state they continue.
 
         Raises:
             ValueError: as `GatedDeltaNet.forward`, if state and cu_seqlens (or cp_context) are both given, or if
@@ -131,8 +131,8 @@ class Attention(nn.Module):
 
 
 class _Layout(NamedTuple):
-    """Who attends to whom: positions [B or 1, T]; allowed [B or 1, 1, T, S] bool, None for plain causal; valid
-    [B, T] bool, None if every token counts."""
+    """Which tokens attend to which: positions [B or 1, T]; allowed [B or 1, 1, T, S] bool, None for a causal mask;
+    valid [B, T] bool, None if every token counts."""
 
     positions: Tensor
     allowed: Tensor | None
@@ -142,7 +142,7 @@ class _Layout(NamedTuple):
         return x if self.valid is None else x.where(self.valid[..., None], 0)
 
     def within(self, seq_idx: Tensor | None) -> _Layout:
-        """The same, and every token within its own document; seq_idx [B or 1, T]."""
+        """The same layout, where each token also attends only within its own document; seq_idx [B or 1, T]."""
         if seq_idx is None:
             return self
         same = (seq_idx[:, :, None] == seq_idx[:, None, :])[:, None]  # [B or 1, 1, T, T]
@@ -159,25 +159,25 @@ def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> 
     if key_mask is None:
         return _Layout(slots[None, past:], causal[None, None], None)
     positions = (key_mask.cumsum(1) - 1).clamp(min=0)[:, past:]
-    # A padding token sees itself: a row without any key would be NaN, in the backward too.
+    # A padding token attends to itself. A row without any key would be NaN, also in the backward pass.
     allowed = causal & key_mask[:, None, :] | (slots == slots[past:, None])
     return _Layout(positions, allowed[:, None], key_mask[:, past:])
 
 
 def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
-    """One row of sequences; what lies after the last boundary counts as one more sequence, of padding."""
+    """One row of sequences. Tokens after the last boundary count as one more sequence, which is padding."""
     tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     return _row_layout(tokens, tokens, cu_seqlens.long())
 
 
 def split_layout(context: ContextParallel, device: torch.device) -> _Layout:
-    """This rank's tokens of such a row, with the keys of all ranks."""
+    """The layout of this rank's tokens of a row, with the keys of all ranks."""
     tokens = torch.arange(context.split.total, device=device)
     return _row_layout(context.shard(tokens, dim=0), tokens, context.place(context.split.cu_seqlens, device))
 
 
 def _row_layout(queries: Tensor, keys: Tensor, boundaries: Tensor) -> _Layout:
-    """queries [T], keys [S]: their places in a row of sequences."""
+    """The layout for queries [T] and keys [S], which are given by their places in a row of sequences."""
     sequence_of_query, sequence_of_key = (torch.searchsorted(boundaries[1:], x, right=True) for x in (queries, keys))
     allowed = (sequence_of_key == sequence_of_query[:, None]) & (keys <= queries[:, None])
     positions = queries - boundaries[sequence_of_query]
@@ -185,7 +185,8 @@ def _row_layout(queries: Tensor, keys: Tensor, boundaries: Tensor) -> _Layout:
 
 
 def _rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [B, T] -> cos, sin [B, 1, T, width / 2], in fp32 or wider: a half cannot hold a long position."""
+    """positions [B, T] -> cos, sin [B, 1, T, width / 2], in fp32 or wider, because 16 bits cannot hold a long
+    position."""
     dtype = torch.promote_types(dtype, torch.float32)
     frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width)
     angle = positions[:, None, :, None].to(dtype) * frequency
@@ -193,7 +194,7 @@ def _rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """x [B, heads, T, head_dim]: channel i and channel i + head_dim / 2 turn as a pair."""
+    """Rotates x [B, heads, T, head_dim]. Channels i and i + head_dim / 2 are a pair."""
     cos, sin = rotation
     left, right = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)

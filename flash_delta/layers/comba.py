@@ -24,7 +24,7 @@ class Comba(ScalarGateMixer):
         S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - S_{t-1}^T p_t)^T,    o_t = K^{-1/2} S_t^T q_t
 
     and then y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). `decay` and `D` are [H], `A_log` and `dt_bias` [HV]. The
-    division takes `decay` out of p_t again, as in fla: it acts through q_t only.
+    division by the norm cancels `decay` in p_t, as in fla. So `decay` has an effect only through q_t.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.
@@ -37,7 +37,7 @@ class Comba(ScalarGateMixer):
         use_output_gate: whether the output norm is gated by g_proj. Default True.
         use_output_correction: whether D p_t is subtracted from the queries. Default True.
         use_inner_decay: whether p_t is sigmoid(decay) k_t instead of k_t. Default True.
-        correction_factor: where `D` starts. Default 1.
+        correction_factor: the initial value of `D`. Default 1.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
         layer_idx: the place of the layer in its model. The layer does not use it.
@@ -111,7 +111,7 @@ class Comba(ScalarGateMixer):
     def _separate(
         self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        p = tokens["p"].masked_fill(starts(seq_idx)[..., None, None], 0)  # it would erase from the document before
+        p = tokens["p"].masked_fill(starts(seq_idx)[..., None, None], 0)  # or it erases from the document before
         return super()._separate(tokens | {"p": p}, options, seq_idx)
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:

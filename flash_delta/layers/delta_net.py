@@ -28,22 +28,22 @@ class DeltaNet(Mixer):
     and then y_t = o_proj(RMSNorm(o_t)), with `use_gate` o_proj(RMSNorm(o_t) * silu(g_proj(x_t))).
 
     Args:
-        mode: "chunk", or "fused_recurrent" to step through the tokens always. Default "chunk"; without gradients
-            short inputs are stepped through in both.
+        mode: "chunk", or "fused_recurrent" to always run token by token. Default "chunk". Without gradients, short
+            inputs run token by token in both modes.
         hidden_size: width D of the input and output. Default 1024.
         expand_k: width of all keys, H * K, as a multiple of hidden_size. Default 1.
         expand_v: width of all values, H * V, as a multiple of hidden_size. Default 1.
         num_heads: heads H. Default 4.
-        use_beta: whether b_proj makes the write strength; else it is 1. Default True.
+        use_beta: whether b_proj computes the write strength. Otherwise it is 1. Default True.
         use_gate: whether the output norm is gated by g_proj. Default False.
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
         allow_neg_eigval: beta twice as large (arXiv:2411.12537). Default False.
         layer_idx: the place of the layer in its model. The layer does not use it.
-        qk_activation: of q and k after the convolution: "silu", "relu", "elu" (plus 1) or "identity". Default "silu",
-            which v has always.
-        qk_norm: "l2", or "sum": q and k are divided by the sum of their absolute values. Default "l2".
+        qk_activation: the activation of q and k after the convolution: "silu", "relu", "elu" (plus 1) or "identity".
+            Default "silu". v always has "silu".
+        qk_norm: "l2", or "sum", which divides q and k by the sums of their absolute values. Default "l2".
         norm_eps: eps of the output norm. Default 1e-5.
         backend: the backend of the ops, the convolutions and the norm. Default None: each chooses.
 
@@ -105,7 +105,7 @@ class DeltaNet(Mixer):
         self._add_norm(as_bool(layer, "use_gate", use_gate), norm_eps)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        if self.qk_activation != "silu":  # which is the convolution's
+        if self.qk_activation != "silu":  # the convolution applies "silu"
             q, k = map(ACTIVATIONS[self.qk_activation], (q, k))
         heads = super()._heads(q, k, v)
         if self.qk_norm == "sum":
@@ -139,12 +139,12 @@ def sum_norm(x: Tensor) -> Tensor:
 
 
 def _delta_rule(recurrent: bool, beta: Tensor, g: Tensor | None = None, **rest: Any) -> tuple[Tensor, Tensor | None]:
-    """Only documents and single tokens need an op with a log decay; that of 0 is exact."""
+    """Calls the op. Only documents and single tokens need an op with a log decay. A log decay of 0 is exact."""
     if not recurrent:
         return chunk_delta_rule(beta=beta, **rest) if g is None else chunk_gated_delta_rule(beta=beta, g=g, **rest)
     return fused_recurrent_gated_delta_rule(beta=beta, g=_no_decay(beta) if g is None else g, **rest)
 
 
 def _no_decay(beta: Tensor) -> Tensor:
-    """Log decays [B, T, H]."""
+    """Log decays [B, T, H] that are 0."""
     return beta.new_zeros(beta.shape, dtype=torch.promote_types(beta.dtype, torch.float32))

@@ -1,8 +1,8 @@
-"""Documents side by side in rows [B, T], told by positions that restart at 0, and kept apart on the device.
+"""Rows [B, T] with several documents, which positions that restart at 0 mark, and which are kept apart on the device.
 
-``seq_idx`` [B, T] numbers the documents of a row: a token may see those of its own number. It takes the place of bounds
-where nobody counted the documents: its shape does not depend on how many there are, and no value is read. Bounds would
-have to allow for B * T sequences, and kernels start programs for every sequence that there may be.
+``seq_idx`` [B, T] numbers the documents of a row. A token sees only tokens with its own number. It replaces bounds if
+the host does not know how many documents there are: its shape does not depend on their number, and the host reads no
+value. Bounds would need room for B * T sequences, and kernels would start programs for each of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from flash_delta.ops._transforms import is_traced
 def number_documents(position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Positions [B, T] -> seq_idx [B, T], int64, from 0 on.
 
-    A document starts at a position 0 that follows another token of its row. Padding is no token: neither the zeros in
-    front of a prompt, nor the one where it begins, are a start.
+    A document starts at a position 0 that follows another token of its row. Padding is no token. So neither the zeros
+    of padding before a prompt start a document, nor the 0 where the prompt begins.
 
     Args:
         position_ids: [B, T], or [1, T] for all rows.
-        attention_mask: [B, past + T] of which the last T columns are these tokens'; nonzero marks a token. None: all.
+        attention_mask: [B, past + T]. The last T columns are for these tokens, and nonzero marks a token. None: all
+            are.
     """
     T, device = position_ids.shape[1], position_ids.device
     if attention_mask is None:
@@ -35,10 +36,10 @@ def number_documents(position_ids: Tensor, attention_mask: Tensor | None = None)
 
 
 def forget_at_starts(g: Tensor, seq_idx: Tensor) -> Tensor:
-    """Log decays [B, T, HV] or [B, T, HV, K], and -inf where a document starts: the state decays to exactly 0 there.
+    """Log decays [B, T, HV] or [B, T, HV, K] with -inf where a document starts, so that the state decays to exactly 0.
 
-    That separates wherever the erase reads the decayed state. Comba's reads the state before: there the erase key of a
-    document's first token has to be 0, too.
+    This separates documents if the erase step reads the decayed state. Comba's erase step reads the state before the
+    decay. So for Comba the erase key of a document's first token has to be 0, too.
     """
     first = starts(seq_idx)
     return g.masked_fill(first.view(*first.shape, *[1] * (g.dim() - 2)), -torch.inf)
@@ -50,8 +51,8 @@ def starts(seq_idx: Tensor) -> Tensor:
 
 
 def refuse_restarts(position_ids: Tensor, attention_mask: Tensor | None, beside: str) -> None:
-    """Refuse documents where rows have to be one each, if the host sees the values: those of a GPU it would wait for,
-    and a tracer has none.
+    """Refuse rows with several documents, if the host can read the values. It does not wait for those of a GPU, and a
+    tracer has no values.
 
     Raises:
         ValueError: if positions on a CPU restart.
@@ -72,12 +73,13 @@ def read_documents(
     cu_seqlens: Tensor | None,
     state: object | None,
 ) -> Tensor | None:
-    """Of a layer's arguments the documents' numbers, [B or 1, T]; None where nothing has to be kept apart by them.
+    """The numbers of documents [B or 1, T] from a layer's arguments. None if they are not needed.
 
-    That is so without positions, beside cu_seqlens, for one token, and with a state: a row is one document then.
+    They are not needed without positions, with cu_seqlens, for one token, and with a state, where a row is one
+    document.
 
     Raises:
-        ValueError: if position_ids have another shape than [B, T] or [1, T], or restart beside a state.
+        ValueError: if position_ids have another shape than [B, T] or [1, T], or restart although there is a state.
     """
     if position_ids is None:
         return None

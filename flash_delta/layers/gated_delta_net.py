@@ -27,8 +27,8 @@ class GatedDeltaNet(ScalarGateMixer):
         head_dim: key width K. Default 256.
         num_heads: key heads H. Default 6.
         num_v_heads: value heads HV, a multiple of H; None means H.
-        mode: "chunk", or "fused_recurrent" to step through the tokens always. Default "chunk"; without gradients
-            short inputs are stepped through in both.
+        mode: "chunk", or "fused_recurrent" to always run token by token. Default "chunk". Without gradients, short
+            inputs run token by token in both modes.
         use_gate: whether the output norm is gated by g_proj. Default True.
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.

@@ -34,11 +34,11 @@ class KimiDeltaAttention(DeltaMixer):
         head_dim: key width K. Default 128.
         num_heads: key heads H. Default 16.
         num_v_heads: value heads HV, a multiple of H; None means H.
-        mode: "chunk", or "fused_recurrent" to step through the tokens always. Default "chunk"; without gradients
-            short inputs are stepped through in both.
+        mode: "chunk", or "fused_recurrent" to always run token by token. Default "chunk". Without gradients, short
+            inputs run token by token in both modes.
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
-        safe_gate: promises the op that log decays lie in [lower_bound, 0); A_log then starts at 0. Default False.
+        safe_gate: promises the op that log decays are in [lower_bound, 0). A_log then starts at 0. Default False.
         lower_bound: the least log decay per token, in [-5, 0). Default None: no bound, the softplus gate.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.

@@ -1,7 +1,7 @@
-"""From a padded batch to one packed row and back, without asking the device for a number.
+"""Turns a padded batch into one packed row and back, without reading a number from the device.
 
-A padding token must not reach the delta rule: even with zero inputs its gate would decay the state
-(Gated DeltaNet: softplus(dt_bias) > 0), and the convolution would see it. So the layers drop padding altogether.
+A padding token must not reach the delta rule. Even with zero inputs its gate would decay the state (Gated DeltaNet:
+softplus(dt_bias) > 0), and the convolution would read it. So the layers remove padding.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flash_delta.ops._transforms import is_traced
 class Packing:
     """How the tokens of hidden states [B, T, D] are laid out while they are mixed.
 
-    valid: [B, T] bool, the tokens that count; None if all do.
+    valid: [B, T] bool, the tokens that count; None if all tokens count.
     cu_seqlens: [N + 1] boundaries of the packed sequences; None for a plain batch.
-    order, inverse: [B * T], the tokens in packed order (valid ones first, batch by batch, time running within) and
-        where each one went; None if the rows stay where they are.
+    order, inverse: [B * T], the tokens in packed order (valid tokens first, row by row, in order of time) and the place
+        of each token in that order; None if tokens keep their places.
     """
 
     valid: Tensor | None = None
@@ -39,13 +39,14 @@ class Packing:
             return cls(valid=(tokens < cu_seqlens[-1])[None], cu_seqlens=cu_seqlens)
         if mask is None or _counts_all(mask):
             return cls()
-        # A stable sort is what keeps (batch, time) order among the valid tokens.
+        # A stable sort keeps the (batch, time) order of the valid tokens.
         order = torch.argsort(mask.flatten(), descending=True, stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(mask, F.pad(mask.sum(1).cumsum(0), (1, 0)), order, inverse)
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]; tokens that do not count become 0, NaN included."""
+        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]. Tokens that do not count become 0, even if they are
+        NaN."""
         if self.valid is not None:
             x = x.where(self.valid[..., None], 0)
         return x if self.order is None else x.flatten(0, 1).index_select(0, self.order)[None]
@@ -90,7 +91,8 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
 
 
 def refuse_floats(name: str, mask: Tensor) -> None:
-    """Refuse a mask that is not of bool or integers: 0 is padding in one convention of floats, a token in another."""
+    """Refuse a mask of floats. There are two conventions for floats: 0 means padding in one and a token in the
+    other."""
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(
             f"{name}: expected bool or integers, nonzero for a token, got {mask.dtype}: give `{name} != 0` if tokens "
@@ -99,7 +101,7 @@ def refuse_floats(name: str, mask: Tensor) -> None:
 
 
 def check_positions(hidden_states: Tensor, position_ids: Tensor) -> None:
-    """Refuse positions that are not [B, T] or, the same for all rows, [1, T]."""
+    """Refuse positions that are neither [B, T] nor [1, T] (the same for all rows)."""
     B, T, _ = hidden_states.shape
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, B) or position_ids.shape[1] != T:
         expected, got = f"[B, T] = {[B, T]} or [1, T] = {[1, T]}", list(position_ids.shape)
@@ -113,5 +115,5 @@ def check_width(hidden_states: Tensor, width: int) -> None:
 
 
 def _counts_all(mask: Tensor) -> bool:
-    """Whether the host sees that there is no padding: a GPU would have to be waited for, and a tracer has no values."""
+    """Whether the host can see that there is no padding. It does not wait for a GPU, and a tracer has no values."""
     return mask.device.type == "cpu" and not is_traced(mask) and bool(mask.all())

@@ -20,7 +20,7 @@ NAMES = "gelu", "logsigmoid", "relu", "sigmoid", "silu", "sqrelu", "swish"
 class SimpleGatedLinearAttention(Mixer):
     """Gated linear attention (arXiv:2312.06635) with one decay per head and token. It erases nothing.
 
-    Equation, per head, with q_t, k_t as they come from their projections, convolutions and the feature map::
+    Equation, per head, where q_t, k_t are the results of projections, convolutions and the feature map::
 
         g_t = logsigmoid(gk_proj(x_t)) / gate_logit_normalizer
         S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
@@ -33,8 +33,9 @@ class SimpleGatedLinearAttention(Mixer):
         expand_k: width of all keys, H * K, as a multiple of hidden_size. Default 1.
         expand_v: width of all values, H * V, as a multiple of hidden_size. Default 1.
         num_heads: heads H of the queries and the state. Default 4.
-        num_kv_heads: heads of k and v, a divisor of H, each for H / num_kv_heads queries; None means H.
-        feature_map: of q and k: "relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu". Default None.
+        num_kv_heads: heads of k and v, a divisor of H. Each serves H / num_kv_heads heads of queries. None means H.
+        feature_map: applied to q and k: "relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu". Default
+        None.
         use_short_conv: whether q, k, v pass a short causal convolution and silu. Default True.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
@@ -42,8 +43,8 @@ class SimpleGatedLinearAttention(Mixer):
         elementwise_affine: whether the output norm has a weight. Default True.
         norm_eps: eps of the output norm. Default 1e-5.
         gate_logit_normalizer: divides the log decays. Default 16.
-        fuse_norm: whether norm and gate are one kernel where gate_fn is "swish". The norm is `g_norm_swish_gate` then,
-            otherwise `g_norm`. Default True.
+        fuse_norm: whether norm and gate are one kernel if gate_fn is "swish". The norm's name is then
+            `g_norm_swish_gate`, otherwise `g_norm`. Default True.
         layer_idx: the place of the layer in its model. The layer does not use it.
         backend: the backend of the ops, the convolutions and the norm. Default None: each chooses.
 

@@ -1,4 +1,4 @@
-"""What a mixer remembers between calls. A layer given a state starts from it and leaves the new one in it."""
+"""The states of mixers between calls. A layer that gets a state starts from it and leaves the new state in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class MixerState:
-    """The state of a delta-rule layer: a fixed size, whatever the number of tokens seen. Both start as None.
+    """The state of a delta-rule layer. Its size does not depend on the number of tokens. Both attributes start as None.
 
     Attributes:
         conv: last W inputs of the q, k and v convolutions, three tensors [N, D, W]; None before the first token or
@@ -40,12 +40,12 @@ class MixerState:
 
 @dataclass
 class AttentionState:
-    """The state of a softmax-attention layer: it grows with the S tokens seen. All start as None.
+    """The state of a softmax-attention layer. It grows with the number S of tokens. All attributes start as None.
 
     Attributes:
         keys: [N, HKV, S, head_dim], already rotated.
         values: [N, HKV, S, head_dim].
-        mask: which of them are tokens and not padding, [N, S] bool; None while no padding was ever given.
+        mask: [N, S] bool, False for padding; None as long as there was no padding.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class AttentionState:
         return 0 if self.keys is None else self.keys.shape[2]
 
     def extended_mask(self, mask: Tensor | None, T: int) -> Tensor | None:
-        """The mask [N, S + T] once T tokens with `mask` [N, T] (None: all count) follow; None without any padding."""
+        """The mask [N, S + T] after T more tokens with `mask` [N, T] (None: all count). None if there is no padding."""
         if mask is None and self.mask is None:
             return None
         known = self.mask if mask is None else mask

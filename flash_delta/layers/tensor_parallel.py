@@ -1,4 +1,4 @@
-"""A mixer's heads over the ranks of a group: a plan for `parallelize_module`."""
+"""Splits a mixer's heads over the ranks of a group, by a plan for `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from flash_delta.layers.kimi_delta_attention import KimiDeltaAttention
 
 
 def tensor_parallel_plan(layer: GatedDeltaNet | KimiDeltaAttention) -> dict[str, ParallelStyle]:
-    """What `parallelize_module` needs so that each rank of a group computes some of a layer's heads.
+    """The plan with which `parallelize_module` lets each rank of a group compute some of a layer's heads.
 
-    The number of key heads has to be a multiple of the number of ranks. Input and output of the layer are whole on
-    every rank; of a state each rank has its own heads. FSDP2 may be applied after it, over another dimension of the
-    mesh.
+    The number of key heads has to be a multiple of the number of ranks. Every rank has the layer's whole input and
+    output, and the states of its own heads. You may apply FSDP2 afterwards, over another dimension of the mesh.
 
     Args:
         layer: the layer that will be parallelized.
 
     Returns:
-        A style for each of its modules, and for "" one for the layer's own parameters.
+        A style for each of the layer's modules. The style for "" is for the layer's own parameters.
 
     Raises:
         ValueError: for another layer; in `parallelize_module`, if heads do not divide.
@@ -37,7 +36,7 @@ def tensor_parallel_plan(layer: GatedDeltaNet | KimiDeltaAttention) -> dict[str,
     if not isinstance(layer, GatedDeltaNet | KimiDeltaAttention):
         raise ValueError(f"layer: expected a GatedDeltaNet or KimiDeltaAttention, got {type(layer).__name__}")
     split = ["q_proj", "k_proj", "v_proj", "b_proj"]
-    if isinstance(layer, KimiDeltaAttention):  # the first matrix of two is all heads'
+    if isinstance(layer, KimiDeltaAttention):  # the first of the two matrices is for all heads
         split += ["f_proj.1", "g_proj.1"]
     else:
         split += ["a_proj", "g_proj"] if layer.use_gate else ["a_proj"]
@@ -49,7 +48,8 @@ def tensor_parallel_plan(layer: GatedDeltaNet | KimiDeltaAttention) -> dict[str,
 
 
 class _Laid(ParallelStyle):
-    """A module's own parameters, split or on every rank; it computes with what its rank has."""
+    """Splits a module's own parameters over ranks, or copies them to every rank. The module computes with its rank's
+    part."""
 
     def __init__(self, placement: Shard | Replicate):
         super().__init__()
@@ -62,6 +62,6 @@ class _Laid(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             laid = nn.Parameter(distribute_tensor(parameter.detach(), device_mesh, [self.placement]))
             laid.requires_grad_(parameter.requires_grad)
-            vars(laid).update(vars(parameter))  # the mark that weight decay leaves it alone
+            vars(laid).update(vars(parameter))  # copies the mark `_no_weight_decay`
             module.register_parameter(name, laid)
         return module

@@ -16,7 +16,7 @@ AutoConfig.register(FlashDeltaConfig.model_type, FlashDeltaConfig)
 AutoModel.register(FlashDeltaConfig, FlashDeltaModel)
 AutoModelForCausalLM.register(FlashDeltaConfig, FlashDeltaForCausalLM)
 AutoModelForSequenceClassification.register(FlashDeltaConfig, FlashDeltaForSequenceClassification)
-# `register` does not add this name, by which Trainer's label smoothing knows that labels have to be shifted.
+# Trainer's label smoothing shifts labels only for models in this table, and `register` does not add them.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashDeltaConfig.model_type] = FlashDeltaForCausalLM.__name__
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One block of a FlashDelta model: x + mixer(norm(x)), then x + mlp(norm(x)), the mixer as the configuration says."""
+"""One block of a FlashDelta model: x + mixer(norm(x)), then x + mlp(norm(x)). The configuration names the mixer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_mixer(config: FlashDeltaConfig, layer_idx: int) -> nn.Module:
     }
     if name == "gdn":
         return GatedDeltaNet(**shared)
-    # A bounded gate keeps safe_gate's promise by construction.
+    # Log decays of a bounded gate are never below the bound, so safe_gate's promise holds.
     return KimiDeltaAttention(**shared, lower_bound=config.lower_bound, safe_gate=config.lower_bound is not None)
 
 

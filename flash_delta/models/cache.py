@@ -1,4 +1,4 @@
-"""What a FlashDelta model remembers between calls, in the form `generate` of transformers works with."""
+"""The states of a FlashDelta model between calls, as a cache for `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flash_delta.models.configuration import FlashDeltaConfig
 class FlashDeltaCache(Cache):
     """One state per layer: `MixerState` (`.conv`, `.recurrent`) or, for softmax attention, `AttentionState`.
 
-    A recurrent state cannot forget its last tokens again, so `crop` refuses.
+    The last tokens cannot be removed from a recurrent state, so `crop` raises an error.
 
     Args:
         config: the model's configuration; it says which layer needs which state.
@@ -38,11 +38,11 @@ class FlashDeltaCache(Cache):
         self.seen_tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen so far, padding included: the same in every layer."""
+        """The number of tokens so far, with padding. It is the same in every layer."""
         return self.seen_tokens
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: no layer has a maximum."""
+        """-1, because no layer has a maximum."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -60,9 +60,9 @@ class FlashDeltaCache(Cache):
             layer.select(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue each beam from the one it came from, beam_idx [B]."""
+        """Replace the states of each beam by those of the beam that it continues, beam_idx [B]."""
         self.batch_select_indices(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise NotImplementedError: a recurrent state does not hold what it was before its last tokens."""
+        """Raise NotImplementedError, because an earlier recurrent state cannot be computed from a later one."""
         raise NotImplementedError("crop: a recurrent state cannot be rolled back; keep a copy of the cache instead")

@@ -15,9 +15,9 @@ class FlashDeltaConfig(PreTrainedConfig):
         hidden_size: width of the residual stream. Default 1024.
         intermediate_size: width of the SwiGLU MLP; None means 8/3 hidden_size, rounded up to a multiple of 64.
         num_hidden_layers: number of blocks. Default 24.
-        mixers: one of "gdn", "kda", "attention" per block; None means it is built from the next two.
+        mixers: one of "gdn", "kda", "attention" per block. None means that the next two arguments decide.
         mixer: the mixer of the blocks that are not attention. Default "gdn".
-        attention_every: every n-th block is softmax attention; None means none is.
+        attention_every: n, if every n-th block is softmax attention. None means that no block is.
         num_heads, num_v_heads, head_dim, expand_v, conv_size, allow_neg_eigval: as in `GatedDeltaNet` and
             `KimiDeltaAttention`. Defaults 8, None, 128, 1.0, 4, False.
         lower_bound: bound of KDA's log decay per token, in [-5, 0); None means the softplus gate.
@@ -75,7 +75,7 @@ class FlashDeltaConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        """Fill in what follows from other sizes and check; kwargs are transformers' own common settings."""
+        """Compute sizes that follow from others, and check all. kwargs are transformers' own common settings."""
         if self.attention_every is not None and self.attention_every < 1:
             raise ValueError(f"attention_every: expected a positive number or None, got {self.attention_every}")
         if self.intermediate_size is None:

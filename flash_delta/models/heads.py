@@ -1,4 +1,4 @@
-"""The decoder with an output layer: next tokens and their loss, or labels of rows."""
+"""The decoder with an output layer, for next tokens and their loss or for labels of rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         torch.Size([1, 7])
     """
 
-    accepts_loss_kwargs = True  # num_items_in_batch, of Trainer
+    accepts_loss_kwargs = True  # Trainer passes num_items_in_batch
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers asks for a dict)
 
     def __init__(self, config: FlashDeltaConfig) -> None:
@@ -45,7 +45,8 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """False: `generate` leaves making the cache to the model, whose states fit no cache of transformers."""
+        """False, so that `generate` lets the model make its cache. Its states do not fit into a cache of
+        transformers."""
         return False
 
     @can_return_tuple
@@ -73,14 +74,14 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, T], usually input_ids; the label at t + 1 is the target at t. -100 is ignored, and so are the
-                first token of every packed sequence or document and the tokens after the last sequence. Not with
-                cp_context: a target may be another rank's token.
-            logits_to_keep: compute the logits of the last so many tokens only, 0 means all; or those of the tokens with
-                these indices [M]. Not with labels.
-            num_items_in_batch: divide the sum over the targets by it, as Trainer asks for where a step has several
-                batches; None means by the number of targets.
-            cu_seq_lens_q: cu_seqlens by the name that `DataCollatorWithFlattening` gives it. What it adds,
-                cu_seq_lens_k, max_length_q and max_length_k, says nothing more and is not read.
+                first token of every packed sequence or document and the tokens after the last sequence. Not allowed
+                with cp_context, because a target may be another rank's token.
+            logits_to_keep: how many of the last tokens get logits, where 0 means all; or the indices [M] of the tokens
+                that get logits. Not allowed with labels.
+            num_items_in_batch: the loss is the sum over the targets divided by this number. Trainer passes it if a step
+                has several batches. None means the number of targets.
+            cu_seq_lens_q: cu_seqlens under the name that `DataCollatorWithFlattening` uses. cu_seq_lens_k, max_length_q
+                and max_length_k, which the collator adds, contain nothing more and are not read.
 
         Returns:
             loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size], and past_key_values,
@@ -141,7 +142,7 @@ class FlashDeltaForSequenceClassification(GenericForSequenceClassification, Flas
         torch.Size([1, 3])
     """
 
-    accepts_loss_kwargs = False  # its loss is a mean over rows: Trainer divides it by the batches of a step
+    accepts_loss_kwargs = False  # a mean over rows: Trainer divides it by the number of batches
 
 
 def _kept(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

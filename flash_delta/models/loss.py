@@ -14,8 +14,8 @@ def next_token_loss(
     seq_idx: Tensor | None,
     num_items_in_batch: int | Tensor | None,
 ) -> Tensor:
-    """Cross entropy of logits [B, T, vocab] at t against labels [B, T] at t + 1, within each sequence: of bounds
-    ``cu_seqlens``, or of tokens with the same number in ``seq_idx`` [B or 1, T]."""
+    """Cross entropy of logits [B, T, vocab] at t against labels [B, T] at t + 1, within each sequence. Sequences are
+    given by bounds ``cu_seqlens``, or as tokens with the same number in ``seq_idx`` [B or 1, T]."""
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels: expected shape [B, T] = {list(logits.shape[:2])}, got {list(labels.shape)}")
     targets = labels[:, 1:]

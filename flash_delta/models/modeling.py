@@ -1,4 +1,4 @@
-"""FlashDelta: a pre-norm decoder, x + mixer(norm(x)) then x + mlp(norm(x)), with a mixer of choice in every block."""
+"""FlashDelta: a pre-norm decoder, x + mixer(norm(x)) then x + mlp(norm(x)), with a chosen mixer in every block."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.get_logger(__name__)
 
 
 class FlashDeltaPreTrainedModel(PreTrainedModel):
-    """What the models share: configuration, initialisation and what transformers should know about them."""
+    """The parts that the models share: configuration, initialisation and settings that transformers reads."""
 
     config_class = FlashDeltaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True  # it is what softmax attention calls
+    _supports_sdpa = True  # softmax attention calls it
     _no_split_modules = ("FlashDeltaBlock",)
     _skip_keys_device_placement = ("past_key_values",)
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
-    _is_stateful = True  # the cache cannot be rolled back, as assisted generation would need
+    _is_stateful = True  # assisted generation would have to roll the cache back, which is impossible
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -86,23 +86,23 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         Args:
             input_ids: [B, T], or inputs_embeds [B, T, hidden_size] in its place.
             attention_mask: [B, T], or [B, past + T] with a cache; zeros are padding, on either side.
-            position_ids: [B, T] or [1, T], as in `GatedDeltaNet.forward`: documents in a row start at 0 each. By these
-                positions softmax attention rotates queries and keys; None counts tokens from 0, padding excluded.
-            past_key_values: the cache to continue from, extended in place; None starts anew.
+            position_ids: [B, T] or [1, T], as in `GatedDeltaNet.forward`: each document in a row starts at 0. Softmax
+                attention rotates queries and keys by these positions. None counts tokens from 0, without padding.
+            past_key_values: the cache to continue from, which is extended in place. None starts without a cache.
             use_cache: whether to return a cache. None means config.use_cache, except in training, for packed rows and
                 for rows with position_ids.
             output_hidden_states: whether to return hidden_states. None means config.output_hidden_states.
-            output_attentions: accepted, with a warning: no mixer returns attention weights. None means
+            output_attentions: accepted with a warning, since no mixer returns attention weights. None means
                 config.output_attentions.
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1), in place of attention_mask.
-            cp_context: the split of one packed row over ranks, of which input_ids are this rank's tokens, in place of
-                attention_mask and cu_seqlens; without a cache.
+            cp_context: the split of one packed row over ranks, in place of attention_mask and cu_seqlens, and without a
+                cache. input_ids are this rank's tokens.
 
         Returns:
             last_hidden_state [B, T, hidden_size]; past_key_values (None without a cache); hidden_states (None unless
-            asked for), the embeddings and what every block returns, the last of them normalised:
-            num_hidden_layers + 1 times [B, T, hidden_size]; attentions, which are None always. With return_dict=False
-            a tuple of those that are not None.
+            asked for): the embeddings and the output of every block, num_hidden_layers + 1 times [B, T, hidden_size],
+            of which the last is normalised; attentions, which are always None. With return_dict=False a tuple of the
+            results that are not None.
 
         Raises:
             ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, if

@@ -7,12 +7,12 @@ from torch.distributed.tensor import DTensor
 
 
 def own_shard(parameter: Tensor) -> Tensor:
-    """What this rank has of a parameter that is split over ranks; a plain one as it is."""
+    """This rank's part of a parameter that is split over ranks. A plain parameter is returned as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def shared(parameter: Tensor) -> Tensor:
-    """A parameter that all ranks have, and each reads for its own heads: its gradient is the sum of theirs."""
+    """A parameter that every rank has and uses for its own heads. Its gradient is the sum of the ranks' gradients."""
     if not isinstance(parameter, DTensor):
         return parameter
     return _Shared.apply(parameter.to_local(), parameter.device_mesh.get_group())

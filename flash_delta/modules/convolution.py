@@ -37,21 +37,21 @@ def causal_conv1d(
     where inputs before t = 0 come from ``initial_state``, or are zeros.
 
     Args:
-        x: inputs [B, T, D], float16, bfloat16, float32 or float64; half precision is accumulated in fp32.
-        weight: taps [D, W], the last one meets the current token; any of these dtypes, as bias and states.
+        x: inputs [B, T, D], float16, bfloat16, float32 or float64; 16-bit inputs are accumulated in fp32.
+        weight: taps [D, W]. The last tap is for the current token. Any of these dtypes; so may be bias and states.
         bias: [D]. Default None: no bias.
         activation: "silu" or None.
         initial_state: the last W inputs of each sequence [N, D, W], oldest first. Default None: zeros. N = B unless
             packed.
         output_final_state: whether to return the state after the last token.
-        cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
-            (B = 1): from 0, not decreasing, at most T. On a GPU that is not checked. Sequences may be empty. Rows after
-            cu_seqlens[-1] are ignored, even if they are NaN.
+        cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row (B =
+            1). They start at 0, do not decrease and are at most T, which is not checked on a GPU. Sequences may be
+            empty. Tokens after cu_seqlens[-1] are ignored, even if they are NaN.
         backend: "triton", "torch" or "hopper", which runs Triton's convolution. It runs the call or refuses it. Default
             None: the one that ``FLASH_DELTA_BACKEND`` names, or else the first that can run the call.
-        seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, in steps of one. A
-            token's inputs are those of its own document. It is for documents whose bounds are not known: it takes W
-            convolutions, where cu_seqlens takes one. Not with states.
+        seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, in steps of one. The
+            convolution at a token reads only the token's own document. Use it if bounds are not known, because it takes
+            W convolutions while cu_seqlens takes one. Not allowed with states.
 
     Returns:
         y [B, T, D] in x's dtype, exactly 0 after cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.
@@ -78,9 +78,9 @@ def causal_conv1d(
 
 
 def _convolve_documents(c: Convolved, activation: str | None, backend: str | None, seq_idx: Tensor) -> Tensor:
-    """A window of W tokens meets at most W documents, so that two of the same number modulo W never meet: the same
-    kernels convolve these, with zeros in place of all others. Zeros are also what stands before a row, so that the
-    bits are those of a document alone."""
+    """Convolves documents in W runs. A window of W tokens covers at most W documents, so never two whose numbers are
+    equal modulo W. Each run has the documents of one remainder, and zeros in place of the others. Zeros also come
+    before a row, so the bits are those of a document alone."""
     y, W = None, c.weight.shape[1]
     place = (seq_idx % W).unsqueeze(-1)  # [B or 1, T, 1]
     for i in range(W):
@@ -100,12 +100,12 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Shift one token per sequence into ``state``, in place, and return the output of the convolution at that token.
 
-    It equals ``causal_conv1d(x[:, None], weight, bias, activation, state, True)``, except that no gradient reaches the
-    state.
+    The result equals that of ``causal_conv1d(x[:, None], weight, bias, activation, state, True)``, but the state gets
+    no gradient.
 
     Args:
         x: one input per sequence [N, D].
-        state: last W inputs of each sequence [N, D, W], oldest first; overwritten with the new last W.
+        state: the last W inputs of each sequence [N, D, W], oldest first. It is overwritten with the new last W inputs.
         weight: taps [D, W].
         bias: [D]. Default None: no bias.
         activation: "silu" or None.
@@ -174,7 +174,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias from U(-1/sqrt(W), 1/sqrt(W)): the fan-in of a depthwise tap row is W."""
+        """Draw weight and bias from U(-1/sqrt(W), 1/sqrt(W)). The fan-in of each channel is W."""
         bound = self.kernel_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

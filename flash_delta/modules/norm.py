@@ -70,10 +70,10 @@ class RMSNorm(nn.Module):
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
         backend: as in :func:`rms_norm`. Default None.
-        elementwise_affine: whether the weight is trained and saved; else it is ones. Default True.
+        elementwise_affine: whether the weight is trained and saved. Otherwise it is ones. Default True.
 
     Raises:
-        ValueError: if hidden_size is below 1 or eps below 0, or they are no numbers.
+        ValueError: if hidden_size is below 1 or eps below 0, or if they are not numbers.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages and drawings: one look for all of them, nothing fetched from elsewhere."""
+"""Self-contained HTML pages and drawings with one look. They load nothing from elsewhere."""
 
 import base64
 import io
@@ -44,7 +44,8 @@ def render(template: str, **values: Any) -> str:
 
 def _data_url(draw: Callable[[], Figure], scheme: str) -> str:
     image = io.StringIO()
-    # Letters as letters, a third of the bytes; no date and no random names, so that equal results give equal pages.
+    # Text as text, which takes a third of the bytes. No date and no random names, so that equal results give equal
+    # pages.
     with style.context([scheme, {"svg.fonttype": "none", "svg.hashsalt": "flash_delta", "font.family": "sans-serif"}]):
         draw().savefig(image, format="svg", transparent=True, dpi=200, metadata={"Date": None})
     return svg_url(image.getvalue())
