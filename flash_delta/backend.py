@@ -1,11 +1,11 @@
-"""What a backend is, and which ones there are. See docs/adding-a-backend.md.
+"""The interface of backends, and the list of backends. See docs/adding-a-backend.md.
 
-A backend is a module with the functions of :class:`Backend`, and beside it perhaps one with those of
-:class:`AroundBackend`. Ops check a call first, so a backend may count on what :class:`~flash_delta.problem.Problem`
+A backend is a module with the functions of :class:`Backend`. It may also have a module with the functions of
+:class:`AroundBackend`. Ops check a call first, so a backend may rely on what :class:`~flash_delta.problem.Problem`
 says. No function waits for the device, and the same call gives the same bits again.
 
-A backend that cannot run packed sequences unless the host knows their lengths either refuses them or has
-``plans_on_host = True``. Then ops wait for the device, read the lengths, and hand them over in ``Problem.lengths``.
+A backend that can run packed sequences only if the host knows their lengths either refuses calls without lengths, or
+has ``plans_on_host = True``. Then ops wait for the device, read the lengths, and pass them in ``Problem.lengths``.
 """
 
 import importlib
@@ -34,41 +34,41 @@ from flash_delta.problem import (
     Slots,
 )
 
-Preference = tuple[int, str | None]  # the higher is asked first; why it is not higher, for `explain`
+Preference = tuple[int, str | None]  # the highest is asked first; for `explain`, why it is not higher
 
 
 class Backend(Protocol):
-    """The gated delta rule. A function that ``unsupported`` rules out for every problem may be missing.
+    """The gated delta rule. A function may be missing if ``unsupported`` refuses all problems that need it.
 
     Shapes, dtypes and devices of ``inputs`` are as :class:`~flash_delta.problem.Inputs` and the problem say. Strides
-    may be any, and values of ``cu_seqlens`` and of indices may be wrong: they must not make a kernel leave its tensors.
+    may be any. Values of ``cu_seqlens`` and of indices may be wrong, but must not make a kernel touch other memory.
     Autocast is off.
 
-    ``known``: None, or an object that is the same for all calls which differ in their tensors' values only. A backend
-    may keep there what it found (``known.launches``), and may ignore it.
+    ``known``: None, or an object that is the same for all calls that differ only in their tensors' values. A backend
+    may keep in ``known.launches`` what it found about the call, or may ignore ``known``.
     """
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why this backend cannot run ``problem``, as the end of a sentence; None if it can. The problem alone decides.
-        It has to be quick, for it is asked for every call of new sizes. While torch.compile traces, sizes may be
-        symbols."""
+        """Why this backend cannot run ``problem``, as the end of a sentence; None if it can. Only the problem decides.
+        The function has to be quick, since it is called for every call of new sizes. While torch.compile traces, sizes
+        may be symbols."""
 
     def preference(self, problem: Problem) -> Preference:
-        """How eager it is to run ``problem``, which it need not support. Backends are asked from the most eager on; of
-        equals the one that was registered first. No length may decide, else a longer call would compile another
-        backend's kernels."""
+        """The backend's preference for ``problem``, even if it does not support it. The backend with the highest number
+        is asked first; of equal ones, that which was registered first. The number must not depend on lengths, or else a
+        longer call would compile another backend's kernels."""
 
     def remark(self, problem: Problem) -> str | None:
-        """What `explain` says of how it would run ``problem``, or None."""
+        """What `explain` says about how this backend would run ``problem``, or None."""
 
     def forward(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
-        """Whole sequences.
+        """Runs whole sequences.
 
         Returns:
-            ``o [B, T, HV, V]`` in ``problem.dtype``; ``final_state`` of ``problem.state_shape`` in
-            ``problem.accumulate``, always, and in memory of its own; with ``problem.needs_grad`` in ``saved`` what
-            ``backward`` wants to have, or nothing, and in ``planned`` what would save it work; with
-            ``problem.keep_states`` the chunks' ``states``. Rows of a packed ``o`` after the last sequence are zeros.
+            ``o [B, T, HV, V]`` in ``problem.dtype``. In a packed ``o``, tokens after the last sequence are zeros.
+            ``final_state`` of ``problem.state_shape`` in ``problem.accumulate``, always, and in its own memory. With
+            ``problem.needs_grad``: in ``saved`` the tensors that ``backward`` needs, if any, and in ``planned`` tensors
+            that would save it work. With ``problem.keep_states``: the chunks' ``states``.
         """
 
     def backward(
@@ -83,45 +83,46 @@ class Backend(Protocol):
         """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` and ``dfinal`` may have
         any strides. ``saved`` is what ``forward`` saved, and then ``planned``, except under torch.compile. It is
         empty after ``step``, and under torch.compile without ``empty_saved``. Under torch.compile autograd records
-        nothing in here."""
+        nothing in this function."""
 
     def step(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
-        """As ``forward``, token by token, for ``problem.recurrent``: T calls of one token, with the state handed on,
-        have to give the bits of one call."""
+        """As ``forward``, token by token, for ``problem.recurrent``. T calls with one token each, which pass the state
+        on, have to give the same bits as one call."""
 
     def decode(
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
     ) -> Tensor:
-        """One token or a draft of every row, on a pool of states, which is written in place. ``o [B, T, HV, V]``,
-        contiguous, in ``problem.dtype``; ``slots.out`` if it is there. An index outside of the pool, or
-        ``problem.null_slot``, reads zeros and writes nothing. With ``slots.write_pool`` that pool is written, and the
-        other is only read. With ``problem.most_tokens`` rows are packed and have lengths of their own. With
-        ``problem.taps`` a short convolution comes before the rule, with ``problem.eps`` a gated norm after it, of o as
-        it is rounded or before that."""
+        """Runs one token or a draft of every row, on a pool of states that is written in place. Returns ``o [B, T, HV,
+        V]``, contiguous, in ``problem.dtype``, or ``slots.out`` if there is one. An index outside of the pool, or
+        ``problem.null_slot``, reads zeros and writes nothing. If there is a ``slots.write_pool``, that pool is written
+        and the other one only read. With ``problem.most_tokens`` rows are packed and have different lengths. With
+        ``problem.taps`` a short convolution comes before the rule. With ``problem.eps`` a gated norm comes after it, of
+        o before or after its rounding."""
 
     def prefill(
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
     ) -> Tensor:
-        """Packed sequences on from their states in a pool, which is written in place. ``o [1, T, HV, V]``, contiguous,
-        in ``problem.dtype``; ``slots.out`` if it is there. What comes ``around`` the rule is as in ``decode``, except
-        that o is rounded before the norm. Windows are read and written with states, at checkpoints too."""
+        """Runs packed sequences from their states in a pool, which is written in place. Returns ``o [1, T, HV, V]``,
+        contiguous, in ``problem.dtype``, or ``slots.out`` if there is one. Convolution and norm ``around`` the rule are
+        as in ``decode``, except that o is rounded before the norm. Windows are read and written wherever states are,
+        also at checkpoints."""
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
-        """What ``prefill`` or ``decode`` allocates beside ``o``. Of ``inputs`` only the layout matters: they may be on
-        "meta". It may be missing; then `flash_delta.ops.serving.workspace_bytes` cannot be asked."""
+        """The bytes that ``prefill`` or ``decode`` allocates besides ``o``. Only the layout of ``inputs`` matters, so
+        they may be on "meta". It may be missing. Then `flash_delta.ops.serving.workspace_bytes` does not work."""
 
     def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Fresh tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They
-        are made by arithmetic on sizes, which may be symbols; ``problem.lengths`` has no values then. It may be
-        missing; then ``problem.needs_grad`` is False in a compiled ``forward``, and nothing is saved."""
+        """New tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They are
+        computed from sizes, which may be symbols. ``problem.lengths`` has no values then. This function may be missing.
+        Then ``problem.needs_grad`` is False in a compiled ``forward``, and nothing is saved."""
 
 
 class AroundBackend(Protocol):
     """The short convolution, the RMS norm and the gate around the rule.
 
-    Ops make an autograd Function of it, and under torch.compile operators: so it has ``convolve_backward``,
-    ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last two, on which a backend without
-    kernels of its own may stand. Nothing is saved but the inputs. ``known`` is as in :class:`Backend`.
+    Ops make an autograd Function of these functions, and under torch.compile operators. So there are
+    ``convolve_backward``, ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last two. A
+    backend without such kernels may use `AROUND_IN_TORCH`. Only inputs are saved. ``known`` is as in :class:`Backend`.
     """
 
     def unsupported(self, problem: AroundProblem) -> str | None:
@@ -144,11 +145,10 @@ class AroundBackend(Protocol):
         known: KnownCall | None = None,
     ) -> Convolved:
         """Gradients of the four inputs with values, in their shapes and dtypes; None for what is None. ``dy`` or
-        ``dfinal`` may be None: zeros."""
+        ``dfinal`` may be None, which means zeros."""
 
     def convolve_token(self, problem: ConvolutionProblem, inputs: Convolved, known: KnownCall | None = None) -> Tensor:
-        """``y [N, D]`` of one token ``x [N, D]`` of every row; ``initial_state`` moves on in place. Nobody asks for a
-        gradient."""
+        """``y [N, D]`` for one token ``x [N, D]`` of every row. ``initial_state`` is updated in place."""
 
     def normalize(self, problem: NormProblem, inputs: Normalized, known: KnownCall | None = None) -> Tensor:
         """``y`` in x's shape and dtype, contiguous."""
@@ -167,22 +167,22 @@ class AroundBackend(Protocol):
 
 class Entry(NamedTuple):
     rule: str  # name of the module that is a Backend
-    around: str | None  # of the one that is an AroundBackend
-    takes_cpu: Callable[[], bool]  # whether it is worth a look for tensors on the CPU
+    around: str | None  # name of the module that is an AroundBackend
+    takes_cpu: Callable[[], bool]  # whether to import it for tensors on the CPU
 
 
 _entries: dict[str, Entry] = {}
 
 
 def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Callable[[], bool] = lambda: False) -> None:
-    """Adds a backend, which callers can ask for by ``name`` from now on. Register before the first call: a call like an
+    """Adds a backend, which callers can ask for by ``name``. Register it before the first call, because a call like an
     earlier one stays with the backend that was chosen then.
 
     Args:
-        name: what ``backend=`` and ``FLASH_DELTA_BACKEND`` take.
-        rule: the name of a module that is a :class:`Backend`. It is imported when a call first looks at it.
+        name: the name for ``backend=`` and ``FLASH_DELTA_BACKEND``.
+        rule: the name of a module that is a :class:`Backend`. It is imported when a call first needs it.
         around: the name of a module that is an :class:`AroundBackend`, its own or another backend's. Layers ask for
-            their convolutions and norms by the same ``name``. None: those calls are refused.
+            their convolutions and norms by the same ``name``. None: such calls are refused.
         takes_cpu: whether it is worth importing for tensors on the CPU. By default it is not: calls are refused.
 
     Raises:
@@ -194,7 +194,7 @@ def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Call
 
 
 def unregister(name: str) -> None:
-    """Takes it away again. Calls that were made on it may be remembered: a process should not continue with them."""
+    """Removes a backend. The process may still remember calls on it, so it should not make such calls again."""
     find(name)
     del _entries[name]
 
@@ -221,7 +221,7 @@ def load(name: str) -> ModuleType:
 
 
 def plans_on_host(backend: ModuleType) -> bool:
-    """Whether ops have to read the lengths of packed sequences for it, and wait for the device that has them."""
+    """Whether ops have to wait for the device and read the lengths of packed sequences for this backend."""
     return getattr(backend, "plans_on_host", False)
 
 
@@ -231,12 +231,12 @@ def load_around(name: str) -> ModuleType | None:
     return module and (sys.modules.get(module) or importlib.import_module(module))
 
 
-# Convolution, norms and gates as PyTorch's own operations, which autograd and compilers see through.
+# Convolution, norms and gates as PyTorch's own operations, which autograd and compilers can follow.
 AROUND_IN_TORCH = f"{PACKAGE}.reference.modules"
 
 
 def is_seen_through(name: str) -> bool:
-    """Whether a backend stands on `AROUND_IN_TORCH`. A tracer can follow this: nothing is imported."""
+    """Whether a backend uses `AROUND_IN_TORCH`. A tracer can follow this function, since it imports nothing."""
     return find(name).around == AROUND_IN_TORCH
 
 

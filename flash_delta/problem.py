@@ -1,7 +1,7 @@
-"""What the ops and their backends exchange: the problem, its tensors, its results.
+"""The types that ops and backends exchange: the problem, its tensors, its results.
 
-An op checks its arguments and makes a :class:`Problem`. Every backend takes ``(problem, inputs)``. Nothing here
-computes, and only torch is imported.
+An op checks its arguments and makes a :class:`Problem`. Every backend takes ``(problem, inputs)``. This module computes
+nothing and imports only torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,21 +12,21 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin, get
 import torch
 from torch import Tensor
 
-PACKAGE = __name__.removesuffix(".problem")  # a longer name where a package has this library inside of it (`make hub`)
+PACKAGE = __name__.removesuffix(".problem")  # a longer name if another package contains this library (`make hub`)
 
 # Marks on fields of problems. Schemas of operators and compile keys are made from them.
 Kind = TypeVar("Kind")
-Schema = Annotated[Kind, "schema"]  # operators of torch.library take it as an argument: no tensor shows it
+Schema = Annotated[Kind, "schema"]  # an argument of operators of torch.library, because it does not follow from tensors
 Compiled = Annotated[Kind, "compiled"]  # kernels are compiled for the field's value
 
-MOST_TAPS, WIDEST_ROW = 8, 8192  # most taps of a convolution's kernels; widest row of a norm's, which registers hold
-ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that chooses a backend where a call does not
-SHORT = 16  # prefill runs sequences of up to so many tokens token by token: a chunk would be mostly empty
+MOST_TAPS, WIDEST_ROW = 8, 8192  # most taps of a convolution's kernels; widest row of a norm's, limited by registers
+ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that names a backend for calls that do not
+SHORT = 16  # prefill runs sequences of at most so many tokens token by token: a chunk would be mostly empty
 
 
 class Problem(NamedTuple):
-    """One call of the gated delta rule: everything except the values of its tensors. A frozen dataclass of this size
-    would take longer to make.
+    """One call of the gated delta rule: everything except the values of its tensors. It is a named tuple because a
+    frozen dataclass of this size takes longer to make.
 
     Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
     multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``
@@ -55,8 +55,8 @@ class Problem(NamedTuple):
     lengths: tuple[int, ...] | None = None
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
     l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
-    raw_gate: Schema[Compiled[bool]] = False  # the log decay is made of a raw g with A_log, dt_bias and lower_bound
-    # Of a bounded raw gate; None: the softplus gate. Of log decays as given: what is less counts as the bound.
+    raw_gate: Schema[Compiled[bool]] = False  # the log decay is computed from a raw g, A_log, dt_bias and lower_bound
+    # The bound of a raw gate; None: the softplus gate. For given log decays: a smaller one counts as the bound.
     lower_bound: Schema[float | None] = None
     raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
     beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
@@ -64,19 +64,19 @@ class Problem(NamedTuple):
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
     needs_grad: Schema[bool] = False
-    taps: Compiled[int] = 0  # serving: of the short convolution before the rule; 0: no convolution
+    taps: Compiled[int] = 0  # serving: taps of the short convolution before the rule; 0: no convolution
     window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
-    rolling: Compiled[bool] = False  # a slot of it holds more: a draft's inputs, behind those of its first window
-    eps: float | None = None  # of the gated norm after the rule; None: no norm
-    activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # of that norm's gate
+    rolling: Compiled[bool] = False  # slots of that pool hold more: a draft's inputs, after those of its first window
+    eps: float | None = None  # serving: eps of the gated norm after the rule; None: no norm
+    activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # the activation of that norm's gate
     pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
-    write_pool: torch.dtype | None = None  # decoding: that of the pool that is written; None: the same pool
-    checkpoint_every: int = 0  # prefill: tokens between two states that are kept; 0: none is kept
-    most_tokens: int = 0  # decoding of packed rows: those with more tokens are padding; 0: rows are not packed
-    checkpoint_offsets: bool = False  # prefill: one state of a sequence is kept, at an offset of its own
-    plain_pool: bool = True  # its slots have no gaps inside and begin at multiples of 16 bytes
-    max_prompts: int | None = None  # prefill: most sequences of over SHORT tokens; None: any number
-    null_slot: int = -1  # serving: this index is padding, as those out of range are
+    write_pool: torch.dtype | None = None  # decoding: dtype of the pool that is written; None: the same pool
+    checkpoint_every: int = 0  # prefill: tokens between two checkpoints; 0: no checkpoints
+    most_tokens: int = 0  # decoding of packed rows: rows with more tokens are padding; 0: rows are not packed
+    checkpoint_offsets: bool = False  # prefill: each sequence has one checkpoint, at its own offset
+    plain_pool: bool = True  # slots have no gaps inside and begin at multiples of 16 bytes
+    max_prompts: int | None = None  # prefill: at most so many sequences have over SHORT tokens; None: any number
+    null_slot: int = -1  # serving: this index is padding, like indices out of range
     batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes a bit of another one's
 
     @property
@@ -85,12 +85,12 @@ class Problem(NamedTuple):
 
     @property
     def decodable(self) -> bool:
-        """Whether serving knows this member: a decay, and keys that erase what they write from the decayed state."""
+        """Whether serving supports this member: a decay, and keys that erase what they write from the decayed state."""
         return self.gate != "none" and self.erase == "decayed" and not self.erase_keys
 
     @property
     def writes_states(self) -> bool:
-        """Whether the forward pass writes the states at chunks' starts: to return them, or for the backward pass."""
+        """Whether the forward pass writes the states at chunks' starts, to return them or for the backward pass."""
         return self.keep_states or (self.needs_grad and self.disable_recompute)
 
     @property
@@ -115,15 +115,15 @@ class Inputs(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where a serving call finds and leaves its states, and leaves its output. Only the device knows the values of the
-    indices. Ops require ``read_indices``. A backend's ``step`` has none: every row has the slot of its own number."""
+    """Where a serving call reads and writes its states, and writes its output. Only the device knows the values of the
+    indices. Ops require ``read_indices``. A backend's ``step`` has none: row i uses slot i."""
 
     state_pool: Tensor  # [slots, HV, K, V], or [slots, HV, V, K] with Problem.state_v_first
     read_indices: Tensor | None  # [B], packed [N]; with num_accepted_tokens [B, W]: W states, one of which is read
     write_indices: Tensor | None = None  # [B], packed [N]: for the last token's state; [B, T]: for every token's
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
-    parent_idx: Tensor | None = None  # [B, T]: the token that a token continues; -1: it continues the row
-    has_initial_state: Tensor | None = None  # [N], bool; False: it starts from zeros; None: all True
+    parent_idx: Tensor | None = None  # [B, T]: the token that each token continues; -1: it continues the row
+    has_initial_state: Tensor | None = None  # [N], bool; False: start from zeros; None: all True
     checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Problem.checkpoint_every tokens; or [N]:
     checkpoint_offsets: Tensor | None = None  # for the states after so many tokens, [N]; out of range: for none
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
@@ -131,7 +131,7 @@ class Slots(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a serving call does around the rule: a short convolution before it, a gated norm after it."""
+    """The tensors of a short convolution before the rule, and of a gated norm after it, in a serving call."""
 
     conv_pool: Tensor | None = None  # [slots, D, L]: the last inputs of D = 2HK + HV V channels (q, k, v), oldest first
     conv_weight: Tensor | None = None  # [D, W]
@@ -187,11 +187,11 @@ class Normalized(NamedTuple):
 
 
 class GateProblem(NamedTuple):
-    """A call that makes log decays of raw activations."""
+    """A call that computes log decays from raw activations."""
 
     op: Schema[str]
     HV: Compiled[int]  # heads
-    K: Compiled[int]  # channels of a head that have a gate each; 1 if the gate is a head's
+    K: Compiled[int]  # gates per head: one per channel, or 1 for a gate per head
     dtype: torch.dtype  # the widest of its tensors
     device: Compiled[torch.device]
     gate: Schema[Literal["scalar", "channel"]]  # one per value head, one per key channel
@@ -200,7 +200,7 @@ class GateProblem(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """The tensors of such a call. In the backward pass the same tuple holds their gradients."""
+    """The tensors of a gate's call. In the backward pass the same tuple holds their gradients."""
 
     g: Tensor  # [..., HV], or [..., HV, K] with a gate per channel
     A_log: Tensor | None = None  # HV elements; None with a lower bound only
@@ -213,13 +213,13 @@ AroundInputs = Convolved | Normalized | Gated
 
 @dataclass(slots=True, eq=False)
 class KnownCall:
-    """What is known of a call. It holds for all calls that differ from it only in the values of their tensors."""
+    """What is known about a call. It is valid for all calls that differ only in the values of their tensors."""
 
     problem: Problem | AroundProblem
-    backend: ModuleType  # that runs it
+    backend: ModuleType  # the backend that runs it
     needs_grad: bool
     launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
-    # Repeats the launches, or returns None. Of serving calls: (known, x, slots, around) -> o; of a recurrent op's,
+    # Repeats the launches, or returns None. For serving calls: (known, x, slots, around) -> o. For a recurrent op
     # without gradients: (known, x) -> (o, states).
     again: Callable[..., Any] | None = None
 

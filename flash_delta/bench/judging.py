@@ -95,7 +95,7 @@ def judge(
     """Yields the answers as they come. Cases that fill a GPU's memory run last, one at a time."""
     names = [n for n in versions(None if peers == "all" else peers) if n != "flash_delta"] if peers else []
     count = processes if device.type == "cuda" else 1
-    # The reference runs on the CPU. Threads that wait for each other occupy cores that other processes need. With as #
+    # The reference runs on the CPU. Threads that wait for each other occupy cores that other processes need. With as
     # many threads as cores in each of six processes, a case took more than two minutes. Alone it takes seconds.
     threads = max(1, torch.get_num_threads() // count)
     workers = [Worker(device, backend, names, TIMEOUT_S, threads) for _ in range(count)]

@@ -13,7 +13,7 @@ from flash_delta.compiler import Stage, target_of
 from flash_delta.testing import Isolated, Lost, Refused, relative_error
 
 # The allowed relative L2 error of any output. A right stage in bfloat16 is off by a few roundings (2^-9 each). If a
-# tile # has a race or is miscompiled, the error is far larger.
+# tile has a race or is miscompiled, the error is far larger.
 LIMIT = 2e-2
 WARM_UP, REPEATS = 5, 30
 

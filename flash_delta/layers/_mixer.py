@@ -19,7 +19,7 @@ from flash_delta.ops._check.options import as_bool, as_float, as_size
 from flash_delta.parallel import ContextParallel
 
 # Inference runs up to this many tokens one by one. The chunk op always computes a whole chunk. On a CPU a chunk costs
-# as # much as 16 steps of a small GDN layer at batch 1. With a larger layer or batch it costs as much as more steps.
+# as much as 16 steps of a small GDN layer at batch 1. With a larger layer or batch it costs as much as more steps.
 RECURRENT_TOKENS = 16
 Activations = tuple[str | None, str | None, str | None]  # of q, k and v: "silu" or None
 

@@ -1,4 +1,4 @@
-"""Which backend runs a problem: one page of ifs."""
+"""Chooses the backend that runs a problem."""
 
 import math
 import os
@@ -15,14 +15,15 @@ from flash_delta.problem import ENVIRONMENT, AroundProblem, Problem
 Call = Problem | AroundProblem
 Load = Callable[[str], ModuleType | None]
 Offer = tuple[float, str, ModuleType | str, str | None]
-CPU = torch.device("cpu")  # compared in a tenth of the time that `device.type` takes
-NOWHERE = -math.inf  # how eager a backend is that cannot be asked
+CPU = torch.device("cpu")  # comparing with it takes a tenth of the time of `device.type`
+NOWHERE = -math.inf  # the preference of a backend that cannot be asked
 
 load_backend, load_modules = backends.load, backends.load_around
 
 
 def _offers(problem: Call, load: Load) -> list[Offer]:
-    """Of all backends, the most eager first. Those that cannot be asked are the last, in the order of their names."""
+    """All backends by preference, highest first. Backends that cannot be asked come last, in the order of their
+    names."""
     on_cpu, offers = problem.device == CPU, []
     for name in backends.names():
         module = _find(name, on_cpu, load)
@@ -33,9 +34,9 @@ def _offers(problem: Call, load: Load) -> list[Offer]:
 
 
 def _find(name: str, on_cpu: bool, load: Load) -> ModuleType | str:
-    """The module of a backend, or why there is none for this call."""
+    """The module of a backend, or the reason why there is none for this call."""
     if on_cpu and not backends.takes_cpu(name):
-        return "it needs a GPU, the tensors are on the CPU"  # said without importing Triton
+        return "it needs a GPU, the tensors are on the CPU"  # known without importing Triton
     try:
         return load(name) or "it has nothing for this"
     except ModuleNotFoundError as error:
@@ -47,7 +48,7 @@ def _refusal(module: ModuleType | str, problem: Call) -> str | None:
 
 
 def wished(wish: str | None) -> str | None:
-    """The caller's wish, else the environment's, else None."""
+    """The backend that the caller names, or else the one that the environment names, or None."""
     if wish:
         return wish
     name = os.environ.get(ENVIRONMENT) or None
@@ -57,8 +58,10 @@ def wished(wish: str | None) -> str | None:
 
 
 def choose_backend(problem: Call, wish: str | None, load: Load | None = None, without: ModuleType | None = None) -> str:
-    """A wish is obeyed or refused; without one, the first that can, but no module ``without``. ``load``: `load_modules`
-    for what is around."""
+    """The backend that is wished for, or an error. Without a wish: the first backend that can run the problem.
+
+    ``without``: a module that is left out. ``load``: `load_modules`, for problems around the rule.
+    """
     wish, load, refusals = wished(wish), load or load_backend, []
     if wish is not None:
         reason = _refusal(_find(wish, problem.device == CPU, load), problem)
@@ -89,7 +92,7 @@ class Explanation:
     """
 
     problem: Problem
-    backend: str | None  # the one that would run; None: the call would be refused
+    backend: str | None  # the backend that would run; None: the call would be refused
     reasons: dict[str, str]  # per backend: why, or why not
 
     def __str__(self) -> str:
@@ -107,7 +110,7 @@ class Explain:
 
     def of(self, problem: Problem) -> Explanation:
         wish = wished(self.wish)
-        if wish is not None:  # what is not installed is a refusal, which a name that does not exist is not
+        if wish is not None:  # a backend that is not installed is a refusal; a name that does not exist is an error
             backends.find(wish)
         offers = _offers(problem, load_backend)
         refusals = {name: _refusal(module, problem) for _, name, module, _ in offers}

@@ -1,4 +1,4 @@
-"""A switch for servers: from some moment on nothing may be compiled."""
+"""A switch for servers, after which nothing may be compiled."""
 
 from types import ModuleType
 
@@ -35,7 +35,7 @@ class forbid_compilation:
 
 
 def _switch() -> ModuleType | None:
-    """Of the kernels, which only Triton compiles."""
+    """The module with the switch of the kernels, if Triton is installed."""
     try:
         require_triton()
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
-"""A call on one rank's part of a row that is split over many: what the ops ask of a ``cp_context``.
+"""Calls on one rank's part of a row that is split over ranks: what ops need from a ``cp_context``.
 
-`flash_delta.parallel` is built on the ops and they know nothing of it, nor of processes.
+`flash_delta.parallel` uses the ops. The ops do not import it, and know nothing about processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,8 @@ from flash_delta.problem import Inputs
 
 @runtime_checkable
 class Context(Protocol):
-    """What a ``cp_context`` is to the ops: this rank's tokens and sequences, and how runs of the op are composed."""
+    """A ``cp_context`` as the ops see it: this rank's tokens and sequences, and a method that composes runs of the
+    op."""
 
     tokens: int
     bounds: tuple[int, ...]
@@ -39,8 +40,8 @@ def run_chunks(
     output_final_state: bool,
     backend: str | Explain | None,
 ) -> tuple[Tensor, Tensor | None] | Explanation:
-    """``(o, final_state)`` of a chunk op: of all sequences, or with a ``context`` of this rank's part of a row. In that
-    case it composes runs of the op on this rank alone."""
+    """``(o, final_state)`` of a chunk op, for all sequences, or with a ``context`` for this rank's part of a row. The
+    context then composes runs of the op on this rank."""
     if context is None:
         return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     op = options["op"]

@@ -1,4 +1,4 @@
-"""A problem on its backend, in the precision of the backend's choice."""
+"""Runs a problem on its backend, without autocast."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +32,9 @@ def serve(problem: Problem, known: KnownCall, inputs: Inputs, slots: Slots, arou
 
 
 def _in_own_precision(run: Callable[..., Any], problem: Problem, inputs: Inputs, *more: Any) -> Any:
-    """Backends choose their own precision; autocast must not round their products."""
-    kind = "cuda" if inputs.q.is_cuda else problem.device.type  # whose string takes 0.2 us to make
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # of "meta" torch refuses to say
+    """Runs a function of a backend without autocast, because backends choose their precision by themselves."""
+    kind = "cuda" if inputs.q.is_cuda else problem.device.type  # `device.type` takes 0.2 us
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch raises an error for "meta"
         return run(problem, inputs, *more)
     with torch.autocast(kind, enabled=False):
         return run(problem, inputs, *more)

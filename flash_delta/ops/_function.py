@@ -1,4 +1,4 @@
-"""The one autograd Function: every op of the family goes through it, or while compiling through its operator."""
+"""The autograd Function of all ops of the family. While torch.compile traces, ops call an operator instead."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,8 @@ def run(
 ) -> tuple[Tensor, ...] | Explanation:
     """``(o, final_state)``, and the chunk states after them if the problem keeps them.
 
-    On a GPU a call is looked at once (`look_at`). ``options``: fields of `Options`, which takes 1 us to make.
+    On a GPU a call is checked once (`look_at`). ``options`` is a dictionary of fields of `Options`, because making an
+    `Options` takes 1 us.
     """
     given = (backend, bounds is None, *options.values())
     known = recall(given, x)
@@ -39,13 +40,13 @@ def run(
         else:
             known = look_at(partial(_look, bounds=bounds), torch.is_grad_enabled(), given, options, x)
     problem = known.problem
-    if bounds is not None:  # these are values
+    if bounds is not None:  # a known call does not remember these values
         problem = _with_lengths(problem, read_lengths(problem.op, x, bounds))
     elif problem.lengths is None and plans_on_host(known.backend):
         problem = _with_lengths(problem, read_lengths(problem.op, x, None, wait=True))
     if known.needs_grad:
         o, final_state, states = DeltaRule.apply(problem, known, *x)
-    else:  # autograd's bookkeeping would be a good part of a decoding step
+    else:  # without autograd, which would take a good part of a decoding step
         o, final_state, _, states, _ = forward(problem, known, x)
     return _results(problem, o, final_state, states, output_final_state)
 
@@ -53,7 +54,7 @@ def run(
 def _run_traced(
     x: Inputs, options: dict[str, Any], bounds: Bounds, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, ...]:
-    """One opaque operator, whose dispatch other calls need not pay."""
+    """Calls the operator. Only traced calls do so, since others would pay for the dispatcher."""
     problem = problem_of(x, options, bounds)
     o, final_state, states = call_operator(problem, x, wished(backend))
     return _results(problem, o, final_state, states, output_final_state)
@@ -69,14 +70,14 @@ def _results(
 def run_tokens(
     x: Inputs, options: dict[str, Any], bounds: Bounds, *, output_final_state: bool, backend: str | Explain | None
 ) -> tuple[Tensor, ...] | Explanation:
-    """`run` of a recurrent op. Its q, k and v may have different dtypes: then it computes with float32 copies (float64
-    if one of them is that), and ``o`` has v's dtype. A known decoding step is launched at once (`KnownCall.again`)."""
+    """`run` of a recurrent op. If q, k and v have different dtypes, it computes with float32 copies (float64 if one of
+    them is float64), and ``o`` has v's dtype. A known decoding step is launched directly (`KnownCall.again`)."""
     known = recall((backend, True, *options.values()), x) if bounds is None and not torch.is_grad_enabled() else None
     found = None if known is None or known.again is None else known.again(known, x)
     if found is not None:
         return found[0], found[1] if as_bool(options["op"], "output_final_state", output_final_state) else None
     q, k, v = getattr(x.q, "dtype", None), getattr(x.k, "dtype", None), getattr(x.v, "dtype", None)
-    if q is k is v or not {q, k, v} <= {*DTYPES}:  # the checks will name the one that is not a tensor
+    if q is k is v or not {q, k, v} <= {*DTYPES}:  # the checks will name the argument that is no tensor
         return run(x, options, bounds, output_final_state=output_final_state, backend=backend)
     wide = torch.float64 if torch.float64 in (q, k, v) else torch.float32
     x = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide))
@@ -85,7 +86,8 @@ def run_tokens(
 
 
 def gradients(x: Inputs, options: dict[str, Any], do: Tensor | None, dfinal: Tensor | None) -> Inputs:
-    """Of a call whose caller has its tensors and nothing else: what `run` saves is computed again."""
+    """The gradients of a call, for callers that have only its tensors. It computes again what `run` would have
+    saved."""
     given = (gradients, *options.values())
     known = look_at(_look_back, False, given, options, x)
     problem = known.problem
@@ -102,7 +104,7 @@ def _look_back(_: tuple[Any, ...], options: dict[str, Any], x: Inputs) -> KnownC
 
 
 def _with_lengths(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:
-    """Which takes longer to make than to compare."""
+    """The problem with these lengths. Makes a new problem only if they differ, since comparing is faster."""
     return problem if problem.lengths == lengths else problem._replace(lengths=lengths)
 
 
@@ -111,7 +113,7 @@ def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:
 
 
 def _look(given: tuple[Any, ...], options: dict[str, Any], x: Inputs, bounds: Bounds = None) -> KnownCall:
-    """``given``: first the backend that is asked for."""
+    """The known call. ``given`` begins with the backend that is asked for."""
     problem = problem_of(x, options, bounds)
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), problem.needs_grad)
 

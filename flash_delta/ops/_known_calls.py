@@ -1,6 +1,6 @@
-"""The one memory of calls: what was found of a call holds for all that differ from it in their tensors' values only.
+"""The memory of calls. It keeps what was found about a call, for later calls that differ only in tensors' values.
 
-To check a call, and to choose its backend, takes longer than to launch it.
+To check a call and to choose its backend takes longer than to launch it.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,17 @@ from torch.compiler import is_dynamo_compiling
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.problem import KnownCall
 
-MOST = 1024  # calls of a generation; each takes some kilobytes
+MOST = 1024  # calls in a generation; each takes some kilobytes
 
 
 class Remembered(dict):
-    """By all that can change what is found; ``remembered[key]`` is None of a call that is not known.
+    """What is known about calls. The key has everything that can change it. ``remembered[key]`` is None if it is not
+    known.
 
-    There are two generations: these items, and those of the ``old`` one, which come back when they are asked for. When
-    there are too many, these become the old ones, and what of those was not asked for all the while is forgotten, one
-    for every call that is remembered from then on: so a call that comes again and again stays, however many others
-    come in between, nothing is ever forgotten in one go, and to find a call takes no more than a look into a dict.
+    There are two generations: the items of this dict, and those of ``old``. An old item that is looked up becomes an
+    item of this dict again. When this dict is full, its items become the old ones. Old items that were not looked up
+    until then are forgotten, one for each call that is remembered afterwards. So a call that comes again and again
+    stays, no matter how many others come between. Calls are never forgotten all at once, and a look-up is fast.
     """
 
     def __init__(self) -> None:
@@ -53,13 +54,13 @@ calls = Remembered()
 
 
 def recall(given: tuple[Any, ...], x: tuple[Tensor | None, ...]) -> KnownCall | None:
-    """What `look_at` has found of a call on a GPU. None: it is not known, or more has to be asked, since it may be
-    traced, there may be tangents, or its tensors are no plain ones."""
+    """What `look_at` has found about a call on a GPU. None if the call is not known, or needs more checks because it
+    may be traced, may have tangents, or has tensors that are not plain."""
     if is_dynamo_compiling() or not getattr(x[0], "is_cuda", False) or count_modes() or forward_ad._current_level >= 0:
         return None
     try:
         key = fastcall.key(is_grad_enabled(), x)
-        return calls[given, key] if type(key) is bytes else None  # C's: of plain tensors
+        return calls[given, key] if type(key) is bytes else None  # bytes: the C module made it, of plain tensors
     except (AttributeError, TypeError, RuntimeError):
         return None
 
@@ -71,19 +72,19 @@ def look_at(
     options: dict[str, Any] | None,
     *groups: tuple[Tensor | None, ...],
 ) -> KnownCall:
-    """The known call, or what ``make(given, options, *groups)`` finds, which is remembered.
+    """The known call. If there is none, ``make(given, options, *groups)`` makes it, and it is remembered.
 
     Args:
         make: checks the call and chooses its backend; raises ValueError for what is wrong.
         gradients: whether autograd is on.
-        given: all that decides about the call beside its tensors: the op, the backend that is asked for, options.
+        given: all that matters about the call except its tensors: the op, the backend that is asked for, options.
         options: the same options by name, for ``make``.
         groups: the call's tensors, as named tuples.
     """
     try:
         key = (given, fastcall.key(gradients, *groups))
         found = calls[key]
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, no number, or wrapped: the checks will name it
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, not a number, or wrapped: the checks will name it
         return make(given, options, *groups)
     if found is None:
         found = calls[key] = make(given, options, *groups)

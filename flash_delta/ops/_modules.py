@@ -1,8 +1,8 @@
-"""The door of what layers do around the rule: short convolution, RMS norm and gate, on the first backend that can.
+"""The functions around the rule, short convolution, RMS norm and gate, on the first backend that can run them.
 
-On the backend "torch" they are PyTorch's own operations: autograd and compilers see through them. Kernels are one
-autograd Function, and while compiling an operator each (`_operators/around.py`), as the rule's. For the backward pass
-nothing is saved but the inputs; a second derivative of kernels is refused.
+On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. On kernels they are
+an autograd Function, or under torch.compile an operator for each (`_operators/around.py`), like the rule. They save
+only their inputs for the backward pass. A second derivative of kernels is refused.
 """
 
 from typing import Any
@@ -58,7 +58,7 @@ def convolve(
             y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
             return y, final[0] if output_final_state else None
         known = _look_at(given, x)
-    if x.cu_seqlens is not None:  # these are values, which no one remembers
+    if x.cu_seqlens is not None:  # a known call does not remember these values
         check_bounds("causal_conv1d", x)
     if _differentiates(known):
         return Convolve.apply(known, *x)
@@ -72,7 +72,7 @@ def convolve_backward(x: Convolved, activation: str | None, dy: Tensor | None, d
 
 
 def convolve_token(x: Convolved, activation: str | None, backend: str | None) -> Tensor:
-    """Of a token ``x [N, D]`` its y; the state moves on in place, and no gradient reaches it."""
+    """y for one token ``x [N, D]``. The state is updated in place and gets no gradient."""
     given = (backend, _describe_token, "causal_conv1d_update", activation)
     known = recall(given, x)
     if known is not None and not known.needs_grad:
@@ -94,7 +94,8 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
 
 
 def convolve_column(x: Convolved, activation: str | None) -> Tensor:
-    """The same of x [N, D, 1], in whose shape y is. A known call makes no views, which take as long as its launch."""
+    """The same for x [N, D, 1]; y has this shape, too. A known call makes no views, which take as long as its
+    launch."""
     given = (None, _describe_column, "causal_conv1d_update", activation)
     known = recall(given, x)
     if known is None or known.needs_grad:
@@ -105,7 +106,7 @@ def convolve_column(x: Convolved, activation: str | None) -> Tensor:
 
 
 def normalize(x: Normalized, op: str, activation: str | None, eps: float, backend: str | None) -> Tensor:
-    """In x's shape and dtype."""
+    """The norm, in x's shape and dtype."""
     given = (backend, _describe_norm, op, activation, eps)
     known = recall(given, x)
     if known is None:
@@ -139,8 +140,9 @@ def gate(
 
 
 def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
-    """The backend that would run a call: of a "convolution", a "token" of one, a "norm" or a "gate". ``options``: the
-    op's name and what follows it in `describe_convolution` and its like. ValueError if the call would be refused."""
+    """The backend that would run a call. ``kind``: "convolution", "token" (of a convolution), "norm" or "gate".
+    ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`. Raises
+    ValueError if the call would be refused."""
     describe = {
         "convolution": _describe_convolution,
         "token": _describe_token,
@@ -151,7 +153,8 @@ def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
 
 
 def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:
-    """``given``: the backend that is asked for, who describes the call, and what else he wants to know."""
+    """The known call. ``given``: the backend that is asked for, the function that describes the call, and its
+    arguments."""
     return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)
 
 
@@ -169,7 +172,7 @@ def _describe(given: tuple[Any, ...], x: AroundInputs) -> AroundProblem:
 
 
 def _differentiates(known: KnownCall) -> bool:
-    """Whether it goes through an autograd Function: kernels have no other derivative."""
+    """Whether the call goes through an autograd Function, because kernels have no other derivative."""
     return known.needs_grad and known.backend is not in_torch
 
 
@@ -198,8 +201,8 @@ def _describe_gate(x: Gated, op: str, kind: str, lower_bound: float | None, outp
 
 
 def _is_operator(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
-    """Whether this becomes an operator while compiling; PyTorch's own operations the compiler had better see. Sizes
-    decide here as in the backend, which no tracer can ask."""
+    """Whether the call becomes an operator under torch.compile. PyTorch's own operations do not, so that the compiler
+    sees them. Sizes decide here in the same way as in the backend, because a tracer cannot ask the backend."""
     wish = wished(backend)
     too_big = p.D > WIDEST_ROW if isinstance(p, NormProblem) else isinstance(p, ConvolutionProblem) and p.W > MOST_TAPS
     on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and not too_big

@@ -1,5 +1,5 @@
-"""Who else looks at a call: tracers, which only want its shapes, and transforms that ask for other derivatives than the
-one that a backward pass has. Those are refused: left alone, many of them would silently find zeros."""
+"""Detects tracers, which need only the shapes of a call, and refuses transforms that need other derivatives than the
+backward pass. Without the refusal, many of these transforms would silently return zeros."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -18,7 +18,7 @@ TANGENTLESS = "a tensor without a tangent (forward-mode derivatives are not supp
 
 
 def is_traced(t: Any) -> bool:
-    """Whether a call on ``t`` has no values: torch.compile or torch.export follows it, or a FakeTensorMode."""
+    """Whether a call on ``t`` has no values, because torch.compile, torch.export or a FakeTensorMode traces it."""
     return torch.compiler.is_compiling() or isinstance(t, FakeTensor) or (is_in_torch_dispatch_mode() and _is_faked())
 
 
@@ -28,13 +28,13 @@ def _is_faked() -> bool:
 
 
 def has_tangents() -> bool:
-    """Whether tensors may have tangents, which nothing else tells of them."""
+    """Whether tensors may have tangents."""
     return forward_ad._current_level >= 0
 
 
 def refuse_transforms(op: str, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raises ValueError for a tensor that torch.func has wrapped, or that has a tangent."""
-    if torch.compiler.is_compiling():  # which cannot ask a tensor
+    if torch.compiler.is_compiling():  # a tracer cannot ask a tensor
         if torch._C._are_functorch_transforms_active():
             refuse(op, names[0], UNWRAPPED, "one inside of it")
         return
@@ -46,9 +46,9 @@ def refuse_transforms(op: str, names: Sequence[str], tensors: Sequence[Tensor | 
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """For ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.problem``: a derivative of what it
-    returns is refused when somebody asks for it. PyTorch's once_differentiable would take the gradients for constants
-    where what came in is one, as of ``o.sum()``."""
+    """For ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.problem``. If somebody asks for a
+    derivative of the gradients, it is refused. PyTorch's once_differentiable would treat the gradients as constants if
+    the incoming gradient is a constant, as that of ``o.sum()``."""
 
     @wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -63,7 +63,7 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
 
 
 class _Once(torch.autograd.Function):
-    """The first ``count`` tensors, as functions of all."""
+    """Returns the first ``count`` tensors. For autograd they depend on all tensors."""
 
     @staticmethod
     def forward(ctx, op: str, count: int, *tensors: Any) -> tuple[Any, ...]:

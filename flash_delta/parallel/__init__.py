@@ -1,14 +1,14 @@
-"""One long packed row on many GPUs: every rank holds some of its tokens, and states cross from rank to rank.
+"""One long packed row on many GPUs. Every rank holds some of its tokens, and ranks exchange states.
 
-A rank's tokens move the state of a sequence that goes through them by an affine map,
+The tokens that a rank holds of a sequence map the sequence's state by an affine map,
 
 .. math::
     S_{\\text{end}} = \\Phi S_{\\text{start}} + B, \\qquad
     dS_{\\text{start}} = \\Phi^\\top dS_{\\text{end}} + D,
 
-whose size does not depend on their number. Ranks exchange (Phi, B) forward and D backward, compose what lies between a
-sequence's start (its end) and them, and run the op on their own tokens from the state that it would have had there.
-A rank may hold several stretches of a sequence: each of them has such a map.
+whose size does not depend on the number of tokens. Ranks exchange (Phi, B) in the forward pass and D in the backward
+pass. Each rank composes the maps between the sequence's start (or end) and its own tokens. Then it runs the op on its
+own tokens from the right state. A rank may hold several stretches of a sequence. Each of them has such a map.
 """
 
 from flash_delta.parallel.context import ContextParallel

@@ -1,6 +1,6 @@
-"""Maps of states through pieces, composed along their chains.
+"""Composes maps of states along the chains of pieces.
 
-In float64: the maps are small, and neither autocast nor a wish for TF32 reaches them.
+It computes in float64. The maps are small, and neither autocast nor TF32 changes float64.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +27,13 @@ def states_at_starts(context: Part, rows: Sequence[int], maps: Tensor) -> Tensor
 
 
 def passed_through(context: Part, K: int, maps: Tensor) -> Tensor:
-    """What :func:`gradients_of_ends` needs of the maps: Phi [n, HV, K, K] of the pieces between."""
+    """The part of the maps that :func:`gradients_of_ends` needs: Phi [n, HV, K, K] of the pieces in `_between`."""
     return rows_of(maps, [context.split.sent[piece] for piece in _between(context)])[..., :K].clone()
 
 
 def gradients_of_ends(context: Part, rows: Sequence[int], passed: Tensor, D: Tensor) -> list[Tensor]:
-    """What comes from the right to the ends of this rank's ``rows``, which continue: [HV, K, V] of each, of all D
-    [P C, HV, K, V]."""
+    """The gradients [HV, K, V] that the ends of this rank's ``rows``, which continue, get from the right. ``D`` [P C,
+    HV, K, V] is that of all ranks."""
     taken, number = context.split.taken, {piece: i for i, piece in enumerate(_between(context))}
     found: dict[int, Tensor] = {}
     for group, pieces in _alike(context, rows, lambda piece: len(context.split.right(piece))):
@@ -47,7 +47,7 @@ def gradients_of_ends(context: Part, rows: Sequence[int], passed: Tensor, D: Ten
 
 
 def rows_of(t: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Rows of t, without waiting for the device: a view, of neighbours."""
+    """Rows of t, without waiting for the device. If the rows are neighbours, the result is a view."""
     first = numbers[0] if numbers else 0
     if list(numbers) == list(range(first, first + len(numbers))):
         return t[first : first + len(numbers)]
@@ -55,13 +55,14 @@ def rows_of(t: Tensor, numbers: Sequence[int]) -> Tensor:
 
 
 def _between(context: Part) -> list[Piece]:
-    """Of what comes to this rank's pieces from the right, the pieces that it goes through: all but a chain's last."""
+    """The pieces that gradients pass through on their way from the right to this rank: all except the last of a
+    chain."""
     right = (context.split.right(piece)[:-1] for piece in context.rows)
     return list(dict.fromkeys(piece for pieces in right for piece in pieces))
 
 
 def _alike(context: Part, rows: Sequence[int], key: Callable[[Piece], int]) -> Iterator[tuple[list[int], list[Piece]]]:
-    """The rows by their key, and their pieces: they are composed together."""
+    """Groups of rows with equal keys, and their pieces. The rows of a group are composed together."""
     for _, group in groupby(sorted(rows, key=lambda row: key(context.rows[row])), lambda row: key(context.rows[row])):
         found = list(group)
         yield found, [context.rows[row] for row in found]

@@ -1,4 +1,5 @@
-"""The object that ops and layers take as ``cp_context``: a batch's split over the ranks of a group."""
+"""The object that ops and layers take as ``cp_context``. It describes how a batch is split over the ranks of a
+group."""
 
 from collections.abc import Sequence
 
@@ -18,44 +19,43 @@ class ContextParallel(Part):
         o, _ = chunk_kda(*(context.shard(x) for x in (q, k, v, g, beta)), cp_context=context)
         y = layer(context.shard(hidden_states), cp_context=context)
 
-    Every rank makes it from the same numbers, on the host. All ranks call the same ops in the same order. If one of
-    them needs gradients, all do, and all run the backward pass. A rank may have any number of tokens, also none, and a
-    sequence may go through any number of ranks. What a rank has of a sequence in one stretch is a row there, of
-    ``initial_state`` and ``final_state`` (and of a layer's states):
+    Every rank makes the context from the same numbers, on the host. All ranks call the same ops in the same order. If
+    one of them needs gradients, all do, and all run the backward pass. A rank may have any number of tokens, also none,
+    and a sequence may be on any number of ranks. Each stretch of a sequence on a rank has a row of its own in that
+    rank's ``initial_state`` and ``final_state`` (and in a layer's states):
 
     * The row where a sequence begins reads its initial state. Its other rows do not read theirs, and these get no
       gradient.
-    * The row of a final state holds the state after the row's last token. Of the row where the sequence ends, that is
-      its final state.
+    * The row of a final state holds the state after the row's last token. In the row where the sequence ends, this is
+      the sequence's final state.
 
-    Tokens are split in their order, a run of them for each rank, or as ``fragments`` say. Softmax attention wants
-    ranks to have equally much of the beginning and of the end of a sequence, and trainers lay out their tokens so::
+    By default each rank gets one run of tokens, in order. ``fragments`` describe other splits. Softmax attention is
+    balanced if each rank has equal parts of the beginning and of the end of a sequence. Trainers split tokens so::
 
         context = ContextParallel(mesh["cp"], cu_seqlens, fragments=head_tail(cu_seqlens, mesh["cp"].size()))
 
-    Each rank has its part of the gradients of what all ranks share, such as ``A_log`` and the weights of a layer. Their
-    sum is the gradient, as with data parallelism. FSDP2 and DDP take the mean, so there the loss has to be multiplied
-    by the number of ranks. Ranks exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and the last inputs
-    of a layer's convolutions, for each row that goes on to another one. None of that depends on the number of tokens,
-    and no call waits for the device.
+    For tensors that all ranks share, such as ``A_log`` and the weights of a layer, each rank computes a part of the
+    gradient. The sum of these parts is the gradient, as with data parallelism. FSDP2 and DDP take the mean instead of
+    the sum, so with them multiply the loss by the number of ranks. For each row that continues in another one, ranks
+    exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and the last inputs of a layer's convolutions.
+    This does not depend on the number of tokens, and no call waits for the device.
 
     Args:
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).
-        cu_seqlens: the bounds ``[N + 1]`` of all sequences in the whole row, on the host: from 0, not decreasing.
-        tokens_per_rank: how many tokens each rank of the group holds, in all at least ``cu_seqlens[-1]``; what lies
-            after is padding. Default: ``cu_seqlens[-1]`` split evenly, the first ranks having one more if need be.
-        fragments: in its place, for each rank the stretches ``(start, stop)`` of the row that it holds one after the
-            other, in the order of the row; :func:`~flash_delta.parallel.head_tail` makes them. Together they are the
-            row. Default None.
+        cu_seqlens: the bounds ``[N + 1]`` of all sequences in the whole row, on the host. They start at 0 and do not
+        decrease. tokens_per_rank: how many tokens each rank of the group holds. The total is at least
+        ``cu_seqlens[-1]``, and tokens after that are padding. Default: ``cu_seqlens[-1]`` split evenly; the first ranks
+        may have one more. fragments: instead of tokens_per_rank: the stretches ``(start, stop)`` of the row that each
+        rank holds, in the order of the row. :func:`~flash_delta.parallel.head_tail` makes them. Together they cover the
+        row. Default None.
 
     Attributes:
         rank: this rank's place in the group.
         size: the number of ranks.
         tokens: how many tokens this rank holds.
-        sequences: of each row here, which of the N sequences it is of. An empty one is a row of one rank.
-        bounds: the rows' bounds, counted from this rank's first token.
-        continued: of each row, whether its sequence began in an earlier one.
-        continues: of each row, whether its sequence continues in a later one.
+        sequences: for each row of this rank, which of the N sequences it belongs to. An empty sequence has one row.
+        bounds: the rows' bounds, counted from this rank's first token. continued: for each row, whether its sequence
+        began in an earlier row. continues: for each row, whether its sequence continues in a later row.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -75,16 +75,16 @@ class ContextParallel(Part):
     """
 
     def gather_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole row's tokens along ``dim``, in their order, of x with this rank's. Its gradient is the sum of all
-        ranks'."""
+        """The tokens of the whole row along ``dim``, in order. ``x`` has this rank's tokens. The gradient of ``x`` is
+        the sum of the gradients on all ranks."""
         return AllTokens.apply(self, dim, x)
 
     def delta_rule(self, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
-        """What the chunk ops do with a ``cp_context``; see `flash_delta.parallel.delta_rule`."""
+        """Called by chunk ops; see `flash_delta.parallel.delta_rule`."""
         return delta_rule(self, run, x)
 
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
-        """What the layers do before their convolutions; see `flash_delta.parallel.halo`."""
+        """Called by layers before their convolutions; see `flash_delta.parallel.halo`."""
         if size not in self._borders:
             self._borders[size] = Borders(self.split, self.rank, size)
         return Halo(self, self._borders[size], xs, states)

@@ -1,29 +1,31 @@
-r"""The delta rule over ranks: runs of the local op, composed.
+r"""The delta rule over ranks, composed of runs of the local op.
 
-Let P_t be the product of the state's transitions up to token t, for a sequence that comes from the left, so that
+Take a piece whose sequence comes from the left. Let P_t be the product of the state's transitions up to token t:
 
     S_t = P_t S_in + S_t^0,        o_t = S_in^T r_t + o_t^0,        r_t = scale * P_t^T q_t
 
-(^0: from a zero state). The op with v = 0, from the identity, returns just these: r as its output, and as its final
-state Phi, the last P_t. From zero it returns B, the last S_t^0. Ranks gather (Phi, B) of their pieces, each composes
-what lies to the left of its own, in float64, and runs the op from S_in. This run is all that autograd sees.
+where ^0 means: from a zero state. The op with v = 0 and the identity as initial state returns r as its output, and Phi,
+the last P_t, as its final state. From a zero state the op returns B, the last S_t^0. Ranks gather (Phi, B) of all
+pieces. Each rank composes those to the left of its own pieces, in float64, and runs the op from S_in. Autograd sees
+only this run.
 
-Backward, the state's gradient crosses from right to left. What dO alone sends to a piece's start is
+In the backward pass the state's gradient goes from right to left. The gradient that dO alone sends to a piece's start
+is
 
-    D = sum_t r_t do_t^T        (+ Phi^T dS of its end, where the caller used the state there)
+D = sum_t r_t do_t^T (+ Phi^T dS of its end, if the caller used the state there)
 
-one matrix product with what forward left: it is known before the op's backward pass, which needs what comes from the
-right. Ranks gather D, and each composes for the ends of its pieces
+This is one matrix product with r of the forward pass. So D is known before the op's backward pass, which needs the
+gradient from the right. Ranks gather D, and each composes, for the ends of its pieces,
 
     dS_end = D_1 + Phi_1^T (D_2 + Phi_2^T (D_3 + ...)),        1, 2, 3, ... the pieces to the right.
 
-With it the op's backward pass gives all gradients. Nothing is differentiated through Phi and B: S_in and dS_end are
-what they are on one device, up to rounding.
+With dS_end the op's backward pass gives all gradients. Autograd does not differentiate Phi and B, because S_in and
+dS_end are the same as on one device, up to rounding.
 
-A piece whose sequence began in an earlier one is continued. The others need nothing from there: they are run by
-themselves, during the exchange unless the end of one of them is part of it. Continued ones are run three times forward
-if one of them goes on to the right (B, r and Phi, o), else twice (r and Phi, only for gradients and during the
-exchange, and o); everything else once, and everything once backward.
+A piece whose sequence began in an earlier piece is called continued. The other pieces do not wait for other ranks. They
+run during the exchange, unless the end of one of them is part of the exchange. Continued pieces run three times forward
+if one of them continues to the right: for B, for r and Phi, and for o. Otherwise they run twice: for r and Phi, only if
+there are gradients and during the exchange, and for o. All other pieces run once forward, and all run once backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,17 +55,17 @@ class Response(NamedTuple):
 class Some(NamedTuple):
     """Some of a rank's pieces, as a call of the op."""
 
-    rows: tuple[int, ...]  # which ones
+    rows: tuple[int, ...]  # the numbers of the pieces
     x: Inputs
     bounds: tuple[int, ...] | None  # None: a batch of one
-    stretches: tuple[int, ...]  # tokens of these that lie side by side
+    stretches: tuple[int, ...]  # numbers of tokens in runs of neighbours
 
     def run(self, run: LocalRun, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         return run(self.x._replace(**inputs), self.bounds)
 
 
 def delta_rule(context: Part, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [1, T, HV, V], final_state [N, HV, K, V])`` of this rank's tokens and rows.
+    """``(o [1, T, HV, V], final_state [N, HV, K, V])`` for this rank's tokens and rows.
 
     Args:
         context: the split.
@@ -88,12 +90,12 @@ def delta_rule(context: Part, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]
     o, final_state = _joined(context, run, continued, begun, others, maps)
     if not needs_grad:
         return o, final_state
-    passed = passed_through(context, x.q.shape[-1], maps)  # and the rest of maps may go
+    passed = passed_through(context, x.q.shape[-1], maps)  # so that the rest of maps can be freed
     return _Crossing.apply(context, passed, *(response or (None, None)), o, final_state)
 
 
 class _Crossing(torch.autograd.Function):
-    """Lets o and the final states through; backward, adds to the last ones' gradients what comes from the right."""
+    """Returns o and the final states. In the backward pass, adds what comes from the right to the states' gradients."""
 
     @staticmethod
     def forward(ctx, context: Part, passed: Tensor, r: Tensor | None, Phi: Tensor | None, o: Tensor, final: Tensor):
@@ -127,14 +129,14 @@ class _Crossing(torch.autograd.Function):
 
 
 def _cut(context: Part, x: Inputs) -> tuple[Some | None, Some | None]:
-    """The continued pieces, and the others with the padding; None for what there is not."""
+    """The continued pieces, and the other pieces with the padding. None if there are none."""
     rows = [(piece.continued, row, piece.tokens) for row, piece in enumerate(context.rows)]
     padding = context.tokens - context.bounds[-1]
     if not any(continued for continued, *_ in rows):
         return None, Some(tuple(range(len(rows))), x, context.bounds, (context.tokens,))
     tokens = [*rows, (False, None, padding)] if padding else rows
     stretches = [(kind, sum(n for *_, n in group)) for kind, group in groupby(tokens, key=lambda row: row[0])]
-    pieces = {  # one split, not slices: backward is one concatenation
+    pieces = {  # one split instead of slices, so that the backward pass is one concatenation
         name: t.split([n for _, n in stretches], dim=1)
         for name, t in x._asdict().items()
         if name in OF_TOKENS and t is not None
@@ -159,8 +161,8 @@ def _summarize(
     context: Part, run: LocalRun, continued: Some | None, x: Inputs, begun: Some | None,
     others: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Response | None]:  # fmt: skip
-    """The maps [M, HV, K, K + V] of states through this rank's pieces that continue, and zeros for what others have
-    more of these; ``others``: the results of those that begin here, if one of them continues."""
+    """The maps [M, HV, K, K + V] of states through this rank's pieces that continue, and zeros if another rank has more
+    of them. ``others``: the results of pieces that begin here, if one of them continues."""
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
     dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     found: dict[int, Tensor] = {}
@@ -177,7 +179,7 @@ def _summarize(
 
 
 def _respond(run: LocalRun, some: Some) -> Response:
-    """The run with v = 0 from the identity."""
+    """The run of the op with v = 0 from the identity."""
     (_, T, HV), K = some.x.v.shape[:3], some.x.q.shape[-1]
     one = torch.eye(K, device=some.x.q.device).expand(len(some.rows), HV, K, K).contiguous()
     return Response(*some.run(run, v=some.x.v.new_zeros(1, T, HV, K), initial_state=one))
@@ -187,7 +189,7 @@ def _joined(
     context: Part, run: LocalRun, continued: Some | None, begun: Some | None, others: tuple[Tensor, Tensor] | None,
     maps: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All of this rank's results, with those of the continued pieces from where ``maps`` lead."""
+    """All results of this rank. Continued pieces start from the states that ``maps`` give."""
     if continued is None:
         return others
     o, final_state = continued.run(run, initial_state=states_at_starts(context, continued.rows, maps))
@@ -210,6 +212,6 @@ def _sum_of_products(r: Tensor, do: Tensor) -> Tensor:
     r, do = r.permute(1, 2, 0), do.transpose(0, 1)
     if r.dtype in (torch.float64, torch.float32):
         return torch.bmm(r, do)
-    if r.is_cuda:  # operands as they are, and no rounding of the sums
+    if r.is_cuda:  # operands in their own dtype, and sums that are not rounded
         return torch.bmm(r, do, out_dtype=torch.float32)
     return torch.bmm(r.float(), do.float())

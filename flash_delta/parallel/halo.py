@@ -1,10 +1,11 @@
-"""What a short convolution reads across the border between pieces.
+"""The inputs that a short convolution reads across the border between pieces.
 
-A convolution with W taps needs, before a piece that continues a sequence, the last inputs of the pieces before: the
-state that `causal_conv1d` would have there, ``[W, D]``. Every rank sends the last W inputs of each of its pieces that
-continue (before them what the sequence started from, or zeros where it was continued itself). A piece takes as many
-from the one before as that one has, and goes on to the left until it has W, or has reached the sequence's start.
-Backward, every rank sends the gradients of what it took, and adds to its own last inputs what others took there.
+A convolution with W taps needs the last inputs before a piece that continues a sequence. This is the state ``[W, D]``
+that `causal_conv1d` would have there. Every rank sends the last W inputs of each of its pieces that continue. If such a
+piece is shorter, the sequence's initial inputs come before its own, or zeros if the piece itself is continued. A
+continued piece takes as many inputs from the piece before as that piece has. Then it goes on to the left until it has W
+inputs or has reached the sequence's start. In the backward pass, every rank sends the gradients of the inputs that it
+took, and adds the gradients that others send to its own last inputs.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from flash_delta.parallel.split import Piece, Split
 
 
 class Borders:
-    """Which inputs cross, as numbers: of tokens of this rank, of rows of all that arrives, ``[P, pieces, W]`` flat."""
+    """Which inputs cross borders: numbers of this rank's tokens, and numbers of received rows, ``[P, pieces, W]``
+    flat."""
 
     def __init__(self, split: Split, rank: int, W: int):
         self.split, self.rows, self.W = split, split.rows[rank], W
@@ -29,13 +31,13 @@ class Borders:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """The last W tokens of the pieces that continue; of shorter ones, others in place of the missing."""
+        """The last W tokens of the pieces that continue. If a piece is shorter, other tokens fill the places."""
         stops = (self.rows[row].stop for row in self.continuing)
         return tuple(max(stop - self.W + w, 0) for stop in stops for w in range(self.W))
 
     @cached_property
     def history(self) -> tuple[int, ...]:
-        """Forward, the W rows that each continued piece takes."""
+        """The W received rows that each continued piece takes in the forward pass."""
         return tuple(
             number
             for row in self.continued
@@ -44,8 +46,8 @@ class Borders:
 
     @cached_property
     def returned(self) -> list[tuple[int, ...]]:
-        """Backward, what others took of the W rows of each piece that continues, one of them after the other; where
-        there is nothing left, the row behind all."""
+        """For the backward pass: numbers of received rows. Each tuple has a row to add to each of the W rows of each
+        piece that continues. Where no taker is left, the number is that of a row of zeros after the last one."""
         nothing = len(self.split.rows) * self.split.most_continued * self.W
         takers: list[list[int]] = []
         for row in self.continuing:
@@ -62,14 +64,13 @@ class Borders:
 
 
 class Halo:
-    """The exchange for several convolutions of W taps, under way from the moment it is made.
+    """The exchange for several convolutions of W taps. It starts when the object is made.
 
     Args:
         context: the split.
-        borders: what crosses there.
-        xs: their inputs, each ``[1, T, D]`` with its own D, of one dtype.
-        states: their states ``[N, D, W]`` to start from, as `causal_conv1d` takes them, for this rank's rows (those of
-            continued pieces are not read); None: zeros.
+        borders: which inputs cross borders. xs: the inputs of the convolutions, each ``[1, T, D]`` with its own D, all
+        of one dtype. states: the initial states ``[N, D, W]`` of this rank's rows, as `causal_conv1d` takes them. Those
+        of continued pieces are not read. None: zeros.
     """
 
     def __init__(self, context: Part, borders: Borders, xs: Sequence[Tensor], states: Sequence[Tensor] | None):
@@ -83,7 +84,7 @@ class Halo:
             self.everyones, self.work = context.gather(torch.cat(tails, dim=-1))  # [P, M, W, sum of D]
 
     def wait(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """``(xs, states)``: the inputs, and the states from which to convolve them as if this rank were alone."""
+        """``(xs, states)``: the inputs and initial states for convolutions on this rank alone."""
         if not self.context.split.most_continuing:
             return self.xs, self.states
         self.work.wait()
@@ -108,7 +109,8 @@ def _tails(context: Part, borders: Borders, x: Tensor, state: Tensor) -> Tensor:
 
 
 def _taken(split: Split, piece: Piece, W: int) -> list[tuple[int, int]]:
-    """What a continued piece takes, nearest first: which row of all that arrives, which of its own W it becomes."""
+    """The inputs that a continued piece takes, nearest first: the number of the received row, and its place among the
+    W."""
     found, end = [], W
     for other, count in split.history(piece, W):
         first = split.sent[other] * W
@@ -118,7 +120,7 @@ def _taken(split: Split, piece: Piece, W: int) -> list[tuple[int, int]]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Lets inputs and states through, with ``history`` [n, W, sum of D] as the states of what is continued."""
+    """Returns inputs and states, with ``history`` [n, W, sum of D] as the states of continued pieces."""
 
     @staticmethod
     def forward(ctx, context: Part, borders: Borders, history: Tensor, *tensors: Tensor):
@@ -148,8 +150,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _give_back(context: Part, borders: Borders, everyones: Tensor, dxs: list[Tensor], dstates: list[Tensor]) -> None:
-    """Add what others took to the gradients of the last inputs of the pieces that continue, or, where these had fewer
-    than W, to those of the states."""
+    """Add the gradients that others send to those of the last inputs of the pieces that continue. If a piece has fewer
+    than W inputs, the rest goes to the gradients of its state."""
     W, widths = borders.W, [d.shape[-1] for d in dxs]
     everyones = torch.cat([everyones, torch.zeros_like(everyones[:1])])
     dtails = sum(everyones.index_select(0, context.place(numbers, everyones.device)) for numbers in borders.returned)

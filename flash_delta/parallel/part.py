@@ -1,4 +1,4 @@
-"""One rank's part of a row, and the group's one collective."""
+"""One rank's part of a row, and the only collective operation of the group."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -13,7 +13,7 @@ from flash_delta.parallel.split import Fragment, Split
 
 
 class Part:
-    """What `ContextParallel` says of a rank; its arguments and attributes are described there."""
+    """The base of `ContextParallel`, where its arguments and attributes are described."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class Part:
         self.continued = tuple(piece.continued for piece in self.rows)
         self.continues = tuple(self.split.continues(piece) for piece in self.rows)
         self._on_device: dict[tuple, Tensor] = {}
-        self._borders: dict[int, Any] = {}  # of convolutions by their taps
+        self._borders: dict[int, Any] = {}  # borders of convolutions, by the number of taps
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of ``x``, which holds the whole row's along ``dim``. A view, of one fragment."""
+        """This rank's tokens of ``x``, which has the whole row's tokens along ``dim``. With one fragment, it is a
+        view."""
         total = self.split.total
         if x.shape[dim] != total:
             raise ValueError(
@@ -59,20 +60,20 @@ class Part:
         return self.place(self.bounds, device)
 
     def place(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
-        """Bounds or indices as a tensor on ``device``, copied there once and without waiting."""
+        """Bounds or indices as a tensor on ``device``. They are copied there once, without waiting."""
         if (numbers, device) not in self._on_device:
             host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._on_device[numbers, device] = host.to(device, non_blocking=True)
         return self._on_device[numbers, device]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Each token's place in its sequence, [1, T]; of padding, in one more sequence."""
+        """Each token's place in its sequence, [1, T]. Padding counts as one more sequence."""
         tokens, bounds = torch.arange(self.split.total, device=device), self.place(self.split.cu_seqlens, device)
         tokens = self.shard(tokens, dim=0)
         return (tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)])[None]
 
     def check(self, hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        """What a layer's other arguments have to be."""
+        """Checks a layer's other arguments."""
         for name, value in (("attention_mask", attention_mask), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 raise ValueError(f"{name}: expected None with cp_context, which has the bounds, got a tensor")
@@ -83,7 +84,7 @@ class Part:
             )
 
     def gather(self, x: Tensor) -> tuple[Tensor, dist.Work]:
-        """``x`` of every rank ``[P, ...]``, to be read when the second result has been waited for."""
+        """``x`` of every rank ``[P, ...]``. Call ``wait`` of the second result before reading it."""
         everyones = x.new_empty(self.size, *x.shape)
         work = dist.all_gather(list(everyones), x.contiguous(), group=self.group, async_op=True)
         return everyones, work
@@ -121,7 +122,7 @@ def _shares(given: Sequence[int] | None, size: int, total: int) -> Sequence[int]
 
 
 def check_fragments(given: Sequence[Sequence[Fragment]], size: int, total: int) -> None:
-    """Each rank's in the order of the row; all of them together the row."""
+    """Checks that each rank's fragments are in the order of the row, and that all together cover the row."""
     if len(given) != size:
         raise ValueError(f"fragments: expected a list for each of {size} ranks, got {len(given)}")
     for rank, own in enumerate(given):

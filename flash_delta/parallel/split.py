@@ -1,8 +1,8 @@
-"""Who holds what of a packed row that is cut into fragments. Plain integers, the same on every rank.
+"""Which rank holds which tokens of a packed row that is cut into fragments. Plain integers, the same on every rank.
 
-A rank's tokens are those of its fragments, one after the other. A piece is what a fragment has of a sequence: a row of
-the ops on that rank. The pieces of a sequence in their order are its chain. An empty sequence is one piece, of the
-fragment that holds the token at its place, at the very end of the last fragment.
+A rank's tokens are those of its fragments, one after the other. A piece is the part of a sequence in one fragment. It
+is a row of the ops on that rank. The pieces of a sequence, in order, are its chain. An empty sequence is one piece. It
+belongs to the fragment that holds the token at its place, or to the last fragment if it is at the very end.
 """
 
 from bisect import bisect_right
@@ -17,9 +17,9 @@ class Piece(NamedTuple):
     """Some of a sequence's tokens, on one rank."""
 
     sequence: int
-    place: int  # in its chain
+    place: int  # its place in the chain
     rank: int
-    start: int  # of this rank's tokens
+    start: int  # counted in this rank's tokens
     stop: int
 
     @property
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
     @property
     def continued(self) -> bool:
-        """Whether its sequence began in an earlier piece."""
+        """Whether the sequence began in an earlier piece."""
         return self.place > 0
 
 
@@ -49,8 +49,9 @@ class Split:
         self.sent = _numbers(continuing, self.most_continuing)
         self.taken = _numbers(continued, self.most_continued)
 
-    # Every rank sends something for each of its pieces that continue, forward, and for each that is continued,
-    # backward. ``sent`` and ``taken`` say where in all that arrives a piece's is, if ranks send equally many.
+    # In the forward pass every rank sends something for each of its pieces that continue, and in the backward pass for
+    # each that is continued. ``sent`` and ``taken`` give the places of pieces in all that arrives, if each rank sends
+    # the same number.
 
     def places(self, rank: int) -> Iterator[tuple[Fragment, int]]:
         """A rank's fragments, each with its place among the rank's tokens."""
@@ -60,7 +61,7 @@ class Split:
             at += stop - start
 
     def in_order(self) -> list[tuple[int, int, int]]:
-        """All fragments in the order of the row: the rank, and from where to where among its tokens."""
+        """All fragments in the order of the row: the rank, and where they start and stop among its tokens."""
         held = sorted((*f, rank, at) for rank in range(len(self.fragments)) for f, at in self.places(rank))
         return [(rank, at, at + stop - start) for start, stop, rank, at in held]
 
@@ -68,26 +69,26 @@ class Split:
         return sum(stop - start for start, stop in self.fragments[rank])
 
     def bounds(self, rank: int) -> tuple[int, ...]:
-        """Those of a rank's rows, counted from its first token."""
+        """The bounds of a rank's rows, counted from its first token."""
         rows = self.rows[rank]
         return (*(p.start for p in rows), rows[-1].stop) if rows else (0,)
 
     def continues(self, piece: Piece) -> bool:
-        """Whether its sequence goes on in a later piece."""
+        """Whether the sequence continues in a later piece."""
         return piece.place < len(self.chains[piece.sequence]) - 1
 
     def left(self, piece: Piece) -> tuple[Piece, ...]:
-        """The pieces before it, the one where its sequence begins first."""
+        """The pieces of the sequence before this one, in order."""
         return self.chains[piece.sequence][: piece.place]
 
     def right(self, piece: Piece) -> tuple[Piece, ...]:
-        """The pieces after it, the one where its sequence ends last."""
+        """The pieces of the sequence after this one, in order."""
         return self.chains[piece.sequence][piece.place + 1 :]
 
     def history(self, piece: Piece, size: int) -> list[tuple[Piece, int]]:
-        """Where the ``size`` inputs before a piece come from: a piece, and how many of its last; nearest first.
+        """The pieces that have the ``size`` inputs before a piece, nearest first, and how many of their last inputs.
 
-        The piece where the sequence begins has as many as are asked for: what is missing was before the first token.
+        The first piece of the sequence always has enough, because it also has the inputs before the first token.
         """
         found = []
         for other in reversed(self.left(piece)):
@@ -99,9 +100,11 @@ class Split:
 
 
 def head_tail(cu_seqlens: Sequence[int], ranks: int) -> tuple[tuple[Fragment, ...], ...]:
-    """The fragments of each rank that balance causal attention: of every sequence, cut into ``2 * ranks`` parts of one
-    length (the first ones have one token more if need be), rank r holds the parts r and ``2 * ranks - 1 - r``. Of one
-    sequence after the other, as trainers have it; with the bounds ``[0, tokens]`` of a row of any documents.
+    """The fragments of each rank that balance causal attention.
+
+    Every sequence is cut into ``2 * ranks`` parts of one length. (The first parts may have one token more.) Rank r
+    holds the parts r and ``2 * ranks - 1 - r`` of each sequence, as trainers do it. With the bounds ``[0, tokens]`` the
+    whole row is cut instead, with any documents in it.
 
     Example:
         >>> from flash_delta.parallel import head_tail
@@ -119,7 +122,7 @@ def head_tail(cu_seqlens: Sequence[int], ranks: int) -> tuple[tuple[Fragment, ..
 
 
 def _joined(fragments: Sequence[Fragment]) -> Iterator[Fragment]:
-    """Neighbours as one, and none that is empty, except where there is no other."""
+    """Joins neighbouring fragments and leaves out empty ones, unless there is no other."""
     last = None
     for start, stop in fragments:
         if last is not None and start != stop and last[1] == start:
@@ -134,7 +137,7 @@ def _joined(fragments: Sequence[Fragment]) -> Iterator[Fragment]:
 
 
 def _chains(bounds: tuple[int, ...], held: list[tuple[int, int, int, int]]) -> Iterator[list[Piece]]:
-    """Of every sequence; ``held``: the fragments in order, each with its rank and its place there."""
+    """The chain of every sequence. ``held``: the fragments in order, each with its rank and its place there."""
     full = [f for f in held if f[0] < f[1]]
     starts = [start for start, *_ in full]
     for n, (a, b) in enumerate(pairwise(bounds)):

@@ -1,4 +1,4 @@
-"""What a convolution, a norm or a gate refuses: ValueErrors that name the argument, what was expected and what came."""
+"""Checks of convolutions, norms and gates. A ValueError names the argument, what was expected and what came."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from flash_delta.problem import ConvolutionProblem, Convolved, Gated, GateProble
 
 
 def describe_convolution(x: Convolved, op: str, activation: str | None, output_final_state: bool) -> ConvolutionProblem:
-    """A call that was checked."""
+    """Describe a checked call."""
     (B, T, D), W = x.x.shape, x.weight.shape[1]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     return ConvolutionProblem(
@@ -21,29 +21,29 @@ def describe_convolution(x: Convolved, op: str, activation: str | None, output_f
 
 
 def describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
-    """The same of x [N, D]."""
+    """Describe a checked call for one token, x [N, D]."""
     return describe_convolution(x._replace(x=x.x.unsqueeze(1)), op, activation, True)
 
 
 def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
-    """A call that was checked."""
+    """Describe a checked call."""
     return NormProblem(op, x.x.shape[-1], _widest(x), x.x.device, activation, eps)
 
 
 def describe_gate(x: Gated, op: str, gate: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:
-    """A call that was checked."""
+    """Describe a checked call."""
     HV, K = x.g.shape[-2:] if gate == "channel" else (x.g.shape[-1], 1)
     return GateProblem(op, HV, K, _widest(x), x.g.device, gate, lower_bound, output_dtype)
 
 
 def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
-    """float64 if one of them is, else the first one's."""
+    """float64 if one of the tensors has it, else the dtype of the first tensor."""
     dtypes = [t.dtype for t in tensors if t is not None]
     return torch.float64 if torch.float64 in dtypes else dtypes[0]
 
 
 def check_convolution(op: str, c: Convolved, activation: str | None, output_final_state: bool) -> bool:
-    """``output_final_state``, as a bool."""
+    """Check a call. Returns ``output_final_state`` as a bool."""
     B, _, D = check_shape(op, "x", c.x, "B", "T", "D")
     N = B if c.cu_seqlens is None else check_cu_seqlens(op, c.cu_seqlens, c.x, "x")
     _check_taps(op, c, D, activation)
@@ -54,7 +54,7 @@ def check_convolution(op: str, c: Convolved, activation: str | None, output_fina
 
 
 def check_token(op: str, c: Convolved, activation: str | None) -> None:
-    """Of x [N, D]."""
+    """Check a call for one token, x [N, D]."""
     N, D = check_shape(op, "x", c.x, "N", "D")
     _check_taps(op, c, D, activation)
     check_shape(op, "state", c.initial_state, N, *c.weight.shape)
@@ -62,13 +62,13 @@ def check_token(op: str, c: Convolved, activation: str | None) -> None:
 
 
 def check_bounds(op: str, c: Convolved) -> None:
-    """The values of cu_seqlens, where the host has them: those on a GPU would have to be waited for."""
+    """Check the values of cu_seqlens on the CPU. The host does not wait for those on a GPU."""
     if c.cu_seqlens.device.type == "cpu":
         read_lengths(op, Inputs(c.x, c.x, c.x, cu_seqlens=c.cu_seqlens), None)
 
 
 def check_documents(op: str, x: Tensor, seq_idx: Tensor) -> None:
-    """Numbers of tokens' documents [B or 1, T]; their values nobody reads."""
+    """Check the numbers of documents [B or 1, T]. Their values are not read."""
     B, T, _ = check_shape(op, "x", x, "B", "T", "D")
     if not isinstance(seq_idx, Tensor) or seq_idx.shape not in ((B, T), (1, T)):
         got = f"shape {list(seq_idx.shape)}" if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
@@ -77,7 +77,7 @@ def check_documents(op: str, x: Tensor, seq_idx: Tensor) -> None:
 
 
 def check_norm(op: str, x: Normalized, eps: float) -> float:
-    """``eps``, as a float."""
+    """Check a call. Returns ``eps`` as a float."""
     (D,) = check_shape(op, "weight", x.weight, "D")
     if not isinstance(x.x, Tensor) or x.x.shape[-1:] != (D,):
         got = f"shape {list(x.x.shape)}" if isinstance(x.x, Tensor) else type(x.x).__name__
@@ -89,7 +89,7 @@ def check_norm(op: str, x: Normalized, eps: float) -> float:
 
 
 def check_gate(op: str, x: Gated, gate: str, lower_bound: float | None, output_dtype: torch.dtype) -> float | None:
-    """``lower_bound``, as a float."""
+    """Check a call. Returns ``lower_bound`` as a float."""
     axes = ["HV", "K"] if gate == "channel" else ["HV"]
     leading = x.g.dim() - len(axes) if isinstance(x.g, Tensor) else 1
     sizes = check_shape(op, "g", x.g, *["..."] * leading, *axes)[leading:]

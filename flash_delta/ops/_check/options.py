@@ -1,6 +1,7 @@
-"""Scalar options, cast at the door: the rest of the library gets Python's own float, int, bool or None.
+"""Casts scalar options, so that the rest of the library gets Python's own float, int, bool or None.
 
-A kernel is compiled for the types of its numbers, and calls are known again by values: 1 and 1.0 have to be one.
+Kernels are compiled for the types of their numbers, and calls are looked up by values. So 1 and 1.0 have to become the
+same number.
 """
 
 from numbers import Integral, Real
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_origin, ge
 import torch
 from torch import Tensor
 
-LOWEST_BOUND = -5.0  # 15 tokens at -5 nats still fit float32, which kernels for bounded gates count on
+LOWEST_BOUND = -5.0  # kernels for bounded gates need that 15 tokens at this bound fit float32
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
@@ -17,7 +18,7 @@ CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
 
 
 class Options(NamedTuple):
-    """What an op asks for, beside its tensors. A flag is annotated with the name by which callers know it."""
+    """The options of an op: all arguments except tensors. A flag is annotated with the name that callers use."""
 
     op: str
     gate: Literal["none", "scalar", "channel"]
@@ -28,7 +29,7 @@ class Options(NamedTuple):
     recurrent: bool = False
     l2norm: Annotated[bool, "use_qk_l2norm_in_kernel"] = False
     raw_gate: Annotated[bool, "use_gate_in_kernel"] = False
-    safe_gate: Annotated[bool, "safe_gate"] = False  # lower_bound is a promise also for log decays as given
+    safe_gate: Annotated[bool, "safe_gate"] = False  # lower_bound is also promised for given log decays
     lower_bound: float | None = None
     raw_beta: Annotated[bool, "use_beta_sigmoid_in_kernel"] = False
     neg_eigval: Annotated[bool, "allow_neg_eigval"] = False
@@ -53,10 +54,10 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 
 
 def cast(options: Options) -> Options:
-    """The same options as Python's own numbers. Raises ValueError for what is none, or out of its range."""
+    """The same options as Python's own numbers. Raises ValueError if a value is not a number or out of range."""
     op, scale, bound, eps = options.op, options.scale, options.lower_bound, options.eps
     every, most, null = options.checkpoint_every, options.max_prompts, options.null_slot
-    if isinstance(scale, Tensor):  # its value would have to be fetched, and its gradient would be lost
+    if isinstance(scale, Tensor):  # the host would have to fetch its value, and its gradient would be lost
         refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
     size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
     if size not in CHUNK_SIZES:
@@ -76,8 +77,8 @@ def cast(options: Options) -> Options:
 
 
 def as_float(op: str, name: str, value: Any, expected: str = "a number", lowest: float | None = None) -> float:
-    """A number from ``lowest`` on, which NaN and the infinities are not."""
-    largest = torch.finfo(torch.float32).max  # as kernels take it; a global float would be a symbol to torch.compile
+    """The value as a finite float of at least ``lowest``."""
+    largest = torch.finfo(torch.float32).max  # kernels take float32; torch.compile would make a global float a symbol
     is_one = _is_a(value, (Real, torch.SymFloat, torch.SymInt)) and -largest <= value <= largest
     if not is_one or (lowest is not None and value < lowest):
         refuse(op, name, expected, repr(value))
@@ -96,7 +97,7 @@ def as_eps(op: str, name: str, value: Any) -> float:
 
 
 def as_int(op: str, name: str, value: Any, expected: str, lowest: int, step: int = 1) -> int:
-    """A multiple of ``step`` from ``lowest`` on that kernels can count to."""
+    """The value as an int: a multiple of ``step``, at least ``lowest``, and small enough for kernels."""
     is_one = _is_a(value, (Integral, torch.SymInt)) and lowest <= value < 2**31 and value % step == 0
     if not is_one:
         refuse(op, name, expected, repr(value))
@@ -104,12 +105,12 @@ def as_int(op: str, name: str, value: Any, expected: str, lowest: int, step: int
 
 
 def as_size(op: str, name: str, value: Any) -> int:
-    """Of an axis."""
+    """The size of an axis as an int."""
     return as_int(op, name, value, "a whole number from 1 to 2^31 - 1", 1)
 
 
 def as_bool(op: str, name: str, value: Any) -> bool:
-    """A bool, also numpy's, 0 or 1; a word such as "False" would be true."""
+    """The value as a bool. It may be a numpy bool, 0 or 1. Strings are refused, since "False" would be true."""
     if isinstance(value, bool):
         return value
     number = value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
@@ -119,5 +120,5 @@ def as_bool(op: str, name: str, value: Any) -> bool:
 
 
 def _is_a(value: Any, numbers: tuple[type, ...]) -> bool:
-    """bool is an int to Python, and to nobody who passes a scale."""
+    """Whether the value is one of these numbers. A bool, which is an int in Python, is not."""
     return isinstance(value, numbers) and not isinstance(value, bool)

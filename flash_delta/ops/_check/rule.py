@@ -1,4 +1,4 @@
-"""The door: every argument of every op is checked here, once, and what passes is a :class:`Problem`."""
+"""Checks every argument of an op, once, and makes a :class:`Problem` of the call."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from flash_delta.ops._check.options import Options, as_bool, refuse
 from flash_delta.ops._transforms import is_traced, refuse_transforms
 from flash_delta.problem import Inputs, Problem, needs_gradient
 
-# Of `Options`, those that are fields of a Problem as they are.
+# The options that become fields of a Problem without a change.
 SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "lower_bound", "checkpoint_every", "null_slot"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -21,7 +21,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int] | None) -> Problem:
     """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came.
 
-    ``options`` are `cast`.
+    ``options`` must have gone through `cast`.
     """
     op, gate, erase, scale, raw_gate = options.op, options.gate, options.erase, options.scale, options.raw_gate
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
@@ -46,7 +46,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     if options.neg_eigval and not options.raw_beta:
         refuse(op, "allow_neg_eigval", "False without use_beta_sigmoid_in_kernel=True", "True")
     N = B if x.cu_seqlens is None else check_cu_seqlens(op, x.cu_seqlens, x.q, "q")
-    if is_traced(x.q):  # values are not there yet, and B may be a symbol: the operator reads them
+    if is_traced(x.q):  # there are no values yet, and B may be a symbol; the operator reads them when it runs
         if x.cu_seqlens is None:
             refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         lengths = None if cu_seqlens_cpu is None else torch.as_tensor(cu_seqlens_cpu)
@@ -76,7 +76,7 @@ def wanted(shape: tuple[int | str, ...]) -> str:
 
 
 def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> torch.Size:
-    """Refuse anything but a tensor of these axes; a letter stands for any size."""
+    """Refuse anything except a tensor with these axes. A letter stands for any size."""
     if not isinstance(x, Tensor):
         refuse(op, name, wanted(expected), "None" if x is None else type(x).__name__)
     sizes = x.shape
@@ -102,7 +102,7 @@ def check_kind(
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> int:
-    """The number of sequences N that are packed into the row of ``x``, the argument ``name``."""
+    """Check bounds. Returns N, the number of sequences in the packed row ``x``, which is the argument ``name``."""
     (count,) = check_shape(op, "cu_seqlens", cu_seqlens, "N + 1")
     check_kind(op, "cu_seqlens", cu_seqlens, x.device, INDEX_DTYPES, name)
     if count == 0:
@@ -113,7 +113,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor, name: str) -> int:
 
 
 def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """``state_v_first``, which older callers name ``transpose_state_layout``."""
+    """The value of ``state_v_first``. Older callers name it ``transpose_state_layout``."""
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
@@ -125,7 +125,8 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
 
 
 def refuse_head_first(op: str, head_first: bool) -> None:
-    """The older layout of fla, [B, H, T, ...], in which every check of a shape would name the wrong argument."""
+    """Refuse fla's older layout [B, H, T, ...]. Without this check, errors about shapes would name the wrong
+    argument."""
     if head_first:
         refuse(op, "head_first", "False (tensors are [B, T, H, ...]: pass x.transpose(1, 2))", True)
 
@@ -154,7 +155,8 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
 def read_lengths(
     op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None, wait: bool = False
 ) -> tuple[int, ...] | None:
-    """The sequences' lengths. If only the device knows them: None, or with ``wait`` the host waits and reads them."""
+    """The sequences' lengths. If only the device has them: None, unless ``wait``, with which the host waits for
+    them."""
     B, T = x.q.shape[:2]
     if x.cu_seqlens is None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")

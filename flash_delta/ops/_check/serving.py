@@ -1,4 +1,4 @@
-"""The door of serving: where a call's states lie. Shapes, dtypes and devices are checked, never what is in an index."""
+"""Checks of serving calls. They check shapes, dtypes and devices of pools and indices, never the values of indices."""
 
 from math import gcd
 
@@ -12,7 +12,7 @@ from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import check_around
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
-MOST_TOKENS = 16  # of a row in one call
+MOST_TOKENS = 16  # per row in one call
 POOLS = ("convolution.pool", "convolution.write_pool")
 
 
@@ -52,14 +52,15 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:
-    """Kernels count rows and tokens in 32 bits, in units of 16 numbers if their strides are multiples of that."""
+    """Check strides. Kernels count rows and tokens in 32 bits, in units of 16 numbers if strides are multiples of
+    16."""
     (B, T), (row, token) = t.shape[:2], t.stride()[:2]
     if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
         refuse(op, name, "tokens less than 2^31 numbers apart (2^35 in steps of 16)", f"strides {list(t.stride())}")
 
 
 def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
-    """Of any shape."""
+    """Check a pool, except its shape."""
     check_kind(p.op, name, pool, p.device)
     axes = list(zip(pool.shape, pool.stride(), strict=True))
     if any(size > 1 and stride == 0 for size, stride in axes):
@@ -71,7 +72,7 @@ def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
 def _is_plain(pool: Tensor) -> bool:
     """Whether a copy engine can describe it."""
     (slots, *sizes), (apart, *strides) = pool.shape, pool.stride()
-    expected = 1  # as torch has it: of one number along an axis, a stride says nothing
+    expected = 1  # as torch does, ignore the stride of an axis of size 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != expected:
             return False
@@ -82,11 +83,11 @@ def _is_plain(pool: Tensor) -> bool:
 
 
 def _check_rows(p: Problem, s: Slots) -> int:
-    """How many tokens a row may have."""
+    """Check indices and pools of the rows. Returns how many tokens a row may have."""
     op, B, T = p.op, p.N, _most_tokens(p, s)
     if s.num_accepted_tokens is None:
         check_shape(op, "read_indices", s.read_indices, B)
-    else:  # which picks one of W columns
+    else:  # it chooses one of W columns
         check_shape(op, "read_indices", s.read_indices, B, "W")
         check_shape(op, "num_accepted_tokens", s.num_accepted_tokens, B)
     if s.write_indices is not None:
@@ -100,7 +101,7 @@ def _check_rows(p: Problem, s: Slots) -> int:
 
 
 def _most_tokens(p: Problem, s: Slots) -> int:
-    """Of packed rows it is what tables have columns for, or what a row of the write pool has room for."""
+    """How many tokens a row may have. For packed rows, the columns of tables or the room in the write pool decide."""
     if not p.packed:
         if not 1 <= p.T <= MOST_TOKENS:
             refuse(p.op, "q", f"1 to {MOST_TOKENS} tokens (axis 1)", p.T)
@@ -119,7 +120,7 @@ def _is_table(t: Tensor | None) -> bool:
 
 
 def _has_rows(s: Slots) -> bool:
-    """Whether the write pool has rows of a state for every token; a pool of slots has four axes."""
+    """Whether the write pool has rows, with a state for every token. A pool of slots has one axis less, four."""
     return isinstance(s.write_pool, Tensor) and s.write_pool.dim() == 5
 
 
@@ -159,7 +160,7 @@ def _check_prompts(op: str, options: Options) -> None:
 
 
 def _check_indices(p: Problem, s: Slots) -> None:
-    """What all that serves has in common."""
+    """Checks of indices that all serving calls share."""
     for name, t in s._asdict().items():
         if t is not None and name not in ("state_pool", "write_pool", "out"):
             check_kind(p.op, name, t, p.device, (torch.bool,) if name == "has_initial_state" else INDEX_DTYPES)

@@ -1,6 +1,6 @@
-"""Kernels of `_modules.py` as operators: what torch.compile and torch.export see of them.
+"""Operators for the kernels of `_modules.py`, which torch.compile and torch.export see.
 
-An operator takes a call's tensors and the fields of its problem that tensors do not tell.
+An operator takes a call's tensors, and those fields of its problem that do not follow from tensors.
 """
 
 from collections.abc import Callable

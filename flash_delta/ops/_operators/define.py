@@ -1,7 +1,8 @@
-"""How operators of torch.library are made: their schema, what a tracer sees of them, and their autograd.
+"""Makes operators of torch.library: their schema, their fake results for tracers, and their autograd.
 
-An operator is a function of named tuples. Its arguments are the fields of these, one after the other, and their
-annotations are its schema: an option that is added to a named tuple is an argument of every operator that takes it.
+An operator is a function of named tuples. Its arguments are the fields of these tuples, one after the other. The
+annotations of the fields are its schema. So an option that is added to a named tuple becomes an argument of every
+operator that takes this tuple.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +21,12 @@ NAMESPACE = PACKAGE.replace(".", "_")
 
 
 def take(x: Any, fields: type) -> list[Any]:
-    """What ``x`` has under the names of a named tuple's fields."""
+    """The attributes of ``x`` that have the names of a named tuple's fields."""
     return [getattr(x, name) for name in fields._fields]
 
 
 class Behind(NamedTuple):
-    """What an operator's backward takes after its tensors."""
+    """The arguments of an operator's backward pass after its tensors."""
 
     saved: list[Tensor]
     do: Tensor | None  # the gradients of its first two results
@@ -48,11 +49,11 @@ def define(
         run: ``run(tensors, ..., options, backend)``, annotated: a named tuple of tensors, maybe more tensors, a named
             tuple of options, and the backend that is asked for. Returns fresh tensors, the first two with gradients, or
             None.
-        fake: takes the same; returns empty tensors with the shapes, strides and dtypes of those.
+        fake: takes the same arguments. Returns empty tensors with the shapes, strides and dtypes of run's results.
         writes: the tensors that are written in place.
-        backward: ``backward(tensors, ..., Behind, options, backend)``: gradients in the order of ``tensors``. There is
-            no derivative of it, and autograd says so.
-        saved_from: from which of the results on they are saved for ``backward``; takes what ``run`` does.
+        backward: ``backward(tensors, ..., Behind, options, backend)``: gradients in the order of ``tensors``. It has no
+            derivative, and autograd raises an error for one.
+        saved_from: takes the arguments of ``run``. Returns n, if results from the n-th on are saved for ``backward``.
     """
     hints = get_type_hints(run)
     returned = hints.pop("return")
@@ -110,13 +111,13 @@ def _define(
 
 
 def _opened(hints: dict[str, Any]) -> dict[str, Any]:
-    """Named tuples' fields in the place of these."""
+    """The annotations, with the fields of named tuples in place of the tuples."""
     fields = (get_type_hints(hint) if _is_group(hint) else {name: hint} for name, hint in hints.items())
     return dict(chain.from_iterable(group.items() for group in fields))
 
 
 def _grouped(hints: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """An operator's arguments as its function takes them."""
+    """An operator's arguments, grouped into the named tuples that its function takes."""
     left = iter(args)
     return [kind._make(islice(left, len(kind._fields))) if _is_group(kind) else next(left) for kind in hints.values()]
 
@@ -126,7 +127,7 @@ def _is_group(hint: Any) -> bool:
 
 
 def _has_gradient(t: Tensor | None) -> bool:
-    """Bounds have none."""
+    """Whether the tensor can have a gradient. Bounds cannot."""
     return t is not None and t.is_floating_point()
 
 

@@ -1,13 +1,14 @@
-"""The family as two operators: what torch.compile and torch.export see of a call.
+"""The two operators of the family, which torch.compile and torch.export see.
 
-``flash_delta::delta_rule`` takes a call's tensors and the fields of its Problem that tensors do not tell. A tracer
-never looks into a backend, and sizes may stay symbols. What forward saves for backward has to be known to the tracer: a
-backend that saves anything has
+``flash_delta::delta_rule`` takes a call's tensors, and those fields of its Problem that do not follow from tensors. A
+tracer never looks into a backend, and sizes may stay symbols. The tracer has to know which tensors the forward pass
+saves. So a backend that saves tensors has
 
     empty_saved(problem, inputs) -> tuple[Tensor, ...]
 
-fresh tensors with the shapes, strides and dtypes of its ``Outputs.saved``, made by arithmetic on sizes (never on
-``problem.lengths``, whose values no tracer knows). Without it nothing is saved, and backward computes it again.
+which returns new tensors with the shapes, strides and dtypes of its ``Outputs.saved``. It computes them from sizes and
+never from ``problem.lengths``, whose values a tracer does not know. Without this function nothing is saved, and the
+backward pass computes everything again.
 """
 
 from functools import partial
@@ -29,13 +30,14 @@ Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
 
 
 def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(o, final_state, states)`` of a traced call, whose ``problem.lengths`` are cu_seqlens_cpu (`describe`)."""
+    """``(o, final_state, states)`` of a traced call. Its ``problem.lengths`` is the tensor cu_seqlens_cpu
+    (`describe`)."""
     o, final_state, *rest = delta_rule(*x, problem.lengths, *take(problem, Fields), wish)
     return o, final_state, rest[0] if problem.keep_states else None
 
 
 def _run(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str | None) -> list[Tensor]:
-    """``[o, final_state, *saved]``, with ``keep_states`` the chunk states before what is saved."""
+    """``[o, final_state, *saved]``. With ``keep_states`` the chunk states come before the saved tensors."""
     problem, known = _look_at(x, cu_seqlens_cpu, fields, backend)
     out = forward(problem._replace(needs_grad=_saves(problem, known.backend)), known, x)
     results = (out.o, out.final_state, out.states)
@@ -47,7 +49,7 @@ def _fake(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str
     results = [x.v.new_empty(x.v.shape), x.v.new_empty(problem.state_shape, dtype=problem.accumulate)]
     if problem.keep_states:
         chunks = (problem.T + problem.chunk_size - 1) // problem.chunk_size
-        if problem.packed:  # only the bounds' values would tell
+        if problem.packed:  # the size depends on the bounds' values
             chunks = torch.library.get_ctx().new_dynamic_size()
         results.append(x.v.new_empty(problem.B, chunks, problem.HV, problem.K, problem.V))
     return results + (list(module.empty_saved(problem, x)) if _saves(problem, module) else [])
@@ -66,7 +68,7 @@ delta_rule = define(
 
 
 def _look_at(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, wish: str | None) -> tuple[Problem, KnownCall]:
-    """One known call for forward and backward; lengths are values, which nobody remembers."""
+    """The problem, and one known call for forward and backward. The known call does not remember lengths."""
     lengths = read_lengths(fields.op, x, cu_seqlens_cpu)
     known = look_at(partial(_look, lengths), False, (delta_rule, lengths is None, fields, wish), None, x)
     if lengths is None and plans_on_host(known.backend):
@@ -82,7 +84,7 @@ def _look(lengths: tuple[int, ...] | None, given: tuple[Any, ...], _: None, x: I
 def _describe(
     x: Inputs, lengths: tuple[int, ...] | None, fields: Fields, wish: str | None
 ) -> tuple[Problem, ModuleType]:
-    """The Problem that was taken apart for the operator, and its backend."""
+    """The Problem, made again from the operator's arguments, and its backend."""
     (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
     problem = Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
@@ -93,11 +95,12 @@ def _describe(
 
 
 def _some_lengths(x: Inputs, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...] | None:
-    """For a tracer: whether the host will know the lengths; their values it cannot have."""
+    """For a tracer: () if the host will know the lengths, else None. The tracer cannot have their values."""
     known = x.cu_seqlens is None or x.cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is not None
     return () if known else None
 
 
 def _saves(problem: Problem, backend: ModuleType) -> bool:
-    """``step`` saves nothing, and what a tracer cannot foresee is not saved either."""
+    """Whether the call saves tensors. ``step`` saves none. Without `empty_saved` a tracer does not know their
+    shapes."""
     return problem.needs_grad and not problem.recurrent and hasattr(backend, "empty_saved")

@@ -1,4 +1,4 @@
-"""What the serving ops share: a call is looked at once, and while compiling it is one operator."""
+"""The part that serving ops share. A call is checked once. Under torch.compile it is one operator."""
 
 from typing import Any, NamedTuple, get_type_hints
 
@@ -20,23 +20,23 @@ from flash_delta.problem import Around, Inputs, KnownCall, Slots
 def run(
     x: Inputs, s: Slots, options: dict[str, Any], backend: str | Explain | None, around: Around = NOTHING
 ) -> Tensor | Explanation:
-    """``o``. A call is looked at once (`look_at`). ``options``: fields of `Options`, which takes 1 us to make."""
+    """Returns ``o``. A call is checked once (`look_at`). ``options`` is a dictionary, since an `Options` takes 1 us."""
     if isinstance(backend, Explain):
         return backend.of(describe(x, s, around, Options(**options)))
     if is_traced(x.q):
         chosen = cast(Options(**options))
-        if not torch.compiler.is_compiling():  # there the operator does it, when it runs
+        if not torch.compiler.is_compiling():  # otherwise the operator does this when it runs
             describe(x, s, around, chosen)
         s = s._replace(out=x.v.new_empty(x.v.shape)) if s.out is None else s
         operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
         return s.out
     known = look_at(_look, False, (backend, *options.values()), options, x, s, around)
-    if known.again is not None:  # kernels alone, launched as before
+    if known.again is not None:  # only kernels run, launched as before
         o = known.again(known, x, s, around)
         if o is not None:
             return o
     problem = known.problem
-    if problem.lengths is not None and problem.packed:  # these are values
+    if problem.lengths is not None and problem.packed:  # a known call does not remember these values
         problem = problem._replace(lengths=read_lengths(problem.op, x, None))
     return serve(problem, known, x, s, around)
 
@@ -53,13 +53,13 @@ def _without(fields: type, *names: str) -> type:
     )
 
 
-# Without what no serving op has: PyTorch looks at every argument of an operator that writes, for every other one.
+# Without fields that no serving op has. For an operator that writes tensors, PyTorch compares all pairs of arguments.
 Tensors = _without(Inputs, "p", "initial_state")
 Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disable_recompute")
 
 
 def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> None:
-    """An operator may not return what it is given: it always writes to ``out``."""
+    """The operator. It always writes to ``out``, because operators may not return their arguments."""
     run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
 
 

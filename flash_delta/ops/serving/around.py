@@ -116,7 +116,7 @@ def around_of(
         return around, None, None
     if norm.activation not in ACTIVATIONS:
         refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
-    if norm.eps is None:  # which to a problem is no norm
+    if norm.eps is None:  # in a problem, None means that there is no norm
         refuse(op, "output_norm.eps", "a number of at least 0", "None")
     return around._replace(norm_gate=norm.gate, norm_weight=norm.weight), norm.eps, ACTIVATIONS[norm.activation]
 
@@ -167,7 +167,7 @@ def _check_rolling(p: Problem, s: Slots, W: int, L: int) -> None:
     if not 2 <= W <= MOST_TAPS:
         refuse(p.op, "convolution.weight", f"2 to {MOST_TAPS} taps (axis 1) with rolling=True", W)
     columns = 1 if s.num_accepted_tokens is None else s.read_indices.shape[1]
-    tokens = (p.most_tokens or p.T) if p.recurrent else 1  # of a prompt the last W - 1 inputs stay
+    tokens = (p.most_tokens or p.T) if p.recurrent else 1  # a prompt leaves its last W - 1 inputs
     least = W - 2 + max(tokens, columns)
     if least > L:
         refuse(p.op, "convolution.pool", f"at least {least} inputs (axis 2) with rolling=True", L)

@@ -1,4 +1,4 @@
-"""Where tensors of calls lie, and which optional arguments calls give."""
+"""Descriptions of calls: where their tensors are, and which optional arguments they have."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What calls allocate, known before they are made."""
+"""The memory that a call will allocate."""
 
 from typing import Any
 
@@ -51,13 +51,13 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
         if size < 0:
             refuse("workspace_bytes", name, "a number of at least 0", size)
     prefills = (_bytes(prefill_call(spec, form, T, N, META), device, {}) for form in spec.prefill)
-    decoded = {"B": 1, "T": min(T, MOST_TOKENS * N)}  # however many rows share these tokens
+    decoded = {"B": 1, "T": min(T, MOST_TOKENS * N)}  # for any number of rows that share these tokens
     decodes = (_bytes(decode_call(spec, form, 1, META), device, decoded) for form in spec.decode)
     return max((*prefills, *decodes), default=0)
 
 
 def _bytes(call: tuple[Any, dict[str, Any]], device: torch.device, sizes: dict[str, int]) -> int:
-    """``sizes``: of the problem, where they are not the call's."""
+    """The bytes that a call allocates. ``sizes``: fields of the problem that differ from the call's."""
     op, arguments = call
     problem = op(**arguments, backend=Explain()).problem._replace(device=device, **sizes)
     inputs = Inputs(**{name: arguments.get(name) for name in Inputs._fields})

@@ -75,7 +75,7 @@ def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) 
     x = spec.arguments(1, T, device) | {"read_indices": padding(spec, device, 1, *columns)}
     x |= {name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)}
     rows = form.write_pool and spec.write_rows
-    if form.cu_seqlens and form.write_indices and not rows:  # a table says how long rows may be
+    if form.cu_seqlens and form.write_indices and not rows:  # the columns of a table limit the tokens of a row
         x["write_indices"] = padding(spec, device, 1, T)
     if form.cu_seqlens:
         x["cu_seqlens"] = torch.tensor([0, T], dtype=spec.index_dtype, device=device)
