@@ -1,1 +1,1 @@
-"""The truth: the recurrence token by token, and the chunkwise algorithm derived from it."""
+"""The reference: the recurrence token by token, and the chunkwise algorithm that is derived from it."""

@@ -1,15 +1,15 @@
-"""Gates, write strength and norm: the raw activations of a layer turned into the numbers of the recurrence.
+"""Gates, write strength and norm. They turn the raw activations of a layer into the numbers of the recurrence.
 
-The three ``naive_*`` functions are the definitions, differentiable by autograd and written to be read. ``log_decay``
-and its neighbours are the same mathematics with an explicit backward (`docs/mathematics.md` section 5, [G1]-[G4]);
-they work on tiles of any leading shape whose head axis comes before the token axis.
+The three ``naive_*`` functions are the definitions. They are easy to read, and autograd differentiates them.
+``log_decay`` and the functions after it are the same mathematics with an explicit backward pass (`docs/mathematics.md`
+section 5, [G1]-[G4]). They take tiles with any leading axes, where the head axis comes before the token axis.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NORM_EPS = 1e-6  # inside the root, as fla and transformers have it
+NORM_EPS = 1e-6  # inside the root, as in fla and transformers
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -101,7 +101,8 @@ def log_decay(a: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: 
 def log_decay_backward(
     dg: Tensor, a: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``(da, dA)``, element by element: the gradients of ``a`` (and of ``bias``, before its sum) and of ``A_log``."""
+    """``(da, dA)`` per element: the gradient of ``a``, which is also that of ``bias`` before its sum, and of
+    ``A_log``."""
     x = a if bias is None else a + bias
     rate = 1.0 if rate is None else rate
     if lower_bound is None:

@@ -1,4 +1,4 @@
-"""Sequences one by one, for batch invariance: then the size of no operator tells of other sequences."""
+"""Runs sequences one by one, for batch invariance. Then no operator's size depends on other sequences."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,11 +15,11 @@ class Sequence(NamedTuple):
     problem: Problem  # of this sequence alone
     x: Inputs
     n: slice  # where it is among the N sequences
-    tokens: tuple[slice, slice]  # and in [B, T]
+    tokens: tuple[slice, slice]  # where it is in [B, T]
 
 
 def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """One by one it saves nothing: the backward pass computes everything again."""
+    """Runs the forward pass. It saves nothing, so the backward pass computes everything again."""
     if not problem.batch_invariant or problem.N == 0:
         return chunked.forward(problem, x, known)
     o = x.v.new_zeros(x.v.shape)

@@ -1,4 +1,4 @@
-"""What serving does around the rule: a short convolution before it, a gated norm after it."""
+"""The short convolution before the rule and the gated norm after it, in serving calls."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from flash_delta.reference.step import each_alone
 
 
 def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around) -> tuple[Inputs, Tensor]:
-    """Token t alone, its q, k and v after the convolution; and the window ``[B, D, L]`` with it."""
+    """q, k and v of token t after the convolution, and the window ``[B, D, L]`` that includes this token."""
     token = torch.cat([y[:, t].flatten(1) for y in (x.q, x.k, x.v)], 1)  # [B, D]
     inputs = torch.cat([window, token.unsqueeze(2).to(window.dtype)], 2)  # [B, D, L + 1]
     weight = around.conv_weight.to(problem.accumulate)
@@ -21,14 +21,14 @@ def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around
 
 
 def convolve_prompt(problem: Problem, inputs: Tensor, around: Around) -> Tensor:
-    """Of inputs ``[W - 1 + T, D]`` the last T, after the convolution and in the dtype of q."""
+    """The last T of inputs ``[W - 1 + T, D]`` after the convolution, in the dtype of q."""
     bias = None if around.conv_bias is None else around.conv_bias.to(problem.accumulate)
     y = slide(inputs.to(problem.accumulate), around.conv_weight.to(problem.accumulate), bias)
     return silu(y).to(problem.dtype)
 
 
 def in_heads(problem: Problem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v ``[.., heads, width]`` of the channels of all of them ``[.., D]``."""
+    """Splits all channels ``[.., D]`` into q, k and v, each ``[.., heads, width]``."""
     keys = problem.H * problem.K
     q, k, v = y.split([keys, keys, problem.HV * problem.V], 1)
     heads = problem.H, problem.K
@@ -36,8 +36,8 @@ def in_heads(problem: Problem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def normalize(problem: Problem, o: Tensor, gate: Tensor, around: Around) -> Tensor:
-    """``o`` and its gate ``[.., HV, V]``, of rows of which each counts alone, if they are decoded."""
-    gate = gate.to(o.dtype).contiguous()  # so that bits do not depend on strides, as in step.py
+    """The gated norm of ``o``; both are ``[.., HV, V]``. In decoding, each row is computed as if it were alone."""
+    gate = gate.to(o.dtype).contiguous()  # bits must not depend on strides, as in step.py
     activate = silu if problem.activation == "silu" else torch.sigmoid
     gate = each_alone(activate, gate) if problem.recurrent else activate(gate)
     length = (o * o).mean(-1, keepdim=True)

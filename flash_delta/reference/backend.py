@@ -1,4 +1,5 @@
-"""The ``torch`` backend: every member, in plain PyTorch; whole sequences on any device, serving on the CPU."""
+"""The ``torch`` backend: every member in plain PyTorch. It runs whole sequences on any device, and serves on the
+CPU."""
 
 import torch
 

@@ -1,9 +1,9 @@
 """The chunkwise algorithm over whole sequences, on any device.
 
-Sequences are worked off in segments of a few chunks (`layout.py`), so that time is linear in T, intermediates stay in
-the cache and memory in use is bounded; inside a segment the stages (`stages.py`) run on all its chunks and heads at
-once. The states at segment starts are all that the backward pass needs besides the inputs; with ``disable_recompute``
-it keeps A and the state at every chunk's start as well.
+Sequences are processed in segments of a few chunks (`layout.py`). So time is linear in T, intermediate results stay in
+the cache, and memory is bounded. Inside a segment the stages (`stages.py`) run on all chunks and heads at once. The
+backward pass needs only the states at segment starts and the inputs. With ``disable_recompute`` the forward pass also
+saves A and the state at every chunk's start.
 """
 
 from functools import lru_cache
@@ -16,15 +16,15 @@ from flash_delta.reference.layout import Layout
 from flash_delta.reference.stages import chunk_states, factor, flat, gradients, new_residual, scan, scan_backward
 from flash_delta.reference.tokens import GradientWriter, TokenReader, read_states, write_states
 
-# Value heads x chunks of one segment: some 12 MB of float32 intermediates at K = V = 128. Smaller segments pay more for
-# calls; larger ones outgrow what the allocator keeps, and pay for fresh pages in every one of them.
+# Value heads x chunks of one segment: some 12 MB of float32 intermediates at K = V = 128. With smaller segments, calls
+# take more of the time. Larger ones need more memory than the allocator keeps, so each gets new pages.
 SEGMENT_TILES = 32
 
 
 def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     layout = make_layout(problem)
     reader = TokenReader(problem, layout, x)
-    final_state = read_states(problem, layout.order, x.initial_state)  # no view, so that callers may write to it
+    final_state = read_states(problem, layout.order, x.initial_state)  # a copy, so that callers may write to it
     S = final_state.unflatten(1, (problem.H, -1))
     o = layout.new_tokens(x.v)
     saved, states = [], [S.new_empty(0, *S.shape[1:], dtype=problem.dtype)]
@@ -56,7 +56,7 @@ def backward(
 ) -> Inputs:  # fmt: skip
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
-    ``saved`` is what ``forward`` saved for the same problem; empty (after ``step``) it is computed again.
+    ``saved`` is what ``forward`` saved for the same problem. If it is empty (after ``step``), it is computed again.
     """
     saved = list(saved or forward(problem, x).saved)
     layout = make_layout(problem)
@@ -73,7 +73,7 @@ def backward(
             R = tokens.v if factors.Eg is None else tokens.v - factors.Eg @ S0
         else:
             factors = factor(tokens)
-            S = saved.pop().clone()  # it is advanced, and a retained graph is walked again
+            S = saved.pop().clone()  # a copy, since it is advanced in place and a retained graph needs it again
             S0, R = chunk_states(tokens, factors, segment, S)
         dS1, dU = scan_backward(tokens, factors, segment, dO, dS)
         writer.write(segment, tokens, gradients(tokens, factors, S0, R, dO, dS1, dU))
@@ -84,4 +84,4 @@ def make_layout(problem: Problem) -> Layout:
     return _layout(problem.lengths, None if problem.packed else problem.T, problem.chunk_size, problem.device)
 
 
-_layout = lru_cache(maxsize=8)(Layout)  # the layers of a model ask for the same one, call after call
+_layout = lru_cache(maxsize=8)(Layout)  # the layers of a model need the same one

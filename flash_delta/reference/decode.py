@@ -1,8 +1,8 @@
-"""Serving on the CPU: the recurrence on the slots of a pool, a token of all rows at a time.
+"""Serving on the CPU: the recurrence on the slots of a pool, one token of all rows at a time.
 
-What is done to a state is done row by row, in its slot if it can be: it stays in the cache from its decay to its
-output, where those of all rows together would come from memory four times. So no row changes another, and padding is
-left out.
+States are updated row by row, in their slots if possible. So a state stays in the cache from its decay to its output.
+If all rows were updated together, each state would be read from memory four times. Rows do not affect each other, and
+padding is skipped.
 """
 
 from itertools import accumulate
@@ -16,22 +16,22 @@ from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 from flash_delta.reference.around import convolve, normalize
 from flash_delta.reference.step import Token, activated, advance
 
-ALIGNMENT = 64  # bytes, of new tensors
+ALIGNMENT = 64  # of new tensors, in bytes
 
 
 class Row(NamedTuple):
-    """What the indices say of a row that is no padding."""
+    """What the indices say about a row that is not padding."""
 
     read: int  # the slot of its state
-    column: int  # of that slot in the table
+    column: int  # the column of this slot in the table
     window: int  # the slot of its window
-    parents: dict[int, int]  # for each token that is not padding: the token that it continues; -1: the row
+    parents: dict[int, int]  # for each token that is not padding, the token that it continues; -1: the row
     writes: dict[int, int]  # the slots that tokens write
 
 
 @torch.no_grad()
 def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o [B, T, HV, V]``, of packed rows ``[1, total, HV, V]``; the pools are written in place."""
+    """``o [B, T, HV, V]``, or ``[1, total, HV, V]`` for packed rows. The pools are written in place."""
     o = zeros_of(problem, s)
     if problem.packed:
         decode_packed(problem, x, s, around, o)
@@ -41,7 +41,7 @@ def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCa
 
 
 def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor) -> None:
-    """As rows of one length, whose last tokens are padding."""
+    """Runs packed rows as rows of equal length, whose last tokens are padding."""
     lengths = [length if length <= problem.most_tokens else 0 for length in problem.lengths]
     starts, T = [0, *accumulate(problem.lengths)][:-1], max(lengths, default=0)
     if T == 0:
@@ -62,7 +62,7 @@ def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tens
 
 
 def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, lengths: list[int]) -> None:
-    """To ``o``, which is zeros."""
+    """Runs rows and writes to ``o``, which holds zeros."""
     rows = plan_rows(problem, s, lengths)
     if not rows:
         return
@@ -83,19 +83,19 @@ def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor
 
 
 def zeros_of(problem: Problem, s: Slots) -> Tensor:
-    """Where a serving call's output goes."""
+    """Zeros for a serving call's output."""
     if s.out is not None:
         return s.out.zero_()
     return torch.zeros(problem.B, problem.T, problem.HV, problem.V, dtype=problem.dtype, device=problem.device)
 
 
 def written(s: Slots) -> Tensor:
-    """The pool where states go."""
+    """The pool where states are written."""
     return s.state_pool if s.write_pool is None else s.write_pool
 
 
 def is_slot(problem: Problem, s: Slots, index: int | Tensor, pool: Tensor | None = None) -> bool | Tensor:
-    """Of ``pool``; of the one that is read where it is None."""
+    """Whether ``index`` is a slot of ``pool``, or of the pool that is read if ``pool`` is None."""
     slots = len(s.state_pool if pool is None else pool)
     return (index >= 0) & (index < slots) & (index != problem.null_slot)
 
@@ -123,7 +123,8 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
 
 
 def slots_read(s: Slots) -> list[tuple[list[int], int]]:
-    """Of every row its slots, and the column of the one that it reads; -1 is the slot where the count says none."""
+    """For every row its slots, and the column of the slot that it reads. If the count is out of range, the slot is
+    -1."""
     read = s.read_indices.tolist()
     if s.num_accepted_tokens is None:
         return [([slot], 0) for slot in read]
@@ -132,7 +133,7 @@ def slots_read(s: Slots) -> list[tuple[list[int], int]]:
 
 
 def by_row(problem: Problem, token: Token) -> list[Token]:
-    """A batch of value heads for each row."""
+    """Splits a token into one token per row, each a batch of value heads."""
     if problem.B == 1:
         return [token]
     q, k, v, decay, b = (
@@ -142,15 +143,16 @@ def by_row(problem: Problem, token: Token) -> list[Token]:
 
 
 class States:
-    """Of every row, what a token continues from, ``[HV, K, V]``."""
+    """The states ``[HV, K, V]`` that the tokens of each row continue from."""
 
     def __init__(self, problem: Problem, s: Slots, rows: dict[int, Row]):
         self.pool = written(s)
         self.tree, self.dtype, self.v_first = s.parent_idx is not None, problem.accumulate, problem.state_v_first
         slots = self.slots(s.state_pool)
-        # By the token that left it, -1: the row's, which with parents a token may overwrite before another reads it.
+        # By the token that left the state; -1: the row's. It is copied for trees, where a token may overwrite it too
+        # early.
         self.after = {b: {-1: slots[row.read].clone() if self.tree else slots[row.read]} for b, row in rows.items()}
-        # Where a slot's numbers lie as those of a new tensor do, products with them are rounded alike.
+        # If a slot has the layout and alignment of a new tensor, products with it are rounded in the same way.
         apart = gcd(*self.pool.stride()[:-3]) * self.pool.itemsize
         aligned = (self.pool.data_ptr() | apart) % ALIGNMENT == 0
         self.in_place = self.pool.dtype == self.dtype and aligned and self.pool[:1].flatten(0, -4)[0].is_contiguous()
@@ -159,14 +161,14 @@ class States:
         return pool.mT if self.v_first else pool
 
     def around(self, b: int, row: Row, t: int) -> tuple[Tensor, Tensor]:
-        """The state before token t, and where the one after it is to be computed."""
+        """The state before token t, and the tensor in which the state after it is computed."""
         if self.in_place and t in row.writes:
             return self.after[b][row.parents[t]], self.slots(place(self.pool, row.writes[t], t, 3))
         new = torch.empty(self.pool.shape[-3:], dtype=self.dtype, device=self.pool.device)
         return self.after[b][row.parents[t]], self.slots(new)
 
     def keep(self, b: int, row: Row, t: int, S: Tensor) -> None:
-        """The state after token t, rounded, for those that continue from it, and in the token's slot."""
+        """Keeps the rounded state after token t for tokens that continue from it, and writes it to the token's slot."""
         S = S.to(self.pool.dtype)
         self.after[b] = (self.after[b] if self.tree else {}) | {t: S}
         if t in row.writes and not self.in_place:
@@ -174,12 +176,12 @@ class States:
 
 
 def place(pool: Tensor, slot: int, t: int, axes: int) -> Tensor:
-    """Where token t's state or window, of so many axes, goes."""
+    """The place of token t's state or window in a pool. ``axes``: how many axes the state or window has."""
     return pool[slot] if pool.dim() == axes + 1 else pool[slot, t]
 
 
 class Windows:
-    """The last inputs of the short convolution, all rows' ``[B, D, L]``; those of padding are somebody else's."""
+    """The last inputs of the short convolution, ``[B, D, L]`` for all rows. Padding rows have arbitrary ones."""
 
     def __init__(self, problem: Problem, s: Slots, around: Around, rows: dict[int, Row]):
         self.problem, self.around, self.written = problem, around, s.write_indices is not None
@@ -188,10 +190,10 @@ class Windows:
         if problem.rolling:
             places = enumerate(column for _, column in found)
             first = torch.stack([first[b, :, column : column + problem.window] for b, column in places])
-        self.after = {-1: first}  # by the token that left it; -1: the rows'
+        self.after = {-1: first}  # by the token that left the windows; -1: those of the rows
 
     def convolved(self, x: Inputs, t: int, live: dict[int, Row]) -> tuple[Inputs, int]:
-        """Token t alone, after the convolution, and its place among the tokens; its windows are written."""
+        """Token t after the convolution, and its place among the returned tokens. Writes the windows of token t."""
         parents = [live[b].parents[t] if b in live else -1 for b in range(self.problem.B)]
         before = torch.stack([self.after[parent][b] for b, parent in enumerate(parents)])
         token, window = convolve(self.problem, x, t, before, self.around)

@@ -1,9 +1,9 @@
-"""Where every token of a ragged batch goes: the chunk tables that let the stages run on all sequences at once.
+"""Tables that say where every token of a ragged batch goes, so that the stages run on all sequences at once.
 
-Sequences are cut into chunks of C tokens, each starting at its sequence's start. Chunks are ordered by their position
-in the sequence, and at one position by the length of the sequence, longest first. So the chunks at position j are one
-slice of the chunk axis, and they belong to the first n_j sequences: a step of the scan is a slice, for any mix of
-lengths.
+Sequences are cut into chunks of C tokens, counted from the sequence's start. Chunks are ordered by their position in
+the sequence, and at one position by the length of the sequence, longest first. So the chunks at position j are one
+slice of the chunk axis, and they belong to the first n_j sequences. A step of the scan is then one slice, for any mix
+of lengths.
 """
 
 from functools import partial
@@ -23,12 +23,12 @@ class Segment(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Chunks in the segment."""
+        """The number of chunks in the segment."""
         return self.steps[-1].stop
 
     @property
     def width(self) -> int:
-        """Sequences that take part."""
+        """The number of sequences in the segment."""
         return self.steps[0].stop
 
 
@@ -36,8 +36,8 @@ class Layout:
     """The chunk tables of N sequences of the given lengths, one after another (or each in its row of T tokens)."""
 
     def __init__(self, lengths: tuple[int, ...], row_length: int | None, chunk_size: int, device: torch.device):
-        """``row_length``: T if every sequence has a batch row of its own, None if they share one."""
-        host = {"dtype": torch.long, "device": "cpu"}  # whatever torch.set_default_device says
+        """``row_length``: T if every sequence has its own batch row, None if all share one row."""
+        host = {"dtype": torch.long, "device": "cpu"}  # for any torch.set_default_device
         length = torch.tensor(lengths, **host)
         order = length.argsort(descending=True, stable=True)
         chunks = (length + chunk_size - 1) // chunk_size  # per sequence
@@ -53,21 +53,21 @@ class Layout:
         self.chunk_size = chunk_size
         self.bounds = [0, *accumulate(widths)]  # chunks of position j: bounds[j]:bounds[j + 1]
         ordered = all(a >= b for a, b in pairwise(lengths))
-        # Sending to a GPU does not wait for it; the tables are pageable memory, which is read before the call returns.
+        # Copies to a GPU do not wait for it. The tables are in pageable memory, which is read before the call returns.
         send = partial(torch.Tensor.to, device=device, non_blocking=True)
-        self.order = None if ordered else send(order)  # sequences, longest first; None: as they come
+        self.order = None if ordered else send(order)  # sequences, longest first; None: in the given order
         rows = torch.where(valid, start[sequence][:, None] + token, 0)
         self.rows = send(rows)  # [M, C], in [B * T]; 0 after a sequence's end
         self.valid = None if bool(valid.all()) else send(valid)  # [M, C]
-        self.slots = send(valid.flatten().nonzero().squeeze(1))  # of the tokens, in [M * C]
-        self.token_rows = send(rows[valid])  # the same tokens', in [B * T]
+        self.slots = send(valid.flatten().nonzero().squeeze(1))  # the tokens' places in [M * C]
+        self.token_rows = send(rows[valid])  # the same tokens' places in [B * T]
         self.filled = [0, *valid.sum(1).cumsum(0).tolist()]  # tokens in the chunks before chunk m
         self.number = send((chunks.cumsum(0) - chunks)[sequence] + position)  # [M], sequence by sequence
-        # Rows of whole chunks are loaded and stored through views, in one pass where index tables take two.
+        # If rows consist of whole chunks, views load and store them in one pass. Index tables need two passes.
         self.aligned = row_length is not None and self.valid is None
 
     def segments(self, budget: int) -> list[Segment]:
-        """Consecutive positions together, up to ``budget`` chunks (a position is never split)."""
+        """Groups consecutive positions into segments of up to ``budget`` chunks. A position is never split."""
         result: list[Segment] = []
         for j, (start, stop) in enumerate(pairwise(self.bounds)):
             if result and stop - result[-1].start <= budget:
@@ -77,7 +77,7 @@ class Layout:
         return result
 
     def new_tokens(self, like: Tensor) -> Tensor:
-        """A contiguous buffer for ``store``; zeros where it has rows that no sequence owns."""
+        """A contiguous buffer for ``store``. If it has rows of no sequence, it is filled with zeros."""
         full = self.tokens == like.shape[0] * like.shape[1]
         return like.new_empty(like.shape) if full else like.new_zeros(like.shape)
 
@@ -89,7 +89,7 @@ class Layout:
         return tile.masked_fill_(~valid.reshape(valid.shape[0], *[1] * (tile.dim() - 3), -1, 1), 0)
 
     def load(self, x: Tensor, segment: Segment, dtype: torch.dtype) -> Tensor:
-        """Tokens ``[B, T, H, D]`` to chunks ``[M, H, C, D]``; zeros where a chunk is longer than its sequence.
+        """Tokens ``[B, T, H, D]`` to chunks ``[M, H, C, D]``, with zeros after the end of a sequence.
 
         The result may share memory with ``x``.
         """

@@ -1,6 +1,6 @@
-"""The ``torch`` backend of what layers do around the rule: convolution, norm and gate, differentiable by autograd.
+"""The ``torch`` backend for convolution, norm and gate around the rule. Autograd differentiates these functions.
 
-Computed in float32, float64 for float64 inputs, and returned in the inputs' dtype.
+They compute in float32, or in float64 for float64 inputs, and return the inputs' dtype.
 """
 
 import torch
@@ -30,7 +30,7 @@ def preference(problem: AroundProblem) -> tuple[int, str | None]:
 
 
 def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
-    """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``."""
+    """y ``[B, T, D]`` and, if the problem asks for it, the final state ``[N, D, W]``."""
     dtype = torch.promote_types(x.x.dtype, torch.float32)
     weight, bias = x.weight.to(dtype), None if x.bias is None else x.bias.to(dtype)
     history = x.x.new_zeros(p.N, p.D, p.W) if x.initial_state is None else x.initial_state
@@ -48,7 +48,7 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
 def convolve_backward(
     p: ConvolutionProblem, x: Convolved, dy: Tensor | None, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Convolved:
-    """For callers with an autograd of their own, inside of which PyTorch's does not record."""
+    """The gradients, for callers inside of an autograd Function, where autograd does not record."""
     given = {name: t for name, t in x._asdict().items() if t is not None and name != "cu_seqlens"}
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -61,7 +61,7 @@ def convolve_backward(
 
 
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
-    """Of one token ``x [N, D]`` or ``[N, D, 1]`` of every row its y; ``initial_state`` moves on in place."""
+    """y for one token ``x [N, D]`` or ``[N, D, 1]`` of every row. ``initial_state`` is updated in place."""
     dtype, state = torch.promote_types(x.x.dtype, torch.float32), x.initial_state
     window = torch.cat([state[..., 1:].to(dtype), x.x.view(*x.x.shape[:2], 1).to(dtype)], dim=-1)  # [N, D, W]
     state.copy_(window.detach())
@@ -90,7 +90,8 @@ def slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """row [..., L, D], weight [D, W] -> every full window's weighted sum [..., L - W + 1, D]."""
     W = weight.shape[1]
     windows = row.shape[-2] - W + 1
-    # W shifted products stay channel-last: quicker on a CPU than F.conv1d between two transposes, or than unfold.
+    # W shifted products keep channels last. On a CPU this is faster than F.conv1d between two transposes, and than
+    # unfold.
     y = row[..., :windows, :] * weight[:, 0]
     for w in range(1, W):
         y = torch.addcmul(y, row[..., w : w + windows, :], weight[:, w])
@@ -102,8 +103,8 @@ def _convolve_packed(
 ) -> tuple[Tensor, Tensor]:
     """x [T, D], history [N, W, D] -> y [1, T, D], last inputs [N, W, D].
 
-    One long row holds history 0, sequence 0, history 1, sequence 1, ..., so that no window of a token sees another
-    sequence. The rows after the last sequence are one more sequence, masked to 0, after zeros of its own.
+    One long row holds history 0, sequence 0, history 1, sequence 1, ..., so no token's window contains another
+    sequence. Tokens after the last sequence form one more sequence. Its history is zeros, and its results are set to 0.
     """
     (T, D), (N, W, _) = x.shape, history.shape
     token = torch.arange(T, device=x.device)

@@ -1,9 +1,9 @@
 """Serving on the CPU: the chunkwise algorithm on the slots of a pool.
 
-Tokens go through it in parts, which end where states are wanted: all sequences together from one checkpoint to the
-next, those of a few tokens token by token, and for batch invariance every chunk by itself, so that no operator's size
-tells of other sequences or of other chunks. A checkpoint at an offset goes on from the last whole chunk before it,
-token by token and by itself.
+Tokens are processed in parts, which end where states are needed. All sequences run together from one checkpoint to the
+next. Short sequences run token by token. For batch invariance every chunk runs by itself, so that no operator's size
+depends on other sequences or chunks. For a checkpoint at an offset, the tokens after the last whole chunk before it run
+token by token, in a run of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """At an offset: what is left in ``slot`` after so many tokens, ``chunks`` of which are walked in whole chunks."""
+    """A checkpoint in ``slot`` at an offset. The first ``chunks`` tokens before it run in chunks."""
 
     slot: int
     chunks: int
@@ -38,7 +38,7 @@ class Checkpoint(NamedTuple):
 
 @torch.no_grad()
 def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o [1, T, HV, V]``; the pools are written in place."""
+    """``o [1, T, HV, V]``. The pools are written in place."""
     o = zeros_of(problem, s)
     pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]
     stored, alive = sequences_read(problem, s)
@@ -90,7 +90,7 @@ def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownC
 
 
 class Windows:
-    """Of every sequence the inputs of its convolution, behind those of the window that it starts from."""
+    """The inputs of each sequence's convolution, after those of its initial window."""
 
     def __init__(self, problem: Problem, x: Inputs, s: Slots, around: Around, stored: Tensor, starts: list[int]):
         self.problem, self.around = problem, around
@@ -101,7 +101,7 @@ class Windows:
         self.inputs = [torch.cat([first[n].mT, tokens[a:b]]) for n, (a, b) in enumerate(pairwise(starts))]
 
     def convolved(self, pieces: list[Piece]) -> dict[str, Tensor]:
-        """q, k and v of these tokens, in their order."""
+        """q, k and v of these tokens, in order."""
         before = self.L - self.problem.taps + 1
         y = [
             convolve_prompt(self.problem, self.inputs[n][before + start : self.L + stop], self.around)
@@ -110,12 +110,12 @@ class Windows:
         return dict(zip("qkv", (heads.unsqueeze(0) for heads in in_heads(self.problem, torch.cat(y))), strict=True))
 
     def write(self, n: int, stop: int, slot: int) -> None:
-        """The window with the last input of so many tokens."""
+        """Writes the window after ``stop`` tokens of sequence n to a slot."""
         self.pool[slot] = self.inputs[n][stop : stop + self.L].mT
 
 
 def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
-    """Which sequences have a state in the pool, and which are no padding; ``[N]`` each."""
+    """Which sequences have a state in the pool, and which are not padding; ``[N]`` each."""
     stored = is_slot(problem, s, s.read_indices)
     alive = stored
     if s.has_initial_state is not None:
@@ -126,7 +126,7 @@ def sequences_read(problem: Problem, s: Slots) -> tuple[Tensor, Tensor]:
 
 
 def checkpoints_at_offsets(problem: Problem, s: Slots, alive: Tensor) -> dict[int, Checkpoint]:
-    """By sequence. The end of a sequence is the end of its last chunk."""
+    """The checkpoints by sequence. The end of a sequence counts as the end of its last chunk."""
     if s.checkpoint_offsets is None:
         return {}
     wanted = alive & is_slot(problem, s, s.checkpoint_indices)
@@ -139,7 +139,7 @@ def checkpoints_at_offsets(problem: Problem, s: Slots, alive: Tensor) -> dict[in
 
 
 def continued(problem: Problem, tokens: Inputs, S: Tensor) -> Tensor:
-    """The state after these tokens of one sequence, ``S [HV, K, V]`` being the one before them."""
+    """The state after these tokens of one sequence, from the state ``S [HV, K, V]`` before them."""
     count = tokens.q.shape[1]
     if count == 0:
         return S
@@ -150,7 +150,8 @@ def continued(problem: Problem, tokens: Inputs, S: Tensor) -> Tensor:
 def parts(
     problem: Problem, alive: list[bool], ends: set[int]
 ) -> Iterator[tuple[Callable[[Problem, Inputs], Outputs], list[Piece]]]:
-    """What goes together, and through what; nothing of sequences that are padding. A part ends at all of ``ends``."""
+    """Yields the pieces that run together, and the function that runs them. Padding is left out. Parts end at
+    ``ends``."""
     lengths = [length if live else 0 for length, live in zip(problem.lengths, alive, strict=True)]
     if problem.batch_invariant:
         C = problem.chunk_size
@@ -169,7 +170,7 @@ def parts(
 
 
 def checkpoints_at_strides(problem: Problem, s: Slots, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
-    """Of pieces that end at one: the sequence, its tokens so far, the slot."""
+    """Yields, for each piece that ends at a checkpoint, the sequence, its number of tokens so far, and the slot."""
     for n, _, stop in pieces if problem.checkpoint_every else ():
         m, behind = divmod(stop, problem.checkpoint_every)
         if behind == 0 and m <= s.checkpoint_indices.shape[1]:

@@ -14,8 +14,8 @@ Comba         scalar       S_{t-1}, own p      Hu et al., arXiv:2506.02475
 simple GLA    scalar       nothing             Yang et al., arXiv:2312.06635, one decay per head
 ============  ===========  ==================  =============================================
 
-Everything else in the library is checked against this file in float64. It is differentiable by autograd and made to be
-checked by eye, not to be fast.
+Everything else in the library is compared with this file in float64. Autograd differentiates it. It is written to be
+easy to check by reading, and not to be fast.
 """
 
 from itertools import pairwise
@@ -47,9 +47,10 @@ def recurrent(
         beta: write strength ``[B, T, HV]``; None: 1.
         p: erase keys ``[B, T, H, K]``; None: k.
         scale: factor on the output; None: ``K ** -0.5``.
-        erase: the state that the delta rule reads: ``"decayed"`` S~_t, ``"undecayed"`` S_{t-1}, None: no delta rule.
+        erase: the state that the delta rule reads: ``"decayed"`` S~_t or ``"undecayed"`` S_{t-1}; None: no delta rule.
         initial_state: ``[N, HV, K, V]``; None: zeros.
-        cu_seqlens: with B = 1, the N + 1 bounds of the packed sequences; the rows after the last are zeros in ``o``.
+        cu_seqlens: with B = 1, the N + 1 bounds of the packed sequences. Tokens after the last bound are zeros in
+            ``o``.
 
     Returns:
         ``(o [B, T, HV, V], final_state [N, HV, K, V])``. An empty sequence returns its initial state.

@@ -1,4 +1,4 @@
-"""Stage ``scores``: how tokens of one chunk see each other, and the gradients of that.
+"""Stage ``scores``: the products between tokens of one chunk, and their gradients.
 
     P_ij = q_i . e^{G_i - G_j} k_j   i >= j          L_ij = p_i . e^{H_i - G_j} k_j   i > j
 
@@ -6,12 +6,12 @@ G is the cumulative log decay in the chunk, H the gate at which the erase key re
 This is the one stage in which the scalar gate and the gate per channel differ.
 
 Shapes: q, k, p ``[M, H, 1, C, K]``, G, H ``[M, H, r, C, 1 or K]`` with r = HV / H value heads per key head, P, L
-``[M, H, r, C, C]``. G is float64: a difference of two cumulative gates must resolve the gate of one
-mild token after many strong ones, and in float32 (G = -6400 after 64 tokens of -100 nats) it resolves 5e-4 only.
+``[M, H, r, C, C]``. G is float64, because a difference of two cumulative gates must resolve the gate of one mild token
+after many strong ones. In float32 it resolves only 5e-4 (G = -6400 after 64 tokens of -100 nats).
 
-A pair (i, j) carries the gates of the tokens j + 1 .. i, and the gradient of a gate is summed over just the pairs
-that carry it. The shorter form, q.dq - k.dk summed from the chunk's end, cancels what the other pairs add twice; in
-float32 the rounding of that costs digits of dA_log where gates are strong.
+A pair (i, j) contains the gates of the tokens j + 1 .. i. The gradient of a gate is summed only over the pairs that
+contain it. There is a shorter form: q.dq - k.dk, summed from the chunk's end. In this form other pairs cancel. Their
+rounding in float32 costs digits of dA_log where gates are strong.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from torch import Tensor
 
 class ScoreGradients(NamedTuple):
     dq: Tensor  # [M, H, C, K]
-    dk: Tensor  # [M, H, C, K], as the key that is read: the columns of P and L
-    dp: Tensor | None  # [M, H, C, K], as the key that erases: the rows of L
+    dk: Tensor  # [M, H, C, K], of the key that is written: the columns of P and L
+    dp: Tensor | None  # [M, H, C, K], of the key that erases: the rows of L
     dg: Tensor | None  # [M, H, r, C, 1 or K], of the log decay itself
 
 
@@ -46,7 +46,7 @@ def scores(q: Tensor, k: Tensor, p: Tensor | None, G: Tensor | None, H: Tensor |
 
 def _pair_decay(rows: Tensor, columns: Tensor, dtype: torch.dtype, diagonal: int = 0) -> Tensor:
     """``e^{rows_i - columns_j}`` for i >= j (i > j with diagonal -1), else 0; ``[M, H, r, C, C]``."""
-    difference = (rows - columns.mT).to(dtype)  # above the diagonal its exponential would overflow
+    difference = (rows - columns.mT).to(dtype)  # above the diagonal, exp of it would overflow
     return difference.tril_(diagonal).exp_().tril_(diagonal)
 
 
@@ -64,14 +64,14 @@ def scores_backward(
         dP = dP * decay
         if dL is not None:
             pairs = dL * L
-            if H is not G:  # row i of L carries the gates of j + 1 .. i - 1
+            if H is not G:  # row i of L contains the gates of j + 1 .. i - 1
                 pairs = F.pad(pairs[..., 1:, :], (0, 0, 0, 1))
                 decay = _pair_decay(H, G, q.dtype, -1)
             carried += pairs
             dL = dL * decay
         dg = _gates_of_pairs(carried)
     q, k, p = q.squeeze(2), k.squeeze(2), None if p is None else p.squeeze(2)
-    dP = dP.sum(2)  # the value heads of a key head share q and k: sum first, then one product
+    dP = dP.sum(2)  # value heads of one key head share q and k, so sum first and then multiply
     dq, dk = dP @ k, dP.mT @ q
     if dL is None:
         return ScoreGradients(dq, dk, None, dg)
@@ -86,9 +86,9 @@ def _gates_of_pairs(pairs: Tensor) -> Tensor:
     return (at_least_t @ pairs).tril_(-1).sum(-1, keepdim=True)
 
 
-# A gate per channel does not factor out of the product. Halve the chunk again and again: in the square of a right
-# half's rows and its left half's columns, both factors of e^{G_i - r} e^{r - G_j} with r = G at the left half's last
-# token are at most 1 for any gate, no clamp is needed, and no r lies after a row that it touches [K1-K3].
+# A gate per channel does not factor out of the product. So the chunk is halved again and again. Take the rows of a
+# right half and the columns of its left half, and let r be G at the left half's last token. For any gate, both factors
+# of e^{G_i - r} e^{r - G_j} are then at most 1. No clamp is needed, and r never comes after its rows [K1-K3].
 
 
 def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
 def corner(x: Tensor, s: int, row: int, column: int) -> Tensor:
     """View of one quarter of every diagonal block of 2 s tokens: ``[..., C, C]`` to ``[..., C / 2s, s, s]``.
 
-    ``row`` and ``column`` say which: 0 the half that comes first, 1 the other.
+    ``row`` and ``column`` choose the quarter: 0 is the first half, 1 the second.
     """
     blocks = x.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))  # [..., row block, 2, s, column block, 2, s]
     return blocks.select(-5, row).select(-2, column).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
@@ -146,7 +146,7 @@ def _channel_scores_backward(
             back += square.mT @ (right_x * row)
         back *= column
         left_dk += back
-        # rows carry the gates from the half's start to their own, columns those after their own
+        # rows contain the gates from the half's start to their own, columns those after their own
         _halves(dg, s)[1].add_(carried.flip(-2).cumsum(-2).flip(-2))
         left_dg[..., 1:, :].add_((back * left_k).cumsum(-2)[..., :-1, :])
     diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]

@@ -1,6 +1,6 @@
 """The stages of the chunkwise algorithm, forward and backward, on one segment of chunks.
 
-A chunk of C tokens is linear in the state S0 at its start and in its values V. With the decayed copies
+The results of a chunk of C tokens are linear in the state S0 at its start and in its values V. With the decayed copies
 
     Eg = p . e^H      Qg = q . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
 
@@ -12,17 +12,17 @@ the stages are
     scan       R = V - Eg S0;              S1 = gamma . S0 + X^T (b . R)              chunk after chunk
     output     O = scale (Qg S0 + Y (b . R))
 
-Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R) and dO scaled:
+Only two products of the scan depend on the chunk before. Backward, right to left, with U = A (b . R) and a scaled dO:
 
     scan       dU~ = X dS1 + Y^T dO;   dV = b . dU~;   dS0 = gamma . dS1 + Qg^T dO - Eg^T dV
     scores     dP = tril(dO U^T);      dL = -tril(dV U^T, -1)            the gradient of the inverse needs no inverse
     strength   db = <dU~, R - L U>
 
-b multiplies R instead of sitting in A, so that db needs no division by b and b = 0 is exact. Without the delta rule
-(simple GLA) A = I, Eg = 0, b = 1. `docs/mathematics.md` proves each line.
+b multiplies R and is no part of A. So db needs no division by b, and b = 0 is exact. Without the delta rule (simple
+GLA) A = I, Eg = 0, b = 1. `docs/mathematics.md` proves each line.
 
-All tensors are chunk-major with the value heads grouped by key head: ``[M, H, r, C, .]``, M chunks, r = HV / H; what
-a key head owns has r = 1.
+In all tensors chunks come first, and value heads are grouped by key head: ``[M, H, r, C, .]`` with M chunks and r = HV
+/ H. Tensors of key heads have r = 1.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ SUBSTITUTED = 16  # tokens of a block that `solve` inverts by substitution
 
 
 class Tokens(NamedTuple):
-    """One segment's inputs, activated, chunk-major."""
+    """One segment's inputs after activations, chunks first."""
 
     q: Tensor  # [M, H, 1, C, K]
     k: Tensor  # [M, H, 1, C, K]
@@ -52,7 +52,7 @@ class Tokens(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What a segment's chunks are to the state; nothing here depends on the state."""
+    """The factors of a segment's chunks. They do not depend on the state."""
 
     P: Tensor  # [M, H, r, C, C]
     L: Tensor | None  # [M, H, r, C, C]
@@ -66,7 +66,7 @@ class Factors(NamedTuple):
 
 
 def shift(x: Tensor) -> Tensor:
-    """Every token gets the row of the token before it in its chunk, the first one zeros."""
+    """Gives every token the row of the token before it in its chunk. The first token gets zeros."""
     return F.pad(x[..., :-1, :], (0, 0, 1, 0))
 
 
@@ -86,9 +86,9 @@ def decays(t: Tokens) -> Decays:
 
 
 def factor(t: Tokens, A: Tensor | None = None, fold: bool = False) -> Factors:
-    """Stages ``scores`` and ``solve``, and the decayed copies; ``A`` if it was saved.
+    """Stages ``scores`` and ``solve``, and the decayed copies. ``A`` is given if it was saved.
 
-    ``fold`` puts b into X and Y, where it costs the forward pass least: it is not to be applied to R again.
+    ``fold`` multiplies X and Y by b, which is cheapest in the forward pass. R must then not be multiplied by b.
     """
     Eg, Qg, Kd, gamma = t.p, t.q, t.k, None
     if t.G is not None:
@@ -106,14 +106,14 @@ def factor(t: Tokens, A: Tensor | None = None, fold: bool = False) -> Factors:
 
 
 def per_value_head(x: Tensor, t: Tokens) -> Tensor:
-    """``[M, H, 1 or r, ., .]`` to ``[M, H, r, ., .]``, a view: without gate and strength, value heads share more."""
+    """``[M, H, 1 or r, ., .]`` to ``[M, H, r, ., .]``, a view. Without gate and strength more tensors have r = 1."""
     return x.expand(*t.v.shape[:3], -1, -1)
 
 
 def solve(L: Tensor, b: Tensor | None) -> Tensor:
     """``A = (I + N)^{-1}`` with N = diag(b) L, strictly lower.
 
-    The diagonal blocks of 16 tokens by substitution, which is slow; then two by two, as products [I2]:
+    Substitution, which is slow, inverts diagonal blocks of 16 tokens. Then products join pairs of blocks [I2]:
     ``[[A1, 0], [-A2 N21 A1, A2]]``.
     """
     N = L if b is None else b * L
@@ -135,7 +135,7 @@ def diagonal_blocks(x: Tensor, s: int) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """``[M, H, r, ., .]`` to the batch of matrices that torch's fused products take."""
+    """``[M, H, r, ., .]`` to a batch of matrices for torch's fused products."""
     return x.flatten(0, 2)
 
 
@@ -144,10 +144,10 @@ def times(b: Tensor | None, x: Tensor) -> Tensor:
 
 
 def scan(t: Tokens, f: Factors, segment: Segment, S: Tensor, R: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The state from chunk to chunk; ``S [N, H, r, K, V]`` is advanced in place.
+    """Moves the state from chunk to chunk. ``S [N, H, r, K, V]`` is advanced in place.
 
-    Yields every position's chunks with the states at their start, a view that holds until the next position is asked
-    for, and fills these chunks of ``R = V - Eg S0  [M, H, r, C, V]`` (which is V itself where nothing is erased).
+    Yields the chunks of every position with the states at their start, as a view that is valid until the next position.
+    Fills these chunks of ``R = V - Eg S0 [M, H, r, C, V]``. (R is V itself if nothing is erased.)
     """
     X = times(t.b, f.X)
     for step in segment.steps:
@@ -161,12 +161,12 @@ def scan(t: Tokens, f: Factors, segment: Segment, S: Tensor, R: Tensor) -> Itera
 
 
 def new_residual(t: Tokens) -> Tensor:
-    """R, for ``scan`` to fill."""
+    """A new R, which ``scan`` fills."""
     return t.v if t.p is None else torch.empty_like(t.v)
 
 
 def chunk_states(t: Tokens, f: Factors, segment: Segment, S: Tensor) -> tuple[Tensor, Tensor]:
-    """``S0``, the state at every chunk's start ``[M, H, r, K, V]``, and ``R``; ``S`` is advanced."""
+    """``S0``, the state at every chunk's start ``[M, H, r, K, V]``, and ``R``. ``S`` is advanced in place."""
     S0, R = S.new_empty(segment.size, *S.shape[1:]), new_residual(t)
     for step, live in scan(t, f, segment, S, R):
         S0[step] = live
@@ -174,7 +174,7 @@ def chunk_states(t: Tokens, f: Factors, segment: Segment, S: Tensor) -> tuple[Te
 
 
 class TokenGradients(NamedTuple):
-    """Gradients of the activated tokens, per key head or per value head, and in ``dG`` of the log decay."""
+    """Gradients of the activated tokens, per key head or per value head, and of the log decay in ``dg``."""
 
     dq: Tensor  # [M, H, C, K]
     dk: Tensor  # [M, H, C, K]
@@ -185,7 +185,7 @@ class TokenGradients(NamedTuple):
 
 
 def scan_backward(t: Tokens, f: Factors, segment: Segment, dO: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """The state's gradient from chunk to chunk, right to left: ``dS [N, H, r, K, V]`` is advanced in place.
+    """Moves the state's gradient from chunk to chunk, right to left. ``dS [N, H, r, K, V]`` is advanced in place.
 
     Returns dS1, the gradient of the state at every chunk's end ``[M, H, r, K, V]``, and ``dU~  [M, H, r, C, V]``.
     """
@@ -206,7 +206,7 @@ def scan_backward(t: Tokens, f: Factors, segment: Segment, dO: Tensor, dS: Tenso
 
 
 def gradients(t: Tokens, f: Factors, S0: Tensor, R: Tensor, dO: Tensor, dS1: Tensor, dU: Tensor) -> TokenGradients:
-    """What the chunks' tokens get, all chunks at once; ``dO`` carries the scale."""
+    """The gradients of the tokens of all chunks at once. ``dO`` is already multiplied by the scale."""
     U = times(t.b, R)
     U = U if f.A is None else f.A @ U
     dV = times(t.b, dU)
@@ -232,10 +232,10 @@ def gradients(t: Tokens, f: Factors, S0: Tensor, R: Tensor, dO: Tensor, dS1: Ten
 def gate_gradient(
     t: Tokens, f: Factors, pairs: Tensor, dQg: Tensor, dEg: Tensor | None, dKd: Tensor, S0_dS1: Tensor
 ) -> Tensor:
-    """``dg``: what the scores (``pairs``) and every decayed quantity say about the gates they carry.
+    """``dg``, from the scores (``pairs``) and every decayed quantity.
 
-    A row of Qg carries the gates up to its own, a row of Kd those after it, gamma all of them. Each sum runs over
-    just the rows that carry gate t, so that no large terms cancel. ``S0_dS1`` is ``[M, H, r, 1, K]``.
+    A row of Qg contains the gates up to its own, a row of Kd those after it, and gamma all gates. Each sum runs only
+    over the rows that contain gate t, so that no large terms cancel. ``S0_dS1`` is ``[M, H, r, 1, K]``.
     """
 
     def reduce(x: Tensor) -> Tensor:

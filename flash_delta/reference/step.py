@@ -1,9 +1,9 @@
-"""Stage ``step``: the recurrence one token of every sequence at a time, for decoding.
+"""Stage ``step``: the recurrence for decoding, one token of every sequence at a time.
 
-A step at batch 1 is a handful of operators on one state, so what counts is their number: tensors are flattened to one
-batch of value heads, and each product with the state is one call. Every position of every row is computed alone, also
-its activations (a vectorised sigmoid rounds by where in a tensor without gaps a number lies). So T tokens in one call
-give bitwise what T calls give, and a row what it gives alone.
+A step at batch 1 is a few operators on one state, so their number decides the time. Tensors are flattened to one batch
+of value heads, and each product with the state is one call. Every token of every row is computed alone, also its
+activations. (A vectorised sigmoid rounds differently depending on a number's place in a contiguous tensor.) So one call
+with T tokens gives the same bits as T calls, and a row gives the same bits as alone.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 from flash_delta.reference.activation import l2norm, log_decay, strength
 from flash_delta.reference.tokens import read_states, write_states
 
-VECTOR = 32  # numbers that PyTorch takes at once, on a processor with the widest vectors
-OF_A_THREAD = 32768  # numbers, of which it gives none to another thread
+VECTOR = 32  # numbers in a vector of PyTorch, on a processor with the widest vectors
+OF_A_THREAD = 32768  # so many numbers PyTorch does not split over threads
 
 
 class Token(NamedTuple):
-    """One token of n sequences, activated: a batch of value heads."""
+    """One token of n sequences after activations, as a batch of value heads."""
 
     q: Tensor  # [n HV, 1, K]
     k: Tensor  # [n HV, 1, K]
@@ -41,7 +41,7 @@ def step(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs
         order = torch.tensor(by_length, dtype=torch.long, device="cpu")
         starts = torch.tensor([0, *accumulate(lengths)], device="cpu")[order].to(problem.device, non_blocking=True)
         order = order.to(problem.device, non_blocking=True)
-    final_state = read_states(problem, order, x.initial_state)  # no view, so that callers may write to it
+    final_state = read_states(problem, order, x.initial_state)  # a copy, so that callers may write to it
     states = final_state.view(problem.N * HV, problem.K, problem.V)
     new = torch.zeros if problem.packed else torch.empty  # a packed row may be longer than its sequences
     o = new(x.v.shape, dtype=problem.dtype, device=problem.device)
@@ -59,7 +59,7 @@ def step(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs
 
 
 def activated(problem: Problem, x: Inputs, t: int, rows: Tensor | None = None) -> Token:
-    """Token t of every sequence that has one; ``rows`` of the packed row."""
+    """Token t of every sequence that has one. ``rows``: their places in a packed row."""
     q, k, p = keys_at(problem, x, t, rows)
     v = at(x.v, t, rows).to(problem.accumulate).reshape(len(q), 1, -1)
     decay = None if x.g is None else decay_at(problem, x, t, rows)
@@ -67,8 +67,8 @@ def activated(problem: Problem, x: Inputs, t: int, rows: Tensor | None = None) -
 
 
 def advance(problem: Problem, x: Token, before: Tensor, S: Tensor) -> Tensor:
-    """``S [n HV, K, V]`` becomes the state that follows ``before``, which it may be, and without a decay has to be;
-    returns ``o [n HV, 1, V]``."""
+    """Writes the state after ``before`` to ``S [n HV, K, V]`` and returns ``o [n HV, 1, V]``. S may be ``before``
+    itself, and without a decay it has to be."""
     u = x.v
     if problem.erase == "undecayed":
         u = torch.baddbmm(u, x.p, before, alpha=-1)
@@ -79,11 +79,12 @@ def advance(problem: Problem, x: Token, before: Tensor, S: Tensor) -> Tensor:
     if x.b is not None:
         u = u * x.b
     S.addcmul_(x.k.mT, u)  # baddbmm_ takes 1.3 to 10 times as long (docs/notes)
-    return torch.baddbmm(u, x.q, S, beta=0, alpha=problem.scale)  # scale q S; with beta = 0 nothing of u is read
+    return torch.baddbmm(u, x.q, S, beta=0, alpha=problem.scale)  # scale q S; with beta = 0, u is not read
 
 
 def at(x: Tensor, t: int, rows: Tensor | None) -> Tensor:
-    """Token t of every sequence that has one: ``[B, T, ...]`` to ``[n, ...]``; ``rows`` of the packed row."""
+    """Token t of every sequence that has one: ``[B, T, ...]`` to ``[n, ...]``. ``rows``: their places in a packed
+    row."""
     return x.select(1, t) if rows is None else x[0].index_select(0, rows)
 
 
@@ -116,8 +117,8 @@ def strength_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Ten
 
 
 def each_alone(activate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Of ``x`` without gaps: each row as it is alone. They are taken together where none has numbers beside PyTorch's
-    vectors, and where threads cut none. On a GPU a number's place does not matter."""
+    """Activates each row of a contiguous ``x`` with the bits that it has alone. All rows run together if each consists
+    of whole vectors of PyTorch and threads do not split them. On a GPU a number's place does not matter."""
     if len(x) < 2 or x.device.type != "cpu" or (x[0].numel() % VECTOR == 0 and x.numel() <= OF_A_THREAD):
         return activate(x)
     return torch.stack([activate(row) for row in x.unbind(0)])

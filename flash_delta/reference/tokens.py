@@ -1,4 +1,4 @@
-"""Between the caller's tensors and the stages: packing, dtypes, norm, gate and write strength, and the way back."""
+"""From the caller's tensors to the stages and back: packing, dtypes, norm, gate and write strength."""
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from flash_delta.reference.activation import (
 from flash_delta.reference.layout import Layout, Segment
 from flash_delta.reference.stages import TokenGradients, Tokens, shift
 
-# e^-1024 is 0 in every dtype, so that the clamp changes no result; it makes a gate of -inf safe to add and subtract.
+# e^-1024 is 0 in every dtype, so the clamp changes no result. After it, gates of -inf can be added and subtracted.
 LOG_ZERO = -1024.0
 PER_TOKEN = ("q", "k", "v", "g", "beta", "p")
 
 
 class TokenReader:
-    """Loads segments of a call's tokens, activated and chunk-major."""
+    """Loads segments of a call's tokens, with activations applied and chunks first."""
 
     def __init__(self, problem: Problem, layout: Layout, x: Inputs):
         self.problem, self.layout, self.x = problem, layout, x
@@ -30,7 +30,7 @@ class TokenReader:
         self.bias = None if x.dt_bias is None else x.dt_bias.to(dtype).reshape(shape)
 
     def read(self, segment: Segment) -> Tokens:
-        """A segment's tokens; stage ``cumulate``."""
+        """A segment's tokens. This is also the stage ``cumulate``."""
         problem, x = self.problem, self.x
         keys = [self.keys(t, segment) for t in (x.q, x.k, x.p) if t is not None]
         norms = ()
@@ -53,11 +53,11 @@ class TokenReader:
         return Tokens(keys[0], keys[1], self.values(x.v, segment), p, b, G, H, norms)
 
     def keys(self, x: Tensor, segment: Segment) -> Tensor:
-        """What key heads own: ``[B, T, H, K]`` to ``[M, H, 1, C, K]``."""
+        """Tensors of key heads: ``[B, T, H, K]`` to ``[M, H, 1, C, K]``."""
         return self.layout.load(x, segment, self.problem.accumulate).unsqueeze(2)
 
     def values(self, x: Tensor, segment: Segment) -> Tensor:
-        """What value heads own: ``[B, T, HV]`` or ``[B, T, HV, V]`` to ``[M, H, r, C, 1 or V]``."""
+        """Tensors of value heads: ``[B, T, HV]`` or ``[B, T, HV, V]`` to ``[M, H, r, C, 1 or V]``."""
         x = x.unsqueeze(-1) if x.dim() == 3 else x
         tile = self.layout.load(x, segment, self.problem.accumulate)
         return tile.view(tile.shape[0], self.problem.H, -1, *tile.shape[2:])
@@ -75,7 +75,7 @@ class GradientWriter:
 
     def write(self, segment: Segment, t: Tokens, d: TokenGradients) -> None:
         problem, x = self.reader.problem, self.reader.x
-        dk = d.dk if d.dp is None or x.p is not None else d.dk + d.dp  # without erase keys of its own, p is k
+        dk = d.dk if d.dp is None or x.p is not None else d.dk + d.dp  # without separate erase keys, p is k
         keys = [("q", t.q, d.dq), ("k", t.k, dk), ("p", t.p, d.dp)]
         for i, (name, y, dy) in enumerate(keys[: 2 if x.p is None else 3]):
             dy = l2norm_backward(dy, y.squeeze(2), t.norms[i].squeeze(2)) if problem.l2norm else dy
@@ -87,7 +87,7 @@ class GradientWriter:
             self._store("g", self._gate(segment, d.dg), segment)
 
     def _gate(self, segment: Segment, dg: Tensor) -> Tensor:
-        """Gradient of g as it was given."""
+        """The gradient of a given log decay g."""
         problem, x = self.reader.problem, self.reader.x
         if problem.raw_gate:
             return self._raw_gate(segment, dg)
@@ -96,9 +96,9 @@ class GradientWriter:
         return dg.masked_fill(self.reader.values(x.g, segment) < problem.lower_bound, 0.0)
 
     def _raw_gate(self, segment: Segment, dg: Tensor) -> Tensor:
-        """Gradient of the raw activation; those of A_log and dt_bias are summed in the accumulation dtype."""
+        """The gradient of the raw activation. Those of A_log and dt_bias are summed in the accumulation dtype."""
         reader = self.reader
-        dg = reader.layout.mask_(dg, segment)  # the slots after a sequence's end decay nothing
+        dg = reader.layout.mask_(dg, segment)  # slots after a sequence's end do not decay
         a = reader.values(reader.x.g, segment)
         da, dA = log_decay_backward(dg, a, reader.rate, reader.bias, reader.problem.lower_bound)
         if self.ddt_bias is not None:
@@ -113,7 +113,7 @@ class GradientWriter:
         self.reader.layout.store(tile, segment, x if x.dim() == 4 else x.unsqueeze(-1))
 
     def finish(self, dstate: Tensor) -> Inputs:
-        """All gradients, in the inputs' shapes and dtypes; ``dstate`` is that of the initial states."""
+        """All gradients, in the inputs' shapes and dtypes. ``dstate`` is the gradient of the initial states."""
         x = self.reader.x
 
         def cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -128,7 +128,8 @@ class GradientWriter:
 
 
 def read_states(problem: Problem, order: Tensor | None, state: Tensor | None) -> Tensor:
-    """A copy of the states ``[N, HV, K, V]``, for a scan to advance in place; ``order`` of the sequences, or None."""
+    """A copy of the states ``[N, HV, K, V]``, which a scan can advance in place. ``order``: of the sequences, or
+    None."""
     new = torch.zeros if state is None else torch.empty
     S = new(problem.N, problem.HV, problem.K, problem.V, dtype=problem.accumulate, device=problem.device)
     if state is not None:
