@@ -15,8 +15,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
 * a layer of width ``hidden`` has other bytes than the rule: weights, input, output and the float32 states that it
   keeps; backward weights, input, dy and the gradients. Its projections add a multiply-add per token and weight, and two
-  in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are ``hidden
-  (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
+  in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are
+  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
 * backward multiply-adds: 10/3 of the forward ones. There are 30 products, and the forward pass has 9: 8 for recomputed
   states and factors, 7 for the chain, and 15 that are parallel over chunks.
 

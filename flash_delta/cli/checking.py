@@ -30,8 +30,7 @@ def all_right(
     results: Path | None = None,
     resume: bool = False,
 ) -> bool:
-    """Judges all cases, prints, and returns whether everything is right. Arguments are options of `flash-delta
-    check`."""
+    """Judges all cases, prints, and returns whether everything is right. Arguments: those of `flash-delta check`."""
     from flash_delta.bench.judging import judge, names_of, read, write
 
     where = require_device(device)

@@ -1,4 +1,4 @@
-"""The functions around the rule, short convolution, RMS norm and gate, on the first backend that can run them.
+"""Short convolution, RMS norm and gate around the rule, on the first backend that can run them.
 
 On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. On kernels they are
 an autograd Function, or under torch.compile an operator for each (`_operators/around.py`), like the rule. They save
@@ -94,8 +94,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
 
 
 def convolve_column(x: Convolved, activation: str | None) -> Tensor:
-    """The same for x [N, D, 1]; y has this shape, too. A known call makes no views, which take as long as its
-    launch."""
+    """The same for x and y [N, D, 1]. A known call makes no views, which would take as long as its launch."""
     given = (None, _describe_column, "causal_conv1d_update", activation)
     known = recall(given, x)
     if known is None or known.needs_grad:
@@ -140,9 +139,8 @@ def gate(
 
 
 def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
-    """The backend that would run a call. ``kind``: "convolution", "token" (of a convolution), "norm" or "gate".
-    ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`. Raises
-    ValueError if the call would be refused."""
+    """The backend that would run a "convolution", a "token" of one, a "norm" or a "gate"; ValueError if none would.
+    ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`."""
     describe = {
         "convolution": _describe_convolution,
         "token": _describe_token,
@@ -153,8 +151,7 @@ def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
 
 
 def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:
-    """The known call. ``given``: the backend that is asked for, the function that describes the call, and its
-    arguments."""
+    """The known call. ``given``: the backend that is asked for, a function that describes the call, its arguments."""
     return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)
 
 

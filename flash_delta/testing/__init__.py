@@ -1,4 +1,4 @@
-"""What tests, benchmarks and ``flash-delta check`` share: named problems, the truth and the one comparison."""
+"""Named problems, the truth and the comparison, which tests, benchmarks and ``flash-delta check`` share."""
 
 from flash_delta.testing.accuracy import (
     ALLOWED,

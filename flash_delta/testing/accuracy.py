@@ -1,4 +1,4 @@
-"""How results are judged: against the recurrence in float64, by relative L2 error, per output and per gradient."""
+"""Judges results by their relative L2 error against the recurrence in float64, per output and per gradient."""
 
 import math
 from typing import Any
@@ -16,20 +16,21 @@ from flash_delta.reference.activation import (
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing.cases import Member
 
-# What the torch backend may differ from float64 arithmetic on the same inputs. float64 is the proof that the
-# mathematics is right; float32 is about twice the worst cell that `flash-delta check --full` shows; half dtypes are
+# The allowed error of the torch backend against float64 arithmetic on the same inputs. For float64 it proves that the
+# mathematics is right. For float32 it is about twice the worst error in `flash-delta check --full`. For 16 bits it is
 # one rounding of the result.
 ALLOWED = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
 TENSORS = ("q", "k", "v", "g", "beta", "p", "initial_state", "A_log", "dt_bias")
 
-PIECE = 2**26  # numbers that are compared at a time: what they are compared in is wider than they are
+PIECE = 2**26  # numbers that are compared at a time, since the comparison needs wider copies
 
 Results = dict[str, Tensor]  # "o", "final_state" and "dq", "dk", ... for every input
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """``|got - want| / |want|`` in float64; against zeros the error must be below 1e-30, which float32 cannot hold."""
+    """``|got - want| / |want|`` in float64. If ``want`` is zeros, the error must be below 1e-30, less than float32
+    holds."""
     if got.shape != want.shape:
         return float("inf")
     error, length = 0.0, 0.0
@@ -42,9 +43,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 class products_in(TorchDispatchMode):
-    """Inside, the operands of matrix products are rounded to ``dtype`` first, as for tensor cores.
+    """Inside of this context, operands of matrix products are first rounded to ``dtype``, as for tensor cores.
 
-    The torch backend then makes the roundings that no kernel in ``dtype`` can avoid: its error says what a case allows.
+    The torch backend then rounds as much as every kernel in ``dtype`` must. Its error shows what a case allows.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -53,15 +54,15 @@ class products_in(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.overloadpacket in PRODUCTS:
-            first = len(args) - 2  # what is added to the product stands before its operands, and is not rounded
+            first = len(args) - 2  # a tensor that is added to the product comes before the operands, and is not rounded
             args = (*args[:first], *(t.to(self.dtype).to(t.dtype) for t in args[first:]))
         return op(*args, **(kwargs or {}))
 
 
 def allowed(reference_error: float, dtype: torch.dtype) -> float:
-    """What a kernel's result may be off by: twice the error of the torch backend with its products in ``dtype``.
+    """The allowed error of a kernel's result: twice the error of the torch backend with its products in ``dtype``.
 
-    And a quarter of what is allowed to the torch backend itself, for tensors of a few numbers, whose errors scatter.
+    A quarter of the torch backend's own allowed error is added, because errors of small tensors scatter.
     """
     return 2 * reference_error + ALLOWED[dtype] / 4
 
@@ -86,18 +87,18 @@ def infer(member: Member, inputs: dict[str, Any], backend: str | None = None) ->
 
 
 def truth(member: Member, inputs: dict[str, Any]) -> Results:
-    """The same from the recurrence in float64, by autograd, on the same (rounded) inputs."""
+    """The same results from the recurrence in float64, by autograd, on the same (rounded) inputs."""
     x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in TENSORS if n in inputs}
     o, final_state = recurrence(member, x, inputs)
     return with_gradients(o, final_state, x, inputs["v"].dtype)
 
 
 def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Call the recurrence as ``member.op`` is called; activations by their definitions, differentiable."""
+    """Call the recurrence with the arguments of ``member.op``. Activations are computed by their definitions."""
     x = dict(x)
     A_log, dt_bias, state = (x.pop(name, None) for name in ("A_log", "dt_bias", "initial_state"))
     bounds, T = options.get("cu_seqlens"), x["q"].shape[1]
-    if bounds is not None:  # autograd turns 0 * NaN of the guard rows into NaN
+    if bounds is not None:  # leave out guard rows, since autograd turns their 0 * NaN into NaN
         x = {name: t[:, : int(bounds[-1])] for name, t in x.items()}
     v_first = options.get("state_v_first", False)
     if options.get("use_qk_l2norm_in_kernel"):
@@ -128,7 +129,8 @@ def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) ->
 
 
 def with_gradients(o: Tensor, final_state: Tensor, x: dict[str, Any], dtype: torch.dtype) -> Results:
-    """Add the gradients of <o, do> + <final_state, dS>; do is rounded to ``dtype``, so that all judge the same loss."""
+    """Add the gradients of <o, do> + <final_state, dS>. do is rounded to ``dtype``, so that the loss is always the
+    same."""
     gen = torch.Generator().manual_seed(1)
     do = torch.randn(o.shape, generator=gen, dtype=torch.float64).to(dtype)
     dS = torch.randn(final_state.shape, generator=gen, dtype=torch.float32)
@@ -137,7 +139,7 @@ def with_gradients(o: Tensor, final_state: Tensor, x: dict[str, Any], dtype: tor
     if outputs:
         ys, dys = zip(*outputs, strict=True)
         gradients = torch.autograd.grad(ys, [x[n] for n in names], dys, allow_unused=True, materialize_grads=True)
-    else:  # no token at all: the recurrence never touched its inputs
+    else:  # no tokens, so the recurrence did not use its inputs
         gradients = [torch.zeros_like(x[n]) for n in names]
     results = {"o": o.detach(), "final_state": final_state.detach()}
     return results | {f"d{name}": d for name, d in zip(names, gradients, strict=True)}

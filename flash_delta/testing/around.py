@@ -1,7 +1,7 @@
-"""Prompts and decoding steps with what a layer does around the rule: their tensors, what is to come out, and who is
-right.
+"""Prompts and decoding steps with convolution and norm around the rule: tensors, computation, and how results are
+judged.
 
-q, k, v = silu(conv(mixed))    o = RMSNorm(rule(q, k, v, g, beta)) silu(z)
+q, k, v = silu(conv(mixed)) o = RMSNorm(rule(q, k, v, g, beta)) silu(z)
 """
 
 import torch
@@ -18,7 +18,7 @@ OF_RULE = ("g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 
 
 def make_around(w: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-    """q, k and v are slices of the projection ``mixed [B, T, D]``; ``windows [N, D, TAPS]``."""
+    """Makes the tensors. q, k and v are slices of the projection ``mixed [B, T, D]``; ``windows [N, D, TAPS]``."""
     gen, dtype = torch.Generator(device).manual_seed(seed + 1), getattr(torch, w.dtype)
 
     def randn(*shape: int) -> Tensor:
@@ -33,14 +33,14 @@ def make_around(w: Workload, device: torch.device | str, seed: int = 0) -> dict[
 
 
 def heads_of(w: Workload, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in it."""
+    """q, k and v, as parts of ``mixed``."""
     keys = w.H * w.K
     q, k, v = mixed.split([keys, keys, w.HV * w.V], 2)
     return q.unflatten(2, (w.H, w.K)), k.unflatten(2, (w.H, w.K)), v.unflatten(2, (w.HV, w.V))
 
 
 def run_around(w: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the torch backend, one step after the other."""
+    """The results of the torch backend, one step after the other."""
     mixed, dtype, device = x["mixed"], x["mixed"].dtype, x["mixed"].device
     p = ConvolutionProblem("around", *mixed.shape, TAPS, w.N, dtype, device, packed=w.packed, activation="silu")
     mixed, _ = convolve(p, Convolved(mixed, x["conv_weight"], None, x["windows"], x.get("cu_seqlens")))
@@ -53,7 +53,7 @@ def run_around(w: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def judge_around(w: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Of every result its error against float64, and that of PyTorch in the workload's own dtype."""
+    """For every result its error against float64, and that of PyTorch in the workload's own dtype."""
     truth = run_around(w, {name: t.double() if t.is_floating_point() else t for name, t in x.items()})
     reference = run_around(w, x)
     return {

@@ -1,7 +1,7 @@
-"""Watches where kernels read and write in Triton's interpreter: beyond a tensor that the kernel was given is an error.
+"""Watches reads and writes of kernels in Triton's interpreter. An access outside of the kernel's tensors is an error.
 
-On a GPU such a read goes unnoticed for as long as memory beside the tensor is mapped, and what it brought may be masked
-later: results are right until one day the tensor lies at the end of what the allocator holds.
+On a GPU such a read goes unnoticed as long as memory beside the tensor is mapped, because its value may be masked
+later. Results are then right, until a tensor lies at the end of the allocator's memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 
 
 def watch_bounds() -> None:
-    """For all kernels that start from now on, as often as it is called."""
+    """Watches all kernels that start from now on. It may be called repeatedly."""
     GridExecutor._init_args_hst = _init_args
     InterpreterBuilder.create_masked_load = _load
     InterpreterBuilder.create_masked_store = _store
@@ -20,23 +20,21 @@ def watch_bounds() -> None:
 
 _original_init_args = GridExecutor._init_args_hst
 _original_load, _original_store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-_given = np.empty(
-    (2, 0), np.uint64
-)  # first addresses of what the running kernel was given, and the furthest ends so far
+_given = np.empty((2, 0), np.uint64)  # first addresses of the running kernel's tensors, and the furthest ends so far
 
 
 def _init_args(self: GridExecutor, args: Any, kwargs: Any) -> tuple[list, dict]:
-    """What it returns are the tensors whose addresses the kernel sees."""
+    """Replaces the interpreter's method, which returns the tensors whose addresses the kernel gets."""
     global _given
     on_host = _original_init_args(self, args, kwargs)
     regions = sorted(set(_regions((*on_host[0], *on_host[1].values()))))
     _given = np.array(regions, np.uint64).reshape(-1, 2).T.copy()
-    np.maximum.accumulate(_given[1], out=_given[1])  # a view may begin within another one
+    np.maximum.accumulate(_given[1], out=_given[1])  # a view may begin inside of another one
     return on_host
 
 
 def _regions(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """First and last address of every tensor's own elements, gaps between them included."""
+    """The first and last address of every tensor's elements, including gaps between them."""
     for value in values:
         if isinstance(value, tuple):
             yield from _regions(value)
@@ -52,7 +50,7 @@ def _check(what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
     addresses = addresses[wanted.astype(bool)].astype(np.uint64)
     size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
     starts, ends = _given
-    before = np.searchsorted(starts, addresses, side="right")  # how many begin at an address or before it
+    before = np.searchsorted(starts, addresses, side="right")  # how many tensors begin at an address or before it
     outside = (before == 0) | (addresses + size > np.append(ends, 0)[before - 1])
     if outside.any():
         raise IndexError(f"a kernel {what} beyond its tensors: {outside.sum()} of {addresses.size} addresses")

@@ -1,6 +1,6 @@
-"""The named problems on which every backend is checked: rows of shapes and regimes, for every member of the family.
+"""The named problems on which every backend is checked, for every member of the family.
 
-Shared by the tests and by ``flash-delta check``, hence in the package.
+They are in the package because the tests and ``flash-delta check`` share them.
 """
 
 import math
@@ -15,7 +15,7 @@ import flash_delta
 
 @dataclass(frozen=True)
 class Member:
-    """One op of the family, and what of a case applies to it."""
+    """One op of the family, and which parts of a case apply to it."""
 
     name: str
     gate: str  # "none", "scalar", "channel"
@@ -48,7 +48,7 @@ MEMBERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A named problem, and why it is among them."""
+    """A named problem, and the reason for it."""
 
     name: str
     why: str
@@ -58,14 +58,14 @@ class Case:
     HV: int = 4
     K: int = 16
     V: int = 24
-    lengths: tuple[int, ...] | None = None  # packed sequences; T may exceed their sum: NaN guard rows
+    lengths: tuple[int, ...] | None = None  # packed sequences; if T exceeds their sum, the rest are guard rows of NaN
     decay: str = "mild"  # "mild", "zero", "strong", "extreme": see `_log_decay`
     keys: str = "random"  # "random", "correlated", "some zero"
     beta: str = "random"  # "random", "one", "some zero"
     initial_state: bool = True
     wide_gates: bool = False  # g in float32 beside narrower q, k and v
     options: dict[str, Any] = field(default_factory=dict)
-    smoke: bool = False  # in the short list too
+    smoke: bool = False  # also in the short list
 
     def at_widths(self, K: int, V: int) -> "Case":
         """The same problem with other widths."""
@@ -132,7 +132,7 @@ WIDTHS = ((60, 100), (24, 512))
 def make_inputs(
     case: Case, member: Member, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> dict[str, Any]:
-    """Arguments for ``member.op``, with gradients; random numbers are drawn on the CPU, so that devices agree."""
+    """Arguments for ``member.op``, with gradients. Random numbers are drawn on the CPU, so all devices get the same."""
     gen = torch.Generator().manual_seed(seed)
     B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
     options = {name: value for name, value in case.options.items() if name in member.options}

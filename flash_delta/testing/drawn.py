@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flash_delta.testing.workload import Workload
 
-TAPS = 4  # of a layer's convolution
+TAPS = 4  # taps of a layer's convolution
 
 
 class Drawn:
@@ -22,12 +22,12 @@ class Drawn:
         return (low + (high - low) * torch.rand(shape, generator=self.gen, device=self.device)).to(self.dtype)
 
     def weight(self, out: int, into: int) -> Tensor:
-        """Of a projection."""
+        """The weight of a projection."""
         return self.normal(out, into, std=into**-0.5)
 
     def taps(self, channels: int) -> Tensor:
         return self.uniform(-(TAPS**-0.5), TAPS**-0.5, channels, 1, TAPS)
 
     def gate(self, heads: int, channels: int = 1) -> dict[str, Tensor]:
-        """Steps from 0.001 to 0.1, and rates from 1 to 16."""
+        """The parameters of a gate: steps from 0.001 to 0.1, and rates from 1 to 16."""
         return {"dt_bias": self.uniform(-7, -2.3, heads * channels), "A_log": self.uniform(0, 2.8, heads)}

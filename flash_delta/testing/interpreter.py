@@ -1,7 +1,7 @@
-"""Triton's interpreter (``TRITON_INTERPRET=1``), which runs kernels on CPU tensors, made right for bfloat16 and fast.
+"""Repairs Triton's interpreter (``TRITON_INTERPRET=1``), which runs kernels on CPU tensors, and makes it faster.
 
-It keeps a bfloat16 as the 16 bits of an unsigned integer, and Triton 3.6 to 3.9 multiply, add and compare these
-integers: every ``tl.dot`` and all arithmetic is silently wrong. It also cuts off where a GPU rounds to the nearest.
+The interpreter stores a bfloat16 as an unsigned integer of 16 bits. Triton 3.6 to 3.9 multiply, add and compare these
+integers, so every ``tl.dot`` and all arithmetic is silently wrong. It also truncates where a GPU rounds to nearest.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,14 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def repair_interpreter() -> None:
-    """Let bfloat16 be computed in float32 and rounded, as often as it is called.
+    """Makes the interpreter compute bfloat16 in float32 and round the results. It may be called repeatedly.
 
-    With numpy 2.4 it also makes loops up to a kernel's argument work in Triton 3.6, which takes ``int()`` of an array
-    of one element there. And the comparison of two numbers can be combined with a block of others.
+    Two more repairs: With numpy 2.4, Triton 3.6 fails in loops up to a kernel's argument, since it takes ``int()`` of
+    an array of one element. And the comparison of two numbers can be combined with a block of others.
 
-    Half of its time is saved, and no bit changes: it patches Triton's language anew for each launch and each helper
-    that a kernel calls, and works out for all arithmetic of integers whether it overflows, which only ``debug`` asks.
+    The interpreter also takes half of its time, with the same bits. Before, it patched Triton's language again for each
+    launch and each helper that a kernel calls. It also checked all integer arithmetic for overflow, which only
+    ``debug`` needs.
     """
     if not knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET: expected '1', set before Triton is imported, got nothing")
@@ -49,12 +50,12 @@ def _is_bf16(x: TensorHandle) -> bool:
 
 
 def _wide(x: TensorHandle) -> TensorHandle:
-    """The float32 values of bfloat16 bits; any other type as it is."""
+    """The float32 values of bfloat16 bits. Other types are returned as they are."""
     return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if _is_bf16(x) else x
 
 
 def _narrow(x: TensorHandle) -> TensorHandle:
-    """The bfloat16 bits of float32 values, rounded to nearest as on a GPU; what a comparison gave as it is."""
+    """The bfloat16 bits of float32 values, rounded to nearest as on a GPU. Results of comparisons are not changed."""
     if x.data.dtype != np.float32:
         return x
     bits = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.uint16)
@@ -78,7 +79,7 @@ def _unary_op(self: InterpreterBuilder, x: TensorHandle, op: Callable) -> Tensor
 
 def _binary_op(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
     result = _original_binary_op(self, _wide(lhs), _wide(rhs), op)
-    if result.data.dtype == np.bool_:  # it gives comparisons the type of what is compared
+    if result.data.dtype == np.bool_:  # the interpreter gives a comparison the type of its operands
         return TensorHandle(result.data, tl.int1)
     return _narrow(result) if _is_bf16(lhs) else result
 
@@ -94,6 +95,6 @@ def _patch_all() -> None:
 
 
 def _patch_lang(fn: Callable) -> Any:
-    """Once for good, whatever a kernel's module has of the language; nothing is left to be undone."""
+    """Patches the language in a kernel's module once, for all launches. Nothing is restored."""
     _patch_all()
     return interpreter._LangPatchScope()

@@ -1,4 +1,4 @@
-"""An object in a process of its own: what crashes there, hangs there or prints there does no harm here."""
+"""An object in a process of its own, so that a crash, a hang or output there does no harm here."""
 
 import multiprocessing
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 class Refused(Exception):
-    """The object raised; its process lives on."""
+    """The object raised an error. Its process is still alive."""
 
 
 class Lost(Exception):
@@ -25,10 +25,12 @@ class _Answer(NamedTuple):
 
 
 class Isolated:
-    """Calls methods of ``make()``, which is made in a new process by the first call, and again after a crash.
+    """Calls methods of an object. The first call starts a new process, where ``make()`` makes the object; so does the
+    first call after a crash.
 
-    ``caches`` are environment variables that the process gets set to empty folders, which go when it stops; ``threads``
-    is how many it computes with on the CPU (None: torch's default, which is made for one process alone).
+    ``caches``: environment variables that are set to empty folders in the process. The folders are removed when it
+    stops. ``threads``: how many threads it uses on the CPU. None: torch's default, which assumes that no other process
+    computes.
     """
 
     def __init__(
@@ -56,9 +58,9 @@ class Isolated:
         return answer.value
 
     def stop(self, wait_s: float = 10.0) -> None:
-        """End the process: by its own will, if it has one within ``wait_s``."""
+        """End the process. It has ``wait_s`` seconds to end by itself."""
         if self.process is not None:
-            self.connection.close()  # which it reads as the end of its work
+            self.connection.close()  # the process then ends by itself
             self.process.join(wait_s)
             self.process.kill()
             self.process.join()
@@ -106,7 +108,7 @@ def _serve(
 
 
 def _context_is_lost() -> bool:
-    """As after an illegal address: every later call would fail too."""
+    """Whether the CUDA context is lost, as after an illegal address. Every later call would fail too."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -1,8 +1,8 @@
 """Large problems are judged on some of their heads, over all tokens and sequences.
 
-Heads are independent, so the first and the last key head with their value heads stand for all of them. The truth is the
-torch backend in float64, which ``flash-delta check`` holds to 1e-10 of the token-by-token recurrence; the recurrence
-itself would keep every token's state for the gradients.
+Heads are independent, so only the first and the last key head, with their value heads, are judged. The truth is the
+torch backend in float64. ``flash-delta check`` shows that it is within 1e-10 of the token-by-token recurrence. The
+recurrence itself would need every token's state for the gradients.
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ AXES = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "
 
 
 def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The judged heads of tensors named as arguments or results; what has no heads passes."""
+    """The judged heads of tensors, which have the names of arguments or results. Tensors without heads are kept
+    whole."""
     group = workload.HV // workload.H
     keys = sorted({0, workload.H - 1})
     values = [h * group + i for h in keys for i in range(group)]
@@ -34,18 +35,18 @@ def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def output_gradient(x: dict[str, Tensor]) -> Tensor:
-    """The do of workloads with a backward."""
+    """The gradient do for workloads with a backward pass."""
     o = output_like(x)
     return torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(1), device=o.device).to(o.dtype)
 
 
 def output_like(x: dict[str, Tensor]) -> Tensor:
-    """One of the tensors, which has the output's shape and dtype: the values, or a layer's input."""
+    """An input with the output's shape and dtype: the values, or a layer's input."""
     return x["hidden_states"] if "hidden_states" in x else x["v"]
 
 
 def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Per result (o, final_state, dq, ...) its error, and the torch backend's with products in the same dtype."""
+    """For each result (o, final_state, dq, ...) its error, and the torch backend's with products in the same dtype."""
     heads = some_heads(workload, x)
     do = some_heads(workload, {"o": output_gradient(x)})["o"]
     wide = {name: t.double() if t.is_floating_point() else t for name, t in heads.items()}
@@ -59,9 +60,9 @@ def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) 
 
 
 def run_workload(workload: Workload, x: dict[str, Tensor], do: Tensor, backend: str | None) -> dict[str, Tensor]:
-    """The library's own results: o, the final state if there is one, with a backward the gradients of <o, do>.
+    """The library's own results: o, the final state if there is one, and with a backward pass the gradients of <o, do>.
 
-    The final state in the dtype of the initial one, as states that are updated in place have it.
+    The final state has the dtype of the initial one, as states that are updated in place do.
     """
     training = workload.kind == "training"
     x = {n: t.detach().requires_grad_(training and t.is_floating_point()) for n, t in x.items()}

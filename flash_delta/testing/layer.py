@@ -1,4 +1,4 @@
-"""A whole layer around the rule: its tensors, what it computes, and who is right. Here, that of Qwen3-Next:
+"""A whole layer around the rule: its tensors, its computation, and how results are judged. This is Qwen3-Next's layer:
 
     q, k, v = silu(conv(W_qkv x))    o = rule(q, k, v, -exp(A_log) softplus(a + dt_bias), sigmoid(b))
     y = W_o (RMSNorm(o) silu(z))     with z, a and b from x, too
@@ -20,12 +20,12 @@ from flash_delta.testing.drawn import TAPS, Drawn
 from flash_delta.testing.workload import Workload
 
 EPS = 1e-6
-SEEN = 8  # tokens that a row has seen when it is decoded
+SEEN = 8  # tokens that each row has read before it is decoded
 INPUTS = ("hidden_states", "seen", "cu_seqlens")  # the others are parameters
 
 
 def make_layer(w: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-    """Its parameters, and the hidden states, as a freshly initialised model would have them."""
+    """The layer's parameters and hidden states, as a freshly initialised model would have them."""
     drawn = Drawn(w, device, seed)
     if w.of_fla:
         return layer_of_fla.make(w, drawn)
@@ -43,7 +43,8 @@ def make_layer(w: Workload, device: torch.device | str, seed: int = 0) -> dict[s
 
 
 def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
-    """y, as ``hidden_states``, by the torch backend; where rows have seen tokens, after these."""
+    """y, in the shape of ``hidden_states``, by the torch backend. If rows have read tokens, it continues after
+    these."""
     if w.of_fla:
         return layer_of_fla.run(w, x)
     hidden, group = torch.cat([x[name] for name in ("seen", "hidden_states") if name in x], 1), w.HV // w.H
@@ -64,7 +65,7 @@ def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
 
 
 def results_of_layer(w: Workload, x: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
-    """y, and of training the gradients of all that ``x`` has."""
+    """y, and for training the gradients of all tensors of ``x``."""
     training = w.kind == "training"
     x = {name: t.detach().requires_grad_(training and t.is_floating_point()) for name, t in x.items()}
     y = run_layer(w, x)
@@ -76,7 +77,7 @@ def results_of_layer(w: Workload, x: dict[str, Tensor], dy: Tensor) -> dict[str,
 def judge_layer(
     w: Workload, x: dict[str, Tensor], results: dict[str, Tensor], dy: Tensor
 ) -> dict[str, tuple[float, float]]:
-    """Of every result its error against float64, and that of PyTorch in the layer's own dtype."""
+    """For every result its error against float64, and that of PyTorch in the layer's own dtype."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
     truth = results_of_layer(w, wide, dy.double())
     reference = results_of_layer(w, x, dy)

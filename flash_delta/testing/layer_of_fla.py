@@ -1,4 +1,4 @@
-"""A whole layer of fla around the rule, as its classes make it by default: its tensors and what it computes.
+"""A whole layer of fla around the rule, with the defaults of its classes: its tensors and its computation.
 
     q, k, v = silu(conv(W x))    o = rule(q, k, v, -exp(A_log) softplus(a + dt_bias), sigmoid(W_b x))
 
@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def make(w: Workload, drawn: Drawn) -> dict[str, Tensor]:
-    """Its parameters, the hidden states, and where they are packed, ``cu_seqlens``."""
+    """The layer's parameters, the hidden states, and ``cu_seqlens`` if they are packed."""
     keys, values, channels = w.H * w.K, w.HV * w.V, w.HV * w.K
     x = {"hidden_states": drawn.normal(*((1, w.tokens) if w.packed else (w.N, w.T)), w.hidden)}
     for name, width in (("q", keys), ("k", keys), ("v", values)):
@@ -46,7 +46,7 @@ def make(w: Workload, drawn: Drawn) -> dict[str, Tensor]:
 
 
 def run(w: Workload, x: dict[str, Tensor]) -> Tensor:
-    """y, as ``hidden_states``, by the torch backend."""
+    """y, in the shape of ``hidden_states``, by the torch backend."""
     hidden = x["hidden_states"]
     q, k, v = (_convolved(w, x, name) for name in "qkv")
     a, gate = (_projected(x, name, hidden) for name in ("a" if w.gate == "scalar" else "f", "g"))
@@ -66,7 +66,7 @@ def run(w: Workload, x: dict[str, Tensor]) -> Tensor:
 
 
 def _projected(x: dict[str, Tensor], name: str, hidden: Tensor) -> Tensor:
-    """By one matrix, or by two of a low rank."""
+    """The projection by one matrix, or by two matrices of a low rank."""
     if f"{name}_proj.weight" in x:
         return linear(hidden, x[f"{name}_proj.weight"])
     low = linear(hidden, x[f"{name}_proj.0.weight"])

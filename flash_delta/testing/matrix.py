@@ -1,4 +1,4 @@
-"""What ``flash-delta check`` runs: every named case of every op, and what only shows at full size on a GPU."""
+"""What ``flash-delta check`` runs: every named case of every op, and large problems for faults that only they show."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,9 +22,9 @@ class Cell(NamedTuple):
     dtype: str
     case: str
     tensor: str
-    error: float  # relative L2 against float64; in the case "repeats", how many of them differed
+    error: float  # relative L2 against float64; in the case "repeats", how many repeats differed
     allowed: float
-    reference: float | None = None  # the torch backend's error with products in the dtype, if another one is judged
+    reference: float | None = None  # the torch backend's error with products in the dtype, if another backend is judged
 
     @property
     def right(self) -> bool:
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Stress:
-    """A problem of the size at which grids, offsets and schedules go wrong."""
+    """A large problem, for faults of grids, offsets and schedules."""
 
     name: str
     why: str
@@ -57,14 +57,15 @@ STRESS = [row for member in ("gdn", "kda") for row in _stress(member)]
 
 
 class Judge:
-    """Judges one backend (None: the one the library takes) on one device."""
+    """Judges one backend (None: the one that the library chooses) on one device."""
 
     def __init__(self, device: torch.device, backend: str | None):
         self.device, self.backend = device, backend
 
     def case(self, name: str, case: Case, dtype: str) -> list[Cell]:
-        """Every output and gradient of ``MEMBERS[name]`` against the recurrence in float64; outputs also of calls
-        without gradients, which other kernels may compute: one before and one after, which must not differ."""
+        """Compares every output and gradient of ``MEMBERS[name]`` with the recurrence in float64. It also compares
+        outputs of calls without gradients, which may run other kernels. One such call comes before the call with
+        gradients and one after it. They must not differ."""
         member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
         inputs = make_inputs(case, member, torch_dtype, self.device)
         want, inferred = truth(member, inputs), infer(member, inputs, self.backend)

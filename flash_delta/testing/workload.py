@@ -1,6 +1,7 @@
 """Problems of a real size: heads, lengths, dtypes, and tensors as a freshly initialised model would make them.
 
-For what is timed and for what only shows in large problems; the named problems of ``cases.py`` are small and hard.
+They are for timing, and for faults that only large problems show. The named problems of ``cases.py`` are small and
+hard.
 """
 
 import math
@@ -18,9 +19,9 @@ LOWER_BOUND = -5.0  # of KDA's gate
 
 @dataclass(frozen=True)
 class Workload:
-    """One row: ``kind`` is one call without gradients, one call with its backward, one token per sequence on states
-    that are updated in place (of a draft of T tokens, all states are kept), or prompts on such states. With a
-    ``hidden`` size it is a whole layer around the rule (testing/layer.py)."""
+    """One row of a table. Its ``kind`` is one of: a call without gradients; a call with its backward pass; one token
+    per sequence on states that are updated in place (a draft of T tokens keeps all states); prompts on such states.
+    With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py)."""
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
@@ -28,21 +29,21 @@ class Workload:
     H: int
     HV: int
     N: int  # sequences
-    T: int  # tokens of each; with kind "decode" 1, or up to 16 of a draft
+    T: int  # tokens of each sequence; with kind "decode" 1, or up to 16 for a draft
     dtype: str = "bfloat16"  # of q, k, v; gates and beta are float32 unless ``raw``
-    packed: bool = True  # the sequences lie in one row, with cu_seqlens; else they are batch rows
-    states: bool = True  # an initial state comes in, a final one goes out
-    l2norm: bool = False  # q and k are normalised inside the op; else they come normalised
-    raw: bool = False  # the gate's and beta's activations run inside the op; else it gets log decays and strengths
-    gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # of KDA, in a group whose rows differ in them
+    packed: bool = True  # sequences are packed in one row, with cu_seqlens; else they are batch rows
+    states: bool = True  # there is an initial state, and the final state is returned
+    l2norm: bool = False  # the op normalises q and k; else they are given normalised
+    raw: bool = False  # the op computes gates and beta from activations; else it gets log decays and strengths
+    gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # KDA's gates, if rows of a group differ in them
     K: int = 128
     V: int = 128
-    disable_recompute: bool = False  # all is kept for the backward pass; else it computes most of it again
-    state_dtype: str = "float32"  # of the states that come in; with kind "decode" they stay in it
-    lengths: tuple[int, ...] = ()  # of packed sequences that are not all T long
+    disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
+    state_dtype: str = "float32"  # of initial states; with kind "decode" also of the updated states
+    lengths: tuple[int, ...] = ()  # of packed sequences, if not all have T tokens
     batch_invariant: bool = False  # with kind "prefill"
-    checkpoint_every: int = 0  # with kind "prefill": tokens from one state that is written down to the next; 0: none is
-    hidden: int = 0  # of a layer; 0: the op alone
+    checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
+    hidden: int = 0  # width of a layer; 0: the op alone
     of_fla: bool = False  # the layer is one of fla (testing/layer_of_fla.py), not of transformers
     around: bool = (
         False  # with kind "prefill" or "decode": a layer's convolution and output norm, too (testing/around.py)
@@ -72,7 +73,7 @@ class Workload:
 
     @property
     def recurrent(self) -> bool:
-        """Whether the op is the token-by-token one."""
+        """Whether the op runs token by token."""
         return self.kind == "decode"
 
     @property
@@ -81,16 +82,16 @@ class Workload:
 
     @property
     def op(self) -> Member:
-        """The library's own op for this row; with kind "decode" the one that says what is right."""
+        """The library's own op for this row. With kind "decode", it is the op that computes the truth."""
         return MEMBERS[self.member + ("-recurrent" if self.recurrent else "")]
 
 
 def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-    """Arguments of the library's own op by name, drawn as a freshly initialised model would see them.
+    """Arguments of the library's own op by name, with random values as in a freshly initialised model.
 
     Gates: g = -A softplus(a + dt_bias) with A uniform in [0, 16] ([1, 16] for KDA), a standard normal, and
     softplus(dt_bias) log-uniform in [0.001, 0.1]; KDA, unless unbounded: g = lower_bound * sigmoid(A (a + dt_bias)).
-    With dt_bias = 0 the mean of g is -2.5: every channel soon forgets. beta = sigmoid of a standard normal.
+    With dt_bias = 0 the mean of g is -2.5, so that every channel soon forgets. beta = sigmoid of a standard normal.
     """
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -128,7 +129,7 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
 
 
 def activations(workload: Workload) -> dict[str, bool | float]:
-    """What runs inside the op, as arguments of all ops."""
+    """The arguments of all ops that say which activations run inside the op."""
     w = workload
     chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm}
     if w.raw:

@@ -1,4 +1,4 @@
-"""Small language models on bytes, end to end: text, training, checkpoints, generation and a report."""
+"""Small language models on bytes: text, training, checkpoints, generation and a report."""
 
 from flash_delta.training.checkpoint import latest_checkpoint, require_checkpoint
 from flash_delta.training.config import Layout, TrainConfig

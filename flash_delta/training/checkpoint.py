@@ -1,8 +1,8 @@
 """A run's checkpoints: `RUN/checkpoints/step-00000100/`, safetensors and JSON only, nothing that could execute code.
 
-`config.json` and `model.safetensors` in it are what `from_pretrained` reads; `optimizer.safetensors` holds
-`<parameter>.<moment>`; `trainer.json` is a `Run`. It is the same whatever number of ranks wrote it: whole tensors in
-plain files. `saving.py` writes it, `loading.py` reads it.
+`from_pretrained` reads its `config.json` and `model.safetensors`. `optimizer.safetensors` has `<parameter>.<moment>`.
+`trainer.json` is a `Run`. A checkpoint has whole tensors in plain files, the same for any number of ranks. `saving.py`
+writes it, `loading.py` reads it.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def checkpoints(run: str | Path) -> list[Path]:
 
 
 def latest_checkpoint(run: str | Path) -> Path | None:
-    """The run's newest complete checkpoint; None where there is none."""
+    """The run's newest complete checkpoint, or None if there is none."""
     return next(reversed(checkpoints(run)), None)
 
 

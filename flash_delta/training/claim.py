@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process at a time, and can be written to."""
+"""Makes sure that a run's folder belongs to one process, and can be written to."""
 
 import os
 import shutil
@@ -13,21 +13,22 @@ LOCK = ".lock"
 
 
 def claim_folder(folder: Path, newest: Path | None, checkpoint_bytes: int) -> FileLock:
-    """Makes the folder, locks it for this process and writes to it, before a run computes what it could not keep.
+    """Makes the folder, locks it for this process and writes to it, before a run computes anything that it could not
+    save.
 
-    The system gives the lock back when the process ends, however it ends: a killed run can be resumed at once.
+    The system releases the lock when the process ends for any reason. So a killed run can be resumed at once.
 
     Args:
         folder: the run's folder.
-        newest: the checkpoint that the run stands at; None before its first one.
-        checkpoint_bytes: what a checkpoint takes on the disk.
+        newest: the checkpoint that the run continues from; None before the first checkpoint. checkpoint_bytes: the size
+        of a checkpoint on the disk.
 
     Returns:
-        The lock, to be released by its holder. It is released when nothing refers to it, too.
+        The lock. Its holder releases it. It is also released when nothing refers to it.
 
     Raises:
-        ValueError: if another process holds the folder, or has left newer checkpoints in it, if it cannot be written to
-            or has no room for a checkpoint.
+        ValueError: if another process has locked the folder or has left newer checkpoints in it, or if the folder
+            cannot be written to or has no room for a checkpoint.
     """
     lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
     try:
@@ -40,7 +41,7 @@ def claim_folder(folder: Path, newest: Path | None, checkpoint_bytes: int) -> Fi
         disk = shutil.disk_usage(folder)
     except Timeout:
         raise ValueError(f"folder: expected a folder that no other process trains in, got {folder}") from None
-    except (OSError, NotImplementedError) as error:  # the latter from file systems that cannot lock
+    except (OSError, NotImplementedError) as error:  # NotImplementedError comes from file systems without locks
         lock.release()
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"folder: expected a folder that can be written to, got {folder} ({reason})") from error

@@ -1,8 +1,8 @@
-"""Byte-level text for training: which files, which of them are held out, and which windows a step sees.
+"""Byte-level text for training: the files, which of them are held out, and the windows of each step.
 
-A text is a sequence of bytes, so the vocabulary is 256, any file will do and bits per byte compare across corpora.
-Everything here is a pure function of the files' content and of (seed, step): two machines with the same files train on
-the same batches, and a resumed run sees what an uninterrupted one would have seen.
+A text is a sequence of bytes. So the vocabulary is 256, any text file can be used, and bits per byte can be compared
+between corpora. All results depend only on the files' contents and on (seed, step). Two machines with the same files
+train on the same batches, and a resumed run gets the same batches as an uninterrupted run.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from flash_delta.training.checkpoint import latest_checkpoint
 
 HELD_OUT_FRACTION = 0.05
-# Not the library itself: what was installed into it, its tests, and compiled files.
+# Folders that are not part of the standard library itself: installed packages, tests, and compiled files.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -29,19 +29,19 @@ EXCERPT_BYTES = 2048
 
 @dataclass(frozen=True)
 class Summary:
-    """What a checkpoint keeps of its corpus, so that a report needs no text."""
+    """The facts about a corpus that a checkpoint saves, so that a report does not need the text."""
 
     name: str
     files: int
     train_bytes: int
     held_out_bytes: int
     entropy: float  # of the held-out text, in bits per byte: `order0_entropy`
-    excerpt: str  # how the held-out text begins, a character per byte (latin1)
+    excerpt: str  # the beginning of the held-out text, a character per byte (latin1)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out bytes, disjoint by whole files."""
+    """Training and held-out bytes. Whole files belong to one or the other."""
 
     name: str
     paths: tuple[str, ...]  # absolute; empty for the default corpus
@@ -54,10 +54,10 @@ class Corpus:
 
     @classmethod
     def read(cls, paths: Sequence[str | Path] = ()) -> "Corpus":
-        """Reads files and folders (recursively); without paths, the running Python's own standard library."""
+        """Reads files and folders (recursively). Without paths, it reads the standard library of the running Python."""
         name = ", ".join(str(path) for path in paths) or "Python's standard library"
         files = list(_find_files(paths) if paths else _standard_library())
-        texts: dict[bytes, bytes] = {}  # by digest: a copy in both splits would make held-out text known text
+        texts: dict[bytes, bytes] = {}  # by digest, since a copy of a file must not be in both splits
         for file in files:
             text = _read_text(file)
             if text:
@@ -71,7 +71,7 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """Names the content: a run may only resume on the bytes it started with."""
+        """A hash of the content. A run may resume only on the bytes that it started with."""
         return hashlib.sha256(self.train.numpy().tobytes() + b"|" + self.held_out.numpy().tobytes()).hexdigest()
 
     @cached_property
@@ -82,9 +82,9 @@ class Corpus:
 
 
 def order0_entropy(text: torch.Tensor) -> float:
-    """Shannon entropy, in bits per byte, of the text's own byte histogram.
+    """The Shannon entropy of the text's byte histogram, in bits per byte.
 
-    No model that ignores context can use fewer bits per byte on this text, not even one that knows its histogram.
+    A model that ignores context cannot use fewer bits per byte on this text, even if it knows the histogram.
     """
     counts = torch.bincount(text.long(), minlength=256).double()
     p = counts[counts > 0] / len(text)
@@ -92,14 +92,14 @@ def order0_entropy(text: torch.Tensor) -> float:
 
 
 def training_batch(text: torch.Tensor, batch_size: int, seq_len: int, *, seed: int, step: int) -> torch.Tensor:
-    """[batch_size, seq_len] random windows of the text, a pure function of (seed, step)."""
+    """[batch_size, seq_len] random windows of the text, which depend only on the text and (seed, step)."""
     require_length("training", text, seq_len)
     starts = np.random.default_rng([seed, step]).integers(len(text) - seq_len + 1, size=batch_size)
     return _windows(text, starts, seq_len)
 
 
 def evaluation_windows(text: torch.Tensor, count: int, seq_len: int) -> torch.Tensor:
-    """[at most count, seq_len] windows spread evenly over the text; they never overlap."""
+    """[at most count, seq_len] windows, which are spread evenly over the text and never overlap."""
     require_length("held-out", text, seq_len)
     count = min(count, len(text) // seq_len)
     return _windows(text, np.linspace(0, len(text) - seq_len, count).astype(np.int64), seq_len)
@@ -129,9 +129,9 @@ def _standard_library() -> Iterator[Path]:
 
 
 def _walk(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
-    """Files below the folder in the order of their names, the same on every file system; no hidden folders, no runs.
+    """Files below the folder, ordered by name on every file system. Hidden folders and folders of runs are left out.
 
-    A run's own folder may lie among its texts: what it writes is not one of them, or it could not resume.
+    A run's own folder may be among its texts. Its files must not count as texts, or else the run could not resume.
     """
     for root, folders, names in os.walk(folder):
         if "checkpoints" in folders and latest_checkpoint(root):
@@ -154,10 +154,10 @@ def _read_text(file: Path) -> bytes | None:
 
 
 def _split(texts: dict[bytes, bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Whole files in the order of their digests are held out while they fit into 5 % of the bytes.
+    """Splits whole files. In the order of their digests, files are held out as long as they fit into 5 % of the bytes.
 
-    The digest makes the choice random but the same wherever the files lie. Where no file fits (a single book), the
-    end of the text is held out instead.
+    The digest makes the choice random, but independent of where the files are. If no file fits (a single book), the end
+    of the text is held out instead.
     """
     left = budget = int(HELD_OUT_FRACTION * sum(map(len, texts.values())))
     held_out = set()

@@ -1,4 +1,4 @@
-"""The pictures of a run, as matplotlib figures: pure functions of numbers, saved by the trainer and the report."""
+"""The pictures of a run as matplotlib figures. They depend only on numbers. The trainer and the report save them."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from flash_delta.training.probe import Decay
 
 WIDTH = 5.2  # inches: on a phone letters still have eight pixels
-SMOOTHED = 30  # a curve is averaged over this part of its steps
-CLIPPED = 0.99  # the share of a state's entries that colours tell apart; the strongest ones share the last colour
-MOST_STATES = (4, 8)  # layers and heads that the picture of the states shows: more would be too small to see
+SMOOTHED = 30  # a curve is averaged over one part in so many of its steps
+CLIPPED = 0.99  # the share of a state's entries within the range of colours; stronger ones share the last colour
+MOST_STATES = (4, 8)  # layers and heads in the picture of the states, since more would be too small to see
 
 
 def loss_figure(records: Sequence[dict], entropy: float) -> Figure:
-    """Bits per byte over steps: training batches and their mean, held-out evaluations, and the order-0 entropy."""
+    """Bits per byte over steps: of training batches, their mean, held-out evaluations, and the order-0 entropy."""
     figure, axes = _figure(3.2)
     held_out = [(r["step"], r["held_out_bits_per_byte"]) for r in records if r["held_out_bits_per_byte"] is not None]
     _curve(axes, records, [r["bits_per_byte"] for r in records], "training")
@@ -35,7 +35,7 @@ def time_figure(records: Sequence[dict], tokens: int) -> Figure:
     _curve(axes, records, step_ms(records, tokens), "step")
     axes.set(xlabel="step", ylabel="ms", yscale="log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_formatter(LogFormatter())  # numbers, where few are needed
+    axes.yaxis.set_minor_formatter(LogFormatter())  # labels also at minor ticks, if there are few
     axes.legend(frameon=False, fontsize="small")
     return figure
 
@@ -45,13 +45,13 @@ def step_ms(records: Sequence[dict], tokens: int) -> list[float]:
 
 
 def smoothed(values: Sequence[float]) -> tuple[int, np.ndarray]:
-    """How many values each mean is of, and the means, the first one of the first so many values."""
+    """A moving average: the number of values in each mean, and the means. The first mean is of the first values."""
     span = max(1, len(values) // SMOOTHED)
     return span, np.convolve(values, np.full(span, 1 / span), mode="valid")
 
 
 def scalar_decay_figure(decays: Sequence[Decay]) -> Figure:
-    """Half-life of each head with one decay per token; the bar spans 10 % to 90 % of the tokens."""
+    """Half-life of each head with one decay per token. The bar spans 10 % to 90 % of the tokens."""
     figure, axes = _figure(3.0)
     for x, decay in enumerate(decays):
         heads = len(decay.half_life)
@@ -66,7 +66,7 @@ def scalar_decay_figure(decays: Sequence[Decay]) -> Figure:
 
 
 def channel_decay_figure(decays: Sequence[Decay]) -> Figure:
-    """Half-life of every key channel of each head, one heat map per layer, the channels sorted within a head."""
+    """Half-life of every key channel of each head, in one heat map per layer. Channels are sorted within a head."""
     low, high = min(d.half_life.min().item() for d in decays), max(d.half_life.max().item() for d in decays)
     figure = Figure(figsize=(WIDTH, 1.0 + 1.5 * len(decays)), layout="constrained")
     for axes, decay in zip(figure.subplots(len(decays), 1, squeeze=False)[:, 0], decays, strict=True):
@@ -81,7 +81,8 @@ def channel_decay_figure(decays: Sequence[Decay]) -> Figure:
 def states_figure(states: dict[int, Tensor]) -> Figure:
     """The recurrent states S [K, V] of the first layers and heads, each layer on its own symmetric scale.
 
-    The scale ends where ``CLIPPED`` of the entries do: single strong ones would leave the rest without colour.
+    The scale covers the share ``CLIPPED`` of the entries. Otherwise a few strong ones would leave the rest without
+    colour.
     """
     layers = sorted(states)[: MOST_STATES[0]]
     columns = min(MOST_STATES[1], max(len(states[layer]) for layer in layers))
@@ -108,7 +109,7 @@ def states_figure(states: dict[int, Tensor]) -> Figure:
 
 
 def _curve(axes: Axes, records: Sequence[dict], values: Sequence[float], name: str) -> None:
-    """Pale each step's value, and above it the mean of the steps up to it."""
+    """Draws each step's value in a pale colour, and over it the mean of the steps up to it."""
     steps, (span, means) = [r["step"] for r in records], smoothed(values)
     axes.plot(steps, values, lw=0.8, alpha=0.45, color="C0", label=name)
     axes.plot(steps[span - 1 :], means, lw=1.8, color="C0", label=f"{name}, mean of {span} steps")

@@ -1,4 +1,4 @@
-"""Text from a byte-level model through its decoding state: the prompt is read once, then one byte costs one step."""
+"""Generates text by a byte-level model and its state. The prompt is read once. Then each byte costs one step."""
 
 import codecs
 import math
@@ -11,7 +11,7 @@ from flash_delta.training.config import LARGEST_SEED
 
 BYTES = 256
 MOST_BYTES = 10**9
-COLDEST, HOTTEST = 1e-3, 1e3  # temperatures between which a softmax is neither all or nothing nor all alike
+COLDEST, HOTTEST = 1e-3, 1e3  # below, softmax is all or nothing; above, all probabilities are equal
 
 
 def generate_text(
@@ -23,10 +23,10 @@ def generate_text(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The continuation of the prompt in pieces, each as soon as its bytes make whole characters.
+    """Yields the continuation of the prompt in pieces, as soon as bytes form whole characters.
 
-    Arguments are checked when it is called, as by `generate_bytes`. A prompt from the command line may hold bytes that
-    are no UTF-8: Python's surrogates stand for them.
+    Arguments are checked when the function is called, as in `generate_bytes`. A prompt from the command line may have
+    bytes that are not UTF-8. Python represents them by surrogates.
     """
     data = prompt.encode(errors="surrogateescape")
     return _decoded(generate_bytes(model, data, max_bytes, temperature=temperature, top_k=top_k, seed=seed))
@@ -50,7 +50,7 @@ def generate_bytes(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Samples max_bytes bytes; temperature 0 takes the likeliest one, top_k draws among the k likeliest.
+    """Samples max_bytes bytes. Temperature 0 takes the most likely byte. top_k draws among the k most likely ones.
 
     Raises:
         ValueError: when it is called, if the prompt is empty, or if another argument is not in its range: max_bytes 0
@@ -78,14 +78,14 @@ def _sampled(
     generator = torch.Generator(model.device).manual_seed(seed)
     tokens, cache = torch.tensor([list(prompt)], device=model.device), None
     for _ in range(max_bytes):
-        with torch.inference_mode():  # not around the yield: it would hold in the caller's code as well
+        with torch.inference_mode():  # not around the yield, or it would also apply to the caller's code
             out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
             tokens, cache = _sample(out.logits[:, -1], temperature, top_k, generator), out.past_key_values
         yield tokens.item()
 
 
 def _sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """[1, 1] token drawn from logits [1, 256]."""
+    """A token [1, 1], drawn from logits [1, 256]."""
     if not logits.isfinite().all():
         raise FloatingPointError("model: expected finite logits, got others; a run with a lower --lr may not get there")
     if temperature == 0:

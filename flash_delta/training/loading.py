@@ -1,8 +1,8 @@
-"""Reads checkpoints, which may be cut off, another program's, or hold numbers that are none.
+"""Reads checkpoints. They may be truncated, written by another program, or contain NaN and infinities.
 
-Files are compared with what is expected of them before they are loaded: JSON by its keys, tensors by the names and
-shapes in the head of their file. An error names the file. torch.distributed.checkpoint lets each rank of any number
-read its own part of the moments.
+Files are checked before they are loaded: the keys of JSON, and the names and shapes of tensors in the header of their
+file. An error names the file. torch.distributed.checkpoint lets each rank read its own part of the moments, for any
+number of ranks.
 """
 
 import warnings
@@ -36,7 +36,7 @@ def load_model(checkpoint: Path) -> FlashDeltaForCausalLM:
     config = _config(checkpoint / "config.json", len(shapes))
     with torch.device("meta"):
         model = _built(config, checkpoint / "config.json")
-    tied = set(model._tied_weights_keys) if config.tie_word_embeddings else set()  # one of the two is enough
+    tied = set(model._tied_weights_keys) if config.tie_word_embeddings else set()  # one of two tied tensors is enough
     expected = {name: list(p.shape) for name, p in model.state_dict().items() if name not in tied}
     _require_shapes(file, expected, {name: shape for name, shape in shapes.items() if name not in tied})
     model = FlashDeltaForCausalLM.from_pretrained(checkpoint)
@@ -45,7 +45,8 @@ def load_model(checkpoint: Path) -> FlashDeltaForCausalLM:
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Puts the saved moments into an optimizer made with the same named parameters; of parts of them only the parts.
+    """Loads saved moments into an optimizer with the same named parameters. If a rank has parts, it loads only its
+    parts.
 
     Raises:
         OSError: if the file cannot be read.
@@ -64,7 +65,7 @@ def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first one with a NaN or an infinity, in what this rank has of it."""
+    """The name of the first tensor with a NaN or an infinity in this rank's part."""
     local = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors)
     return next((name for name, t in local if not t.detach().isfinite().all()), None)
 
@@ -78,7 +79,7 @@ def _config(file: Path, tensors: int) -> FlashDeltaConfig:
         raise ValueError(f"{file}: expected num_hidden_layers as in model.safetensors beside it, got {layers!r}")
     try:
         return FlashDeltaConfig.from_dict(content)
-    except Exception as error:  # whatever transformers raises for a wrong type
+    except Exception as error:  # transformers raises various errors for a wrong type
         raise ValueError(f"{file}: expected the configuration of a FlashDelta model, got: {_line(error)}") from error
 
 
@@ -90,7 +91,7 @@ def _built(config: FlashDeltaConfig, file: Path) -> FlashDeltaForCausalLM:
 
 
 def _shapes(file: Path) -> Shapes:
-    """Of all tensors in the file, which must be whole."""
+    """The shapes of all tensors in the file, which must be complete."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: expected a file that `flash-delta train` wrote, got none")
     try:

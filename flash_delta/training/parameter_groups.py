@@ -1,4 +1,4 @@
-"""Which parameters weight decay is for."""
+"""Decides which parameters get weight decay."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
         optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
 
-    Parameters of fewer than two dimensions do not decay: the gates' `A_log` and `dt_bias`, norms' weights, biases. Nor
-    do those that carry the mark `_no_weight_decay`. All others decay, embeddings and short convolutions among them.
+    Parameters of fewer than two dimensions do not decay: the gates' `A_log` and `dt_bias`, norms' weights, biases.
+    Parameters with the attribute `_no_weight_decay` do not decay either. All others do, also embeddings and short
+    convolutions.
 
     Args:
-        model: any module, as it is or wrapped (peft, DistributedDataParallel, torch.compile, `fully_shard`). A
-            parameter that two modules share comes once, one that needs no gradient not at all.
-        weight_decay: of the first group, at least 0. The second group's is 0.
+        model: any module, plain or wrapped (peft, DistributedDataParallel, torch.compile, `fully_shard`). A parameter
+            that two modules share appears once. Parameters that need no gradient are left out. weight_decay: that of
+            the first group, at least 0. The second group has 0.
 
     Returns:
         Two groups, each with "params", their names in "param_names", and "weight_decay". One may be empty.
 
     Raises:
         ValueError: if weight_decay is negative or not finite, if no parameter needs a gradient, or if a module is a
-            `FullyShardedDataParallel`: it has flattened the parameters, so that matrices cannot be told from vectors.
+            `FullyShardedDataParallel`, whose flattened parameters do not show which of them are matrices.
     """
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")

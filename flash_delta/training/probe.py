@@ -1,4 +1,4 @@
-"""What a trained model's memory does while it reads a text: how fast it forgets, what it holds at the end."""
+"""Measures the states of a trained model while it reads a text: how fast they decay, and what they hold at the end."""
 
 import math
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from flash_delta.ops import fused_gdn_gate, fused_kda_gate
 
 @dataclass(frozen=True)
 class Decay:
-    """Half-lives in tokens: after ln 2 / |mean g| tokens half of what a state held is left, if nothing erases it."""
+    """Half-lives in tokens. After ln 2 / |mean g| tokens, half of a state is left if nothing is erased."""
 
     layer: int
-    half_life: Tensor  # [HV], or [HV, K] where every key channel decays on its own
+    half_life: Tensor  # [HV], or [HV, K] if every key channel has its own decay
     token_range: Tensor  # [2, HV] or [2, HV, K]: ln 2 / |g_t| at the 10th and 90th percentile of the tokens
 
 
@@ -28,7 +28,7 @@ class Probe:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, tokens: Tensor) -> Probe:
-    """Reads tokens [T] once."""
+    """Lets the model read tokens [T] once."""
     model.eval()
     mixers = {i: layer.mixer for i, layer in enumerate(model.model.layers)}
     linear = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, GatedDeltaNet | KimiDeltaAttention)}
@@ -52,7 +52,7 @@ def _keep(into: dict[int, Tensor], layer: int):
 
 
 def _log_decay(mixer: nn.Module, raw: Tensor) -> Tensor:
-    """[T, HV] or [T, HV, K] log decay from the raw gate [1, T, ...]."""
+    """The log decay [T, HV] or [T, HV, K] from the raw gate [1, T, ...]."""
     if isinstance(mixer, GatedDeltaNet):
         return fused_gdn_gate(raw, mixer.A_log, mixer.dt_bias)[0]
     raw = raw.unflatten(-1, (len(mixer.A_log), -1))

@@ -1,8 +1,8 @@
-"""The processes that train together: their meshes, which rows are whose, sums over all, and parameters in parts.
+"""The processes that train together: their meshes, their rows, sums over all ranks, and parameters in parts.
 
-Ranks are laid out twice. For the data they are `[rows, context parallel]`: neighbours share the tokens of their rows.
-For the parameters `[copies, shard]`, under FSDP2: neighbours share a copy, layer by layer, and gradients of all ranks
-are summed, since one's tokens are nobody else's.
+Ranks have two layouts. For the data it is `[rows, context parallel]`: neighbours share the tokens of their rows. For
+the parameters it is `[copies, shard]`, under FSDP2: neighbours share one copy, layer by layer. Gradients of all ranks
+are summed, since each token belongs to one rank.
 """
 
 import os
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Joins what torchrun started, if it did; yields this process's own device.
+    """Joins the group that torchrun started, if it did. Yields this process's own device.
 
-    A rank that fails leaves without a word to the others, who may wait for it: torchrun ends them.
+    A rank that fails does not tell the others, which may wait for it. torchrun ends them.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield device
@@ -44,15 +44,15 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place. One process that was not started with others is its only rank."""
+    """This process's place among the ranks. A process that was started alone is the only rank."""
 
     rank: int = 0
     size: int = 1
-    row: int = 0  # of this rank in the data's mesh
+    row: int = 0  # this rank's row in the data's mesh
     rows: int = 1
-    cp: DeviceMesh | None = None  # those with the same rows; None: this rank alone
-    parameters: DeviceMesh | None = None  # [copies, shard]; None: this rank has them all, alone
-    device: torch.device | None = None  # on which ranks exchange numbers; None: this rank is alone
+    cp: DeviceMesh | None = None  # the ranks with the same rows; None: only this rank
+    parameters: DeviceMesh | None = None  # [copies, shard]; None: this rank is alone and has all parameters
+    device: torch.device | None = None  # the device for exchanging numbers; None: this rank is alone
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Ranks":
@@ -71,11 +71,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the one that writes."""
+        """Whether this rank is the first one, which writes files."""
         return self.rank == 0
 
     def own(self, batch: Batch) -> Batch:
-        """This rank's rows of a batch of all ranks'."""
+        """This rank's rows of a batch that has the rows of all ranks."""
         return batch.padded(self.rows).rows(slice(self.row, None, self.rows))
 
     def sum(self, x: Tensor) -> float:
@@ -85,11 +85,11 @@ class Ranks:
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def largest(self, value: int) -> int:
-        """Of all ranks' values; each waits for the others here."""
+        """The largest of all ranks' values. Ranks wait for each other here."""
         return value if self.size == 1 else int(self.max(torch.tensor(value, device=self.device)))
 
     def first_does(self, act: Callable[[], T]) -> T | None:
-        """Runs ``act`` on the first rank and returns there what it does; all wait for it, and share its error.
+        """Runs ``act`` on the first rank and returns its result there. All ranks wait for it, and all raise its error.
 
         Raises:
             OSError, ValueError: on every rank, if ``act`` does.
@@ -113,7 +113,7 @@ class Ranks:
         return x.item()
 
     def require_same(self, name: str, value: object) -> None:
-        """Raises on every rank if one has another value."""
+        """Raises an error on every rank if one rank has another value."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
@@ -121,10 +121,11 @@ class Ranks:
             raise ValueError(f"{name}: expected the same on all {self.size} ranks, got {values}")
 
     def distribute(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Leaves this rank its part of the parameters, on its device, and makes their gradients means over all ranks.
+        """Splits the parameters so that this rank has its part on its device, and makes gradients means over all ranks.
 
-        A layer is gathered when it is needed, what autocast would round to ``dtype`` in ``dtype``: the weights of
-        linear maps. The gates' A_log and dt_bias, norms and convolutions stay in float32. Gradients are summed in it.
+        A layer is gathered when it is needed. Weights of linear maps are gathered in ``dtype``, since autocast would
+        round them anyway. The gates' A_log and dt_bias, norms and convolutions stay in float32. Gradients are summed in
+        float32.
         """
         if self.parameters is None:
             return

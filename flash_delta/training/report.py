@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: numbers, curves, what its memory does, and a sample of its text."""
+"""One self-contained HTML page about a run: numbers, curves, decays and states, and a sample of its text."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -28,10 +28,10 @@ PROMPT_BYTES, SAMPLE_BYTES, TEMPERATURE = 160, 600, 0.7
 
 
 def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path, command: str | None = None) -> None:
-    """Writes the page about a run and the model of its last checkpoint; nothing in it is fetched from elsewhere.
+    """Writes the page about a run and the model of its last checkpoint. The page loads nothing from elsewhere.
 
-    Its numbers are those that the run itself measured, so its text need not be there. ``command`` is what trains such
-    a run; None if no command does.
+    Its numbers were measured by the run itself, so the text is not needed. ``command`` is the command that trains such
+    a run, or None if there is none.
     """
     text = run.corpus.excerpt.encode("latin1")
     prompt = text[:PROMPT_BYTES].decode(errors="ignore") or "\n"
@@ -50,7 +50,7 @@ def write_report(run: Run, model: FlashDeltaForCausalLM, path: str | Path, comma
 
 
 def _numbers(run: Run, model: FlashDeltaForCausalLM) -> list[tuple[str, str, str]]:
-    """(what, value, unit), the first one being what the run is judged by."""
+    """Rows (what, value, unit). The first row has the number by which the run is judged."""
     records, tokens = [asdict(record) for record in run.records], run.config.batch_size * run.config.seq_len
     ms, speed = median(step_ms(records, tokens)), median(record.tokens_per_second for record in run.records)
     bits = "not measured yet" if run.held_out is None else f"{run.held_out:.3f}"

@@ -1,4 +1,5 @@
-"""What a run's newest checkpoint says of it: enough to report on it without its text, and to continue with it."""
+"""The record of a run in its newest checkpoint. It suffices for a report without the text, and for continuing the
+run."""
 
 import json
 import math
@@ -20,28 +21,28 @@ class Record:
     learning_rate: float
     grad_norm: float
     tokens_per_second: float
-    held_out_bits_per_byte: float | None = None  # None where the step did not end with an evaluation
+    held_out_bits_per_byte: float | None = None  # None if the step did not end with an evaluation
     peak_gb: float | None = None  # of the run so far, on the GPU that took most; with an evaluation, None without GPUs
 
 
 class Diverged(FloatingPointError):
-    """A step's gradients, parameters or evaluation are not finite; the last checkpoint holds what was before."""
+    """A step's gradients, parameters or evaluation are not finite. The last checkpoint has the state before."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its checkpoint keeps it, in `trainer.json`."""
+    """A run as saved in `trainer.json` of a checkpoint."""
 
     config: TrainConfig
     records: list[Record]  # of all steps so far
     seconds: float  # spent training and evaluating
-    paths: tuple[str, ...]  # of the corpus, absolute; empty for the default one
+    paths: tuple[str, ...]  # of the corpus, absolute; empty for the default corpus
     corpus_digest: str
     corpus: Summary
 
     @classmethod
     def read(cls, folder: str | Path) -> "Run":
-        """Of the newest checkpoint in a run's folder.
+        """The run of the newest checkpoint in a run's folder.
 
         Raises:
             OSError: if there is none, or if it cannot be read.
@@ -67,7 +68,8 @@ class Run:
         return asdict(self) | {"step": len(self.records)}
 
     def going_on(self, steps: int | None, learning_rate: float | None) -> "Run":
-        """With so many steps in all, at least those that are done, and another peak rate; None: as before."""
+        """The run with another total number of steps, at least those already done, or another peak rate. None: as
+        before."""
         changes = {"steps": steps, "learning_rate": learning_rate}
         config = replace(self.config, **{name: value for name, value in changes.items() if value is not None})
         if config.steps < len(self.records):
@@ -76,13 +78,13 @@ class Run:
 
     @property
     def held_out(self) -> float | None:
-        """The last measured bits per byte of held-out text; None if there was no evaluation yet."""
+        """The last measured bits per byte of held-out text, or None if there was no evaluation yet."""
         measured = (record.held_out_bits_per_byte for record in reversed(self.records))
         return next((bits for bits in measured if bits is not None), None)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Raises ValueError, with the file's name, if it holds no JSON object."""
+    """Reads a JSON object. Raises ValueError with the file's name if the file has none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -93,7 +95,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _summary(content: dict[str, Any]) -> dict[str, Any]:
-    """Version 0.1.0 kept none: its runs need their text."""
+    """The summary of the corpus. Version 0.1.0 saved none, so its runs need their text."""
     return content["corpus"] if "corpus" in content else asdict(Corpus.read(content.get("paths", ())).summary)
 
 

@@ -1,7 +1,7 @@
-"""Writes checkpoints, and beside them what a reader of the run's folder wants: its history and its curve.
+"""Writes checkpoints, and beside them the history and the curve of the run.
 
-A checkpoint is written under another name, flushed to the disk and renamed when complete, and old ones go only after
-that, so a run killed at any moment leaves whole checkpoints.
+A checkpoint is written under another name, flushed to the disk, and renamed when it is complete. Only then are old ones
+removed. So a run that is killed at any moment leaves whole checkpoints.
 """
 
 import json
@@ -23,14 +23,15 @@ from flash_delta.training.figures import loss_figure
 from flash_delta.training.ranks import Ranks
 from flash_delta.training.run import Run
 
-ONE_FILE = 1 << 62  # bytes of parameters up to which they are not split over files
+ONE_FILE = 1 << 62  # bytes; parameters of up to this size are not split over files
 
 
 def save_run(folder: Path, run: Run, model: PreTrainedModel, optimizer: Optimizer, keep: int, ranks: Ranks) -> None:
-    """Called by all ranks; the first one collects and writes. The newest ``keep`` checkpoints stay.
+    """Saves a checkpoint. All ranks call this. The first rank collects and writes. The newest ``keep`` checkpoints
+    stay.
 
     Raises:
-        OSError: on every rank, if a file cannot be written; the checkpoints before it stay.
+        OSError: on every rank, if a file cannot be written. Earlier checkpoints stay.
     """
     parameters, moments = _collect(model.state_dict()), _collect(moments_of(optimizer))
 
@@ -55,7 +56,7 @@ def moments_of(optimizer: Optimizer) -> dict[str, Tensor]:
 def _write_checkpoint(
     folder: Path, model: PreTrainedModel, parameters: dict[str, Tensor], moments: dict[str, Tensor], progress: dict
 ) -> None:
-    for left in folder.parent.glob(f"{NAME}.tmp"):  # by a process that was killed
+    for left in folder.parent.glob(f"{NAME}.tmp"):  # left by a process that was killed
         shutil.rmtree(left)
     unfinished = folder.with_suffix(".tmp")
     try:
@@ -72,7 +73,7 @@ def _write_checkpoint(
 
 
 def _collect(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parts put together on the first rank's host, one tensor after the other; nothing on the others."""
+    """Whole tensors on the first rank's host, collected one after the other. On other ranks the result is empty."""
     first, whole = not dist.is_initialized() or dist.get_rank() == 0, {}
     for name, tensor in tensors.items():
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -82,9 +83,9 @@ def _collect(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk, so that no power failure leaves a checkpoint's name without its content."""
+    """Writes files to the disk, so that a power failure cannot leave a checkpoint's name without its content."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
+        return  # Windows cannot open folders
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: a run ends after the step that it is in, with a checkpoint."""
+"""Treats Ctrl-C and SIGTERM as requests: a run ends after its current step, with a checkpoint."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], int]]:
-    """Notes the first SIGINT or SIGTERM; a second one does what it did before. In the main thread only. A signal that
-    the process ignores, as a shell's background jobs ignore Ctrl-C, stays ignored.
+    """Notes the first SIGINT or SIGTERM. A second one has its usual effect. This works only in the main thread. If the
+    process ignores a signal, as background jobs of a shell ignore Ctrl-C, it stays ignored.
 
         with stop_signals() as stop:
             for record in trainer.run(stop):
                 ...
 
     Yields:
-        A function that returns the number of the signal that came, 0 if none did.
+        A function that returns the number of the received signal, or 0.
     """
     came = 0
     before = {number: signal.getsignal(number) for number in SIGNALS}

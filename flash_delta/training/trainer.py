@@ -1,13 +1,13 @@
-"""Trains a byte-level language model, on one process or on many: AdamW, warmup and cosine, held-out bits per byte.
+"""Trains a byte-level language model in one process or in many, by AdamW with warmup and cosine.
 
     trainer = Trainer.start("runs/mine", model, Corpus.read(["texts"]), TrainConfig(steps=500))
     for record in trainer.run():
         print(record.step, record.bits_per_byte, record.held_out_bits_per_byte)
 
-A step depends on the parameters, the optimizer's moments and (seed, step), all of which a checkpoint holds, so a
-resumed run (`Trainer.resume("runs/mine")`) computes what the uninterrupted one would have: on one CPU process, bit for
-bit. Under torchrun (`process_group`) all ranks do the same calls, and together compute what one process would, up to
-rounding: a run may be resumed on any number of them.
+A step depends on the parameters, the optimizer's moments and (seed, step). A checkpoint has all of these. So a resumed
+run (`Trainer.resume("runs/mine")`) computes the same as an uninterrupted run, in one CPU process bit for bit. Under
+torchrun (`process_group`) all ranks make the same calls. Together they compute the same as one process, up to rounding.
+So a run may be resumed on any number of ranks.
 """
 
 import math
@@ -42,7 +42,7 @@ NATS_PER_BIT = math.log(2)
 
 @dataclass
 class Trainer:
-    """One run: a model, its optimizer, and how far they are. Make it with `start` or `resume`, on every rank."""
+    """One run: a model, its optimizer, and the steps so far. Make it with `start` or `resume`, on every rank."""
 
     folder: Path
     model: PreTrainedModel
@@ -51,7 +51,7 @@ class Trainer:
     layout: Layout = field(default_factory=Layout)
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0  # spent training and evaluating
-    keep: int = 2  # how many checkpoints stay, the newest ones
+    keep: int = 2  # how many checkpoints are kept, the newest ones
 
     def __post_init__(self):
         if self.keep < 1:
@@ -67,11 +67,11 @@ class Trainer:
         self._rows_per_pass = self.config.batch_size // passes
         evaluation = partial(evaluation_windows, count=self.config.eval_windows, seq_len=self.config.seq_len)
         self._held_out = self._batch(evaluation(self.corpus.held_out), evaluation(self.corpus.held_out_begins))
-        self._next_batch()  # refuses a corpus that is too short before the first step
+        self._next_batch()  # raises an error now if the corpus is too short
         self._dtype = getattr(torch, self.config.dtype)
         self.ranks.distribute(self.model, self._dtype)
         if self.layout.activation_checkpointing:
-            # transformers renamed it, and warns of the old name where it has the new one
+            # transformers renamed this option; new versions warn about the old name
             name = "activation_checkpointing_enable"
             getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")()
         self.optimizer = _adamw(self.model, self.config)
@@ -100,11 +100,11 @@ class Trainer:
         steps: int | None = None,
         learning_rate: float | None = None,
     ) -> "Trainer":
-        """Goes on from the newest checkpoint, on the text that the run started with.
+        """Continues from the newest checkpoint, on the text that the run started with.
 
         Args:
-            steps: how many steps there are to be in all, at least those that are done; None: as many as before.
-            learning_rate: another peak, for the steps to come; None: the same. See `TrainConfig.learning_rate_at`.
+            steps: the new total number of steps, at least those already done. None: as before.
+            learning_rate: another peak for the following steps. None: as before. See `TrainConfig.learning_rate_at`.
         """
         checkpoint, run = require_checkpoint(folder), Run.read(folder).going_on(steps, learning_rate)
         corpus = Corpus.read(run.paths)
@@ -125,8 +125,8 @@ class Trainer:
         """Locks the folder and trains to the last step, yielding each record after its evaluation and checkpoint.
 
         Args:
-            stop: called after each step, e.g. what `stop_signals` yields. If it is not 0 on any rank, that step is
-                saved, the run ends, and `stopped_by` is the number.
+            stop: called after each step, for instance the function that `stop_signals` yields. If it returns another
+                number than 0 on any rank, the step is saved, the run ends, and `stopped_by` is the number.
 
         Raises:
             ValueError: if another process trains, or has trained, in the folder, or if it cannot be written to.
@@ -134,7 +134,7 @@ class Trainer:
             Diverged: if a step's gradients or evaluation, or parameters to be saved, are not finite.
         """
         self.stopped_by = 0
-        self.ranks.largest(0)  # no folder is made before every rank got here
+        self.ranks.largest(0)  # wait, so that no folder is made before every rank got here
         size = 12 * self.model.num_parameters()  # bytes: float32, with two moments
         lock = self.ranks.first_does(lambda: claim_folder(self.folder, self._newest, size))
         return self._steps(lock, stop)
@@ -160,7 +160,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Bits per byte over the held-out windows; a sequence's first byte is read, not predicted."""
+        """Bits per byte over the held-out windows. A sequence's first byte is read but not predicted."""
         self.model.eval()
         parts = self.ranks.own(self._held_out).split(self._rows_per_pass)
         return self.ranks.sum(sum(map(self._nats, parts))) / self._held_out.count / NATS_PER_BIT
@@ -175,7 +175,7 @@ class Trainer:
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for part in self.ranks.own(batch).split(self._rows_per_pass):
             loss = self._nats(part) / batch.count
-            (loss * self.ranks.size).backward()  # the gradients' mean over all ranks is their losses' sum's
+            (loss * self.ranks.size).backward()  # so that the mean of gradients over ranks is that of the summed loss
             nats += loss.detach()
         norm = self._clip_gradients()
         self.optimizer.step()
@@ -194,7 +194,7 @@ class Trainer:
         return Batch.of(windows, begins if self.config.packed else None)
 
     def _nats(self, batch: Batch) -> Tensor:
-        """The sum of -ln p over a batch's targets, over those of this rank's tokens if ranks share them."""
+        """The sum of -ln p over a batch's targets. If ranks share the tokens, only over this rank's targets."""
         tokens, targets, device, where = batch.tokens, batch.targets, self.model.device, {}
         if self.ranks.cp is not None:
             where["cp_context"] = context = ContextParallel(self.ranks.cp, batch.bounds)
@@ -208,9 +208,9 @@ class Trainer:
         return F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORED, reduction="sum")
 
     def _clip_gradients(self) -> float:
-        """Of all ranks, to the configured norm; returns what it was.
+        """Clips the gradients of all ranks to the configured norm. Returns the norm before.
 
-        A gradient that is not finite ends the run here, before it reaches the parameters.
+        A gradient that is not finite ends the run here, before it changes the parameters.
         """
         parameters = list(self.model.parameters())
         norm = get_total_norm(p.grad for p in parameters if p.grad is not None)
