@@ -1,1 +1,1 @@
-"""Other libraries' code on this library's ops."""
+"""Makes the code of other libraries run on this library's ops."""

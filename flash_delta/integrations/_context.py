@@ -1,7 +1,8 @@
-"""Models of transformers on one rank's part of a row: what a ``cp_context`` given to a model needs around the ops.
+"""Models of transformers on one rank's part of a row. This is the part of ``cp_context`` around the ops.
 
-A model's ``**kwargs`` reach its layers. There the short convolutions and the rules read ``cp_context``, and so does
-softmax attention of the implementation that is registered here; another one would see this rank's tokens alone.
+A model passes its ``**kwargs`` to its layers. There the short convolutions and the rules read ``cp_context``. So does
+the implementation of softmax attention that is registered here. Other implementations would see only this rank's
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ATTENTION = "gathered_keys"
 
 
 def register_attention() -> None:
-    """Under this name for ``set_attn_implementation``. transformers makes no mask for it."""
+    """Registers `attention` for ``set_attn_implementation``. transformers makes no mask for it."""
     import_module("transformers").AttentionInterface.register(ATTENTION, attention)
 
 
@@ -50,14 +51,14 @@ def attention(
 def convolve(
     context: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """x [1, T, D], after the inputs of the ranks before."""
+    """The convolution of x [1, T, D], which continues after the inputs of earlier ranks."""
     halo = context.halo((x,), None, weight.shape[-1])
     (x,), (state,) = halo.wait()
     return causal_conv1d(x, weight, bias, activation, state, cu_seqlens=context.cu_seqlens(x.device))[0]
 
 
 def with_context(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """A model's arguments, with the positions of this rank's tokens in their sequences."""
+    """A model's arguments, with added positions of this rank's tokens in their sequences."""
     context = given["cp_context"]
     if not isinstance(context, ContextParallel):
         raise ValueError(f"cp_context: expected a flash_delta.parallel.ContextParallel, got {type(context).__name__}")

@@ -1,8 +1,8 @@
-"""Documents packed in rows of transformers' models: from ``position_ids`` to the ops.
+"""Documents packed in rows of transformers' models. This module gets them from ``position_ids`` to the ops.
 
-A model's layers keep ``position_ids`` from linear attention, and hand it all of ``**kwargs``. There ``seq_idx`` numbers
-documents: so it is added where a model's forward is called. As it is an argument like others, gradient checkpointing,
-compilers and threads need nothing more.
+A model's layers do not pass ``position_ids`` to linear attention, but they pass all of ``**kwargs``. The ops read
+``seq_idx``, which numbers documents. So ``seq_idx`` is added to the arguments of a model's forward. It is an argument
+like others, so gradient checkpointing, compilers and threads need no special code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flash_delta.layers.documents import number_documents, refuse_restarts
 
 
 def walks_layers(cls: Any, module: str) -> bool:
-    """Whether this is a model of ``module`` whose forward calls layers with ``position_ids``, and with ``**kwargs``."""
+    """Whether ``cls`` is a model of ``module`` whose forward calls layers with ``position_ids`` and ``**kwargs``."""
     if not (isclass(cls) and cls.__module__ == module and issubclass(cls, nn.Module) and "forward" in vars(cls)):
         return False
     own = unwrap(cls.forward)
@@ -29,7 +29,7 @@ def walks_layers(cls: Any, module: str) -> bool:
 
 
 def separating(forward: Callable) -> Callable:
-    """``forward`` of such a model, which tells its layers of the documents; of what this has made, the same again."""
+    """Wraps the ``forward`` of such a model, so that it tells its layers about documents. Does not wrap it twice."""
     return _separating(getattr(forward, "without_documents", forward))
 
 
@@ -50,7 +50,7 @@ def _separating(forward: Callable) -> Callable:
 def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments, and ``seq_idx`` if documents may start anywhere in its rows.
 
-    Rows are packed as transformers' attention sees it: without a cache, and without a mask of padding.
+    Rows count as packed where transformers' attention treats them so: without a cache and without a mask of padding.
     """
     if given.get("cp_context") is not None:
         if not _separates(model) or "indexed_attention" in (getattr(model.config, "layer_types", None) or ()):
@@ -60,10 +60,10 @@ def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     positions, seq_idx = _text_positions(given.get("position_ids")), given.get("seq_idx")
     if given.get("cu_seq_lens_q") is not None or (seq_idx is None and (positions is None or positions.shape[-1] == 1)):
         return given
-    if positions is None:  # attention sees nothing else
+    if positions is None:  # attention has no other sign of documents
         raise ValueError("position_ids: expected positions [B, T] that restart at 0 with seq_idx, got None")
     if given.get("use_cache") is None and given.get("past_key_values") is None:
-        given = given | {"use_cache": False}  # beside a cache attention mixes documents, and who wants one says so
+        given = given | {"use_cache": False}  # with a cache attention mixes documents, so make none unless asked
     mask = given.get("attention_mask")
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2
     if is_padded or _has_cache(model, given):
@@ -80,14 +80,15 @@ def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """[B, T], also out of [1 or 4, B, T], whose first axis is that of the text. Three axes are a picture's places."""
+    """Positions [B, T]. From [1 or 4, B, T] it takes the first, which are those of the text. [3, B, T] are of
+    pictures."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] in (1, 4) else None
 
 
 def _separates(model: nn.Module) -> bool:
-    """Whether the model's softmax attention, if it has any, keeps documents apart by their positions."""
+    """Whether the model's softmax attention, if it has any, separates documents by their positions."""
     makes_masks = "create_causal_mask" in unwrap(type(model).forward).__code__.co_names
     return makes_masks or set(getattr(model.config, "layer_types", None) or ()) <= {"linear_attention"}
 

@@ -1,7 +1,7 @@
-"""This library's ops under the names and arguments that transformers' modelling code calls them by.
+"""This library's ops under the names and arguments that transformers' modelling code uses.
 
-An argument that a model may pass and that changes the result is named here; of the others, which concern other layers
-(``output_router_logits``, ``max_length_q``, ...), nothing arrives: they are ``others``.
+An argument that a model may pass and that changes the result has a name here. Other arguments concern other layers
+(``output_router_logits``, ``max_length_q``, ...). They are ``others`` and are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def chunk_gated_delta_rule(
     cp_context: ContextParallel | None = None,
     **others: Any,
 ) -> Result:
-    """A row, or the sequences packed in it; ``initial_state`` [B, HV, K, V]."""
+    """Whole rows, or the sequences packed in a row; ``initial_state`` [B, HV, K, V]."""
     g = _separated("chunk_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
     return flash_delta.chunk_gated_delta_rule(
         query,
@@ -97,7 +97,7 @@ def chunk_kda(
     cp_context: ContextParallel | None = None,
     **others: Any,
 ) -> Result:
-    """As above; these models hand the bounds on under the name that attention has for them."""
+    """As above. These models pass the bounds under the name that attention uses."""
     g = _separated("chunk_kda", g, cu_seq_lens_q, seq_idx, initial_state)
     return flash_delta.chunk_kda(
         query,
@@ -158,12 +158,12 @@ def causal_conv1d_fn(
     if cp_context is not None:
         return convolve(cp_context, hidden_states.transpose(1, 2), weight, bias, activation).transpose(1, 2)
     if cu_seq_lens_q is not None:
-        seq_idx = None  # which says the same at a higher cost
+        seq_idx = None  # it says the same at a higher cost
         if T == W:
-            # With a cache models pad a row that is shorter than W to W tokens, and its bounds would be those of others.
+            # With a cache, models pad a row that is shorter than W to W tokens. The bounds would not fit this row.
             raise ValueError(f"causal_conv1d: hidden_states: expected more than {W} packed tokens, got {W}")
     if seq_idx is not None and seq_idx.shape[-1] != T:
-        # With a cache models put inputs of earlier calls, or zeros, before a row.
+        # With a cache, models put inputs of earlier calls, or zeros, before a row.
         raise ValueError(f"causal_conv1d: seq_idx: expected shape [B, {T}], got {list(seq_idx.shape)}")
     x = hidden_states.transpose(1, 2)
     y, _ = causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seq_lens_q, seq_idx=seq_idx)
@@ -178,7 +178,7 @@ def causal_conv1d_update(
     activation: str | None = None,
     **others: Any,
 ) -> Tensor:
-    """hidden_states [B, D, T], conv_state [B, D, L] of the tokens before -> [B, D, T]; the state moves on in place."""
+    """hidden_states [B, D, T], conv_state [B, D, L] of earlier tokens -> [B, D, T]. Updates the state in place."""
     T, L = hidden_states.shape[-1], conv_state.shape[-1]
     in_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or conv_state.requires_grad)
     if T == 1 and weight.shape[-1] == L and not in_graph:
@@ -190,18 +190,19 @@ def causal_conv1d_update(
 
 
 def gated_norm(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    """The forward of every ``...RMSNormGated``: in float32 up to the result, where some models round in between."""
+    """The forward of every ``...RMSNormGated``. It computes in float32 up to the result. Some models round in
+    between."""
     return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
 
 
 def _separated(
     op: str, g: Tensor, bounds: Tensor | None, seq_idx: Tensor | None, initial_state: Tensor | None
 ) -> Tensor:
-    """Log decays that end the state where a document starts, if nothing but ``seq_idx`` says where that is."""
+    """Log decays that erase the state where a document starts, if only ``seq_idx`` says where documents start."""
     if bounds is None and seq_idx is None:
         return g
     if initial_state is not None:
-        # A model's cache has one convolution window per row, so that a packed row cannot continue.
+        # A model's cache has one convolution window per row, so a packed row cannot continue.
         raise ValueError(f"{op}: initial_state: expected None with packed sequences, got a tensor")
     return g if bounds is not None else forget_at_starts(g, seq_idx)
 

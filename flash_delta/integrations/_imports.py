@@ -1,4 +1,4 @@
-"""A look at modules as soon as they have been imported."""
+"""Calls a function with modules as soon as they have been imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class AfterImport(MetaPathFinder):
 
 
 class _Looking(Loader):
-    """A loader, and a look at what it loads; the module and what reads its source see the loader alone."""
+    """Wraps a loader and calls ``look`` with the module that it loads. The module itself sees only the original
+    loader."""
 
     def __init__(self, loader: Loader, look: Callable[[ModuleType], None]):
         self.loader = loader

@@ -1,4 +1,4 @@
-"""Whether an op would run a call of an engine's."""
+"""Decides whether an op would run a call of an engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import flash_delta
 
 
 def refusal(op: Callable[..., Tensor], arguments: dict[str, Any]) -> str | None:
-    """Why the op would not run; None if it would."""
+    """Why the op would not run, or None if it would."""
     try:
         explanation = flash_delta.explain(op, **arguments)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What was replaced in other libraries' modules, and what was not."""
+"""Records of what was replaced in other libraries' modules, and of what was not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replaced(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A module that keeps all it has, because of one name in it."""
+    """A module in which nothing is replaced, because of one name in it."""
 
     module: str
     name: str
@@ -37,8 +37,8 @@ class Refused(NamedTuple):
 
 
 def _describe(function: Any) -> str:
-    """Who computes it: transformers' wrapper calls fla's op wherever fla can be imported, and ours in fla calls our
-    op."""
+    """The name of the function that computes. transformers' wrapper calls fla's op if fla can be imported, and our
+    replacement in fla calls our op."""
     if isfunction(function):
         inner = vars(function).get("implementation") or getclosurevars(function).nonlocals.get("implementation")
         function = inner or function

@@ -1,7 +1,7 @@
-"""Calls that SGLang makes of its kernels, as calls of the serving ops.
+"""Turns SGLang's calls of its kernels into calls of the serving ops.
 
-Each function has the arguments of a method of SGLang's dispatchers. q, k and v come out of the convolution. ``decode``
-and ``target_verify`` get raw gates.
+Each function has the arguments of a method of SGLang's dispatchers. q, k and v are results of the convolution.
+``decode`` and ``target_verify`` get raw gates.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor
 
 import flash_delta
 
-CHUNK = 64  # tokens from one state that the radix cache may keep to the next
+CHUNK = 64  # tokens between two states that the radix cache may keep
 LONGEST_DRAFT = 16
-# Arguments that concern SGLang's own kernels alone: copies of lengths on the host, plans, another one's output.
+# Arguments that only SGLang's own kernels need: copies of lengths on the host, plans, another kernel's output.
 IGNORED = {
     "chunk_indices", "chunk_offsets", "extend_prefix_lens", "extend_seq_lens_cpu", "is_spec_decode", "layer_id",
     "num_state_checkpoints", "output", "stable_rows", "state_checkpoint_cu_starts", "state_checkpoint_every_n_tokens",
@@ -29,7 +29,7 @@ class Refused(Exception):
 class Call(NamedTuple):
     op: Callable[..., Tensor]
     arguments: dict[str, Any]
-    result: Callable[[Tensor], Any]  # what SGLang gets of the output
+    result: Callable[[Tensor], Any]  # makes the results for SGLang from the output
 
 
 def packed_decode(
@@ -77,7 +77,7 @@ def target_verify(
     parents = retrieve_parent_token
     if parents is not None:
         parents = parents[:count].clone()
-        parents[:, 0] = -1  # of the root SGLang sets none
+        parents[:, 0] = -1  # SGLang sets no parent for the root
     arguments = _raw_gates(rule, q.shape[:2], v, k, a, b, A_log, dt_bias, lower_bound) | {
         "q": q, "k": k, "v": v, "state_pool": ssm_states, "read_indices": cache_indices[:count],
         "write_pool": intermediate_states_buffer, "write_indices": intermediate_state_indices[:count],
@@ -105,7 +105,7 @@ def extend(
 
     def result(o: Tensor) -> Any:
         if rule == "gated_delta_rule":
-            return o, None, None  # no final states, nor those of all chunks: they are where they belong
+            return o, None, None  # neither final states nor those of chunks, which are already in their places
         return (o, None) if return_intermediate_states else o
 
     op = getattr(flash_delta, f"prefill_{rule}")
@@ -115,11 +115,11 @@ def extend(
 
 
 def _tracked(call: Call, track_state: Tensor, track_chunk_idx: Tensor) -> Call:
-    """Prefill leaves checkpoints in the pool that it reads. SGLang wants them elsewhere, so the call gets a pool of its
-    own: the states of the batch, and after them the checkpoints."""
+    """Prefill writes checkpoints to the pool that it reads. SGLang wants them elsewhere. So the call gets a temporary
+    pool, with the states of the batch and room for the checkpoints after them."""
     pool, slots = call.arguments["state_pool"], call.arguments["read_indices"]
     count = len(slots)
-    real = slots.clamp(min=0).long()  # padding reads slot 0, which SGLang keeps free, and gives it back as it was
+    real = slots.clamp(min=0).long()  # padding reads slot 0, which SGLang keeps free, and writes it back unchanged
     own = torch.empty(2 * count, *pool.shape[1:], dtype=torch.float32, device=pool.device)
     own[:count] = pool[real]
     order = torch.arange(count, device=pool.device)
@@ -138,7 +138,7 @@ def _tracked(call: Call, track_state: Tensor, track_chunk_idx: Tensor) -> Call:
 
 
 def fill_tracked(states: Tensor, query_start_loc: Tensor, track_state: Tensor, track_chunk_idx: Tensor) -> None:
-    """``track_state`` out of the states before every chunk [1, chunks, ...], which SGLang's own kernel returns."""
+    """Fills ``track_state`` from the states before every chunk [1, chunks, ...], which SGLang's own kernel returns."""
     chunks = (query_start_loc.diff() + CHUNK - 1) // CHUNK
     rows = chunks.cumsum(0) - chunks + track_chunk_idx
     track_state.copy_(states.squeeze(0)[rows.clamp(min=0).long()])
@@ -165,7 +165,7 @@ def _gate(A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> d
 
 
 def _check_more(more: dict[str, Any]) -> None:
-    """Of what else SGLang hands over, nothing may change the result."""
+    """Checks that no other argument of SGLang changes the result."""
     for name, value in more.items():
         if value is not None and value is not False and name not in IGNORED:
             raise Refused(f"{name}: expected None, got a {type(value).__name__}")

@@ -1,13 +1,13 @@
-"""SGLang's Gated DeltaNet and Kimi Delta Attention on this library's serving ops: a plugin that SGLang finds itself.
+"""A plugin that runs SGLang's Gated DeltaNet and Kimi Delta Attention on the serving ops. SGLang finds it by itself.
 
-Every process of SGLang calls `register` (entry point ``sglang.srt.plugins``). It puts hooks around the methods of
-SGLang's dispatchers, through which its linear attention calls kernels: ``packed_decode``, ``decode``, ``extend`` and
-``target_verify``. The tensors are those that SGLang has: its pool of states, its slots, its buffer for drafts. The
-convolution and the output norm stay SGLang's.
+Every process of SGLang calls `register` (entry point ``sglang.srt.plugins``). It puts hooks around the methods
+``packed_decode``, ``decode``, ``extend`` and ``target_verify`` of SGLang's dispatchers, by which linear attention calls
+kernels. The ops use SGLang's own tensors: its pool of states, its slots, its buffer for drafts. SGLang still runs the
+convolution and the output norm.
 
-``FLASH_DELTA_SGLANG=1`` switches it on. It has run on CPUs only, so it is off by default. Where SGLang was told to run
-another kernel than its Triton one, that kernel runs. A call that these ops do not take, and all calls of a version of
-SGLang whose methods are others, go to SGLang's own code, and the log says why.
+``FLASH_DELTA_SGLANG=1`` switches the plugin on. It is off by default because it has run only on CPUs. If SGLang was
+told to run another kernel than its Triton kernel, that kernel runs. SGLang's own code runs calls that these ops do not
+take, and all calls if a version of SGLang has other methods. The log says why.
 """
 
 import inspect
@@ -33,11 +33,11 @@ from flash_delta.integrations._sglang_calls import (
 VARIABLE = "FLASH_DELTA_SGLANG"
 TESTED = ("0.5.23",)
 BACKENDS = "sglang.srt.layers.attention.linear"
-DISPATCHERS = {  # our rule for each, and the kernel whose place our ops take
+DISPATCHERS = {  # for each, our rule, and the kernel that our ops replace
     f"{BACKENDS}.gdn_backend.GDNKernelDispatcher": ("gated_delta_rule", "TritonGDNKernel"),
     f"{BACKENDS}.kda_backend.KDAKernelDispatcher": ("kda", "TritonKDAKernel"),
 }
-METHODS = {  # what makes our call of theirs, and the attribute of a dispatcher with the kernel that runs theirs
+METHODS = {  # the function that makes our call, and the dispatcher's attribute with SGLang's kernel
     "packed_decode": (packed_decode, "decode_kernel"),
     "decode": (decode, "decode_kernel"),
     "extend": (extend, "extend_kernel"),
@@ -49,7 +49,7 @@ _active: list[str] = []  # dispatchers that have hooks
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes. A second call changes nothing; without SGLang nothing happens.
+    """SGLang calls this in each of its processes. A second call changes nothing. Without SGLang nothing happens.
 
     Example:
         >>> from flash_delta.integrations.sglang import register
@@ -79,7 +79,7 @@ def _version() -> str | None:
 
 
 def _unlike(path: str, kernel: str) -> str | None:
-    """Why our hooks do not fit SGLang's dispatcher."""
+    """Why our hooks do not fit SGLang's dispatcher, or None."""
     module, _, name = path.rpartition(".")
     module = import_module(module)
     if not hasattr(getattr(module, kernel), "supports_track_state_snapshot"):
@@ -108,14 +108,14 @@ def _hook(path: str, rule: str, kernel: str) -> None:
 
 
 def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """A dispatcher. SGLang asks its kernels what they can do; a line in the log says which of them our ops replace."""
+    """Makes a dispatcher. SGLang asks its kernels what they support. The log says which kernels our ops replace."""
     theirs(self, *args, **kwargs)
     ours = []
     for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
         found = getattr(self, name)
         if type(found).__name__ == kernel:
             found.supports_track_state_snapshot = True
-            found.supports_fused_chain_verify = False  # a launch of SGLang's that does not go through the dispatcher
+            found.supports_fused_chain_verify = False  # this launch of SGLang bypasses the dispatcher
             ours.append(name.removesuffix("_kernel"))
         else:
             logger.warning("%s: SGLang was told to run %s as %s", VARIABLE, type(found).__name__, name)
@@ -146,13 +146,13 @@ def _serve(method: str, rule: str, kernel: str, theirs: Callable, self: Any, *ar
         seen.add(reason)
         logger.warning("%s: SGLang's own code runs this call of %s: %s", VARIABLE, method, reason)
     result = theirs(self, *args, **kwargs)
-    if rule == "gated_delta_rule" and kwargs.get("track_state") is not None:  # which its kernel does not know
+    if rule == "gated_delta_rule" and kwargs.get("track_state") is not None:  # SGLang's kernel does not have it
         fill_tracked(result[2], kwargs["query_start_loc"], kwargs["track_state"], kwargs["track_chunk_idx"])
     return result
 
 
 def _reason(dispatcher: Any, call: Call) -> str | None:
-    """Why the op does not take a call of this form. It is asked once for each form."""
+    """Why the op does not take a call of this form, or None. It runs once for each form."""
     seen = dispatcher.__dict__.setdefault("_flash_delta_forms", {})
     form = call.op.__name__, *(name for name, value in call.arguments.items() if value is not None)
     if form not in seen:

@@ -1,29 +1,30 @@
-"""Hugging Face transformers: its gated delta rule and KDA models on this library's ops, short convolution and norm.
+"""Makes Gated DeltaNet and KDA models of Hugging Face transformers run on this library's ops, convolution and norm.
 
 >>> from flash_delta.integrations import transformers as integration
 >>> print(integration.enable())  # or: with integration.enable(): ...
 
-Modelling code calls its ops by the names that its module has for them, each time. :class:`enable` binds these names to
-our ops and gives every gated norm class our forward: at once in modules that are imported, and in others when they are.
-So a model may have been made before or after. Only a norm that had its forward exchanged before (by accelerate's hooks,
-with ``device_map``, or by hub kernels) keeps that one, and ``enable(model)`` refuses such a model.
+Modelling code looks up its ops by their names in its module, in every call. :class:`enable` binds these names to our
+ops and gives every gated norm class our forward, in imported modules at once and in other modules when they are
+imported. So a model may be created before or after. The exception is a norm whose forward was already replaced (by
+accelerate's hooks, with ``device_map``, or by hub kernels). It keeps that forward, and ``enable(model)`` refuses such a
+model.
 
 Models of transformers 5.17.0 and 5.23.0, which are tested:
 
 * Gated DeltaNet: Qwen3-Next, Qwen3.5 (dense and MoE), Qwen4-Exp, OLMo-hybrid.
 * Kimi Delta Attention: Kimi-Linear, GLM-5-Next, Bailing-hybrid.
 
-Documents packed in rows are kept apart by ``position_ids`` that restart at 0, as ``DataCollatorWithFlattening`` makes
-them; ``cu_seq_lens_q`` does it at less cost. Softmax attention of transformers sees documents only without a cache and
-without ``attention_mask``: beside these a restart is refused on a CPU, and not seen on a GPU. What an op cannot run is
-an error that names the argument; nothing falls back to the model's own code.
+``position_ids`` that restart at 0 keep the documents of packed rows apart, as ``DataCollatorWithFlattening`` makes
+them. ``cu_seq_lens_q`` does this at less cost. Softmax attention of transformers separates documents only without a
+cache and without ``attention_mask``. With either of them, a restart is refused on a CPU, and not noticed on a GPU. If
+an op cannot run a call, the error names the argument. Nothing falls back to the model's own code.
 
-A row over many ranks: ``model(input_ids=context.shard(row), cp_context=context)``, after
-``model.set_attn_implementation("gathered_keys")`` where the model has softmax attention. No model with indexed
-attention (GLM-5-Next, Qwen4-Exp) takes it.
+For a row over many ranks, call ``model(input_ids=context.shard(row), cp_context=context)``. If the model has softmax
+attention, first call ``model.set_attn_implementation("gathered_keys")``. Models with indexed attention (GLM-5-Next,
+Qwen4-Exp) do not take ``cp_context``.
 
-Threads: names are bound under a lock, and for all threads at once. A forward pass that runs meanwhile may take one op
-from here and the next one from there, which is right in any case: all layouts are the same, those of states too.
+Threads: names are bound under a lock, for all threads at once. A forward pass that runs at this moment may call some
+ops of each kind. Its results are right, because all layouts are the same, also those of states.
 """
 
 from __future__ import annotations
@@ -58,19 +59,20 @@ _refused: list[Refused] = []
 
 
 class enable:
-    """From now on, in all threads, models of transformers run on this library. The module says which ones, and how.
+    """From now on, in all threads, models of transformers run on this library. The module's docstring lists the models.
 
     ``enable()`` lasts until :func:`disable`, ``with enable():`` until the end of the block. A second ``enable()``
-    changes nothing. Printed, it says what has been replaced so far, and what will be.
+    changes nothing. To see what has been replaced so far, and what will be, print the object.
 
     Args:
-        model: a model that has to run on this library, or is refused. Its classes may also be defined outside of
-            transformers, in a module that has transformers' names for the ops. Default None: no model is looked at.
+        model: a model that has to run on this library; otherwise there is an error. Its classes may also be defined
+            outside of transformers, in a module that has transformers' names for the ops. Default None: no model is
+            checked.
 
     Attributes:
-        replaced: of every name its module, the name, the old object and the new one.
-        refused: modules whose functions are not those that we know, each with a name and the reason. They run as
-            before; each gave a RuntimeWarning.
+        replaced: for every name its module, the name, the old object and the new one. refused: modules whose functions
+        are not those that we know, each with a name and the reason. They run as before. There was a RuntimeWarning for
+        each.
 
     Raises:
         ImportError: if there is no transformers >= 5.17.
@@ -126,7 +128,7 @@ class enable:
 
 
 def disable() -> None:
-    """Bind every name to what it was before. If somebody else has bound a name since then, it stays as it is.
+    """Restore every name. If other code has bound a name since then, that name stays as it is.
 
     Example:
         >>> from flash_delta.integrations import transformers as integration
@@ -157,7 +159,8 @@ def _version() -> str:
 
 
 def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable[..., Any]]]:
-    """All that is ours to replace: where, which name, by what. Nothing in modules without one of our rules."""
+    """Yields everything to replace in a module: where, which name, by what. Modules without one of our rules have
+    none."""
     if RULES.keys().isdisjoint(vars(module)):
         return
     for name, new in (RULES | CONVOLUTIONS).items():
@@ -171,7 +174,7 @@ def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callabl
 
 
 def _replace(module: ModuleType) -> None:
-    """All of a module's names, or, if one is refused, none."""
+    """Replaces all of a module's names, or none if one is refused."""
     with _lock:
         found = [entry for entry in _names(module) if vars(entry[0]).get(entry[1]) is not entry[2]]
         refused = [
@@ -191,9 +194,9 @@ def _replace(module: ModuleType) -> None:
 
 
 def _unlike(owner: ModuleType | type, name: str, new: Callable[..., Any]) -> str | None:
-    """Why ``new`` cannot take the place of what is there: a call of it might be another one of ours."""
+    """Why ``new`` cannot replace the present object: its arguments differ, so a call might mean something else."""
     old = getattr(owner, name)
-    old = old.forward if isinstance(old, nn.Module) else old  # of hub kernels: a module
+    old = old.forward if isinstance(old, nn.Module) else old  # hub kernels are modules
     theirs, ours = (
         [n for n, p in signature(f).parameters.items() if p.kind is not Parameter.VAR_KEYWORD] for f in (old, new)
     )
@@ -226,8 +229,8 @@ def _is_norm(cls: Any, module: str) -> bool:
 
 
 def _check_forward(path: str, layer: nn.Module, ours: Callable[..., Any] | None) -> None:
-    """Refuse what an instance was given in place of its class' forward: by hub kernels, or before it was ours."""
-    hooked = vars(layer).get("_old_forward")  # by accelerate, which calls this one
+    """Refuse a layer whose instance has another forward than its class, from hub kernels or from before `enable`."""
+    hooked = vars(layer).get("_old_forward")  # set by accelerate, which calls this forward
     if hooked is None and "forward" in vars(layer):
         raise ValueError(f"model: {path}: expected the forward of its class, got {layer.forward}")
     forward = layer.forward if hooked is None else hooked

@@ -1,1 +1,1 @@
-"""How fla's own code comes to run on this library: ``flash_delta.integrations.fla.register`` and ``install``."""
+"""Makes fla's own code run on this library: ``flash_delta.integrations.fla.register`` and ``install``."""

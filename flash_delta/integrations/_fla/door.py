@@ -1,4 +1,4 @@
-"""Which of fla's calls ours run: asked once for calls that differ in the values of their tensors only."""
+"""Decides which of fla's calls our functions run. It decides once for calls that differ only in tensors' values."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flash_delta.ops._known_calls import Remembered
 
 SWITCH = "FLA_FLASH_DELTA"
-MOST_REASONS = 16  # of a function; they are for people
+MOST_REASONS = 16  # reasons that are kept per function, for people to read
 
 CPU = torch.device("cpu")
 
@@ -23,17 +23,17 @@ Refusal = Callable[..., str | None]
 
 
 class Taken(NamedTuple):
-    """A function of fla, and ours, which has fla's names of arguments."""
+    """A function of fla, and our function with the same names of arguments."""
 
     ours: Callable[..., Any]
-    refusal: Refusal  # of a call's arguments: why ours leaves the call to fla, or None. It may raise ValueError
-    paths: tuple[str, ...]  # where fla has it: the first that a version has
-    operation: str | None = None  # what fla's registry calls it under, if not under the function itself
-    keywords: tuple[str, ...] = ()  # what fla reads of its **kwargs
+    refusal: Refusal  # takes a call's arguments; why ours leaves the call to fla, or None. It may raise ValueError
+    paths: tuple[str, ...]  # where fla has it; the first one that exists in a version counts
+    operation: str | None = None  # its name in fla's registry, if that is not the function's name
+    keywords: tuple[str, ...] = ()  # the names that fla reads from its **kwargs
 
 
 class Door:
-    """Of one function of fla: ``refusal`` says why a call stays with fla, ``run`` gives it to ours."""
+    """For one function of fla: ``refusal`` says why a call stays with fla, ``run`` calls our function."""
 
     def __init__(self, taken: Taken, theirs: Callable[..., Any]):
         parameters = signature(theirs).parameters.values()
@@ -47,7 +47,7 @@ class Door:
         self.left: dict[str, None] = {}
 
     def refusal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why the call is left to fla, or None."""
+        """Why the call stays with fla, or None."""
         why = self._look(args, kwargs)
         if why is not None and why not in self.left and len(self.left) < MOST_REASONS:
             self.left[why] = None
@@ -59,7 +59,7 @@ class Door:
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         arguments = dict(zip(self.positions, args, strict=False), **kwargs)
-        if arguments.get("output_final_state", False) is None:  # what a layer gets as use_cache
+        if arguments.get("output_final_state", False) is None:  # a layer passes its use_cache, which may be None
             arguments["output_final_state"] = False
         return arguments
 
@@ -70,7 +70,7 @@ class Door:
         try:
             key = _key(arguments)
             found = self.known[key]
-        except (TypeError, RuntimeError):  # no dict takes it, or a tensor has no values: nothing to remember
+        except (TypeError, RuntimeError):  # it cannot be a key, or a tensor has no values: do not remember it
             return self._ask(arguments)
         if found is None:
             found = self.known[key] = (self._ask(arguments),)
@@ -85,12 +85,13 @@ class Door:
                 return f"{name}: expected a plain tensor, got a {type(value).__name__}"
         try:
             return self.taken.refusal(**arguments)
-        except (ValueError, TypeError, AttributeError) as error:  # wrong calls too: fla says what is wrong with them
+        except (ValueError, TypeError, AttributeError) as error:  # also for wrong calls, for which fla raises an error
             return str(error).removeprefix(f"{self.name}: ")
 
 
 def stand_in(door: Door, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """For a function that fla's registry does not reach. Compilers call it as it is, as they call fla's registry."""
+    """The replacement for a function that is not in fla's registry. Compilers do not trace it, as with fla's
+    registry."""
 
     @wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ def stand_in(door: Door, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """All of a call that may decide; of bounds on the host their values."""
+    """Everything about a call that may matter for the decision. For bounds on the host, this includes their values."""
     key = [torch.is_grad_enabled(), *arguments]
     for value in arguments.values():
         key.append(type(value))

@@ -1,4 +1,4 @@
-"""`install`: where there is no fla, this library's modules stand under its names."""
+"""`install` puts this library's modules under fla's names, if fla is not installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flash_delta.ops._modules import Convolve, Normalize
 
 HERE = "flash_delta.integrations.fla"
 ORIGIN = "flash_delta"
-VERSION = "0.6.0"  # the fla whose names and arguments these are
+VERSION = "0.6.0"  # the version of fla whose names and arguments these are
 DISTRIBUTIONS = ("flash-linear-attention", "fla-core")
 ALIASES = {  # older paths of fla
     "modules.conv": "modules.causal_conv1d",
@@ -29,7 +29,7 @@ ALIASES = {  # older paths of fla
     "modules.conv.triton": "modules.causal_conv1d.ops",
     "modules.conv.triton.ops": "modules.causal_conv1d.ops",
 }
-FUNCTIONS = {  # what trainers tell to frameworks: the classes that compute here
+FUNCTIONS = {  # classes that trainers register with frameworks: the classes that compute here
     "modules.causal_conv1d.ops": {"CausalConv1dFunction": Convolve},
     "modules.norm.fused_norm_gate": {"LayerNormGatedFunction": Normalize},
     "ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": DeltaRule},
@@ -42,18 +42,19 @@ _lock = threading.RLock()
 
 
 def install() -> None:
-    """From now on ``import fla`` gives this library's modules, where fla is not installed.
+    """Makes ``import fla`` give this library's modules, if fla is not installed.
 
-    Call it before anything asks for fla: libraries look once, while they are imported. The modules have the names and
-    arguments of fla 0.6.0 that docs/fla.md lists, also under older paths (``fla.modules.conv``). ``fla.__version__``
-    and the metadata of ``flash-linear-attention`` and ``fla-core`` say 0.6.0. What fla has and this library lacks is an
-    error that says so: ModuleNotFoundError on import, AttributeError on access. A second ``install()`` changes nothing.
+    Call it before anything looks for fla, because libraries look only once, during their import. The modules have the
+    names and arguments of fla 0.6.0 that docs/fla.md lists, also under older paths (``fla.modules.conv``).
+    ``fla.__version__`` and the metadata of ``flash-linear-attention`` and ``fla-core`` say 0.6.0. If code uses
+    something that fla has and this library lacks, the error says so: ModuleNotFoundError for an import, AttributeError
+    for an attribute. A second ``install()`` changes nothing.
 
     The autograd functions there (``ChunkGatedDeltaRuleFunction`` and its like) are the classes that compute here. A
     trainer may register them with a framework. Their ``apply`` does not take fla's arguments.
 
     Raises:
-        RuntimeError: where fla is installed; call :class:`register` there.
+        RuntimeError: if fla is installed. Call :class:`register` then.
 
     Example:
         >>> from flash_delta.integrations.fla import install, uninstall
@@ -74,7 +75,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the modules of :func:`install` away again. Who has imported names from them keeps these.
+    """Removes the modules of :func:`install`. Code that has imported names from them keeps these names.
 
     Example:
         >>> from flash_delta.integrations.fla import uninstall
@@ -89,14 +90,14 @@ def uninstall() -> None:
 
 
 class StandIn(ModuleType):
-    """A module under fla's name. What it does not have is an error that says what to do."""
+    """A module under fla's name. If an attribute is missing, the error says what to do."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(_absent(f"{self.__name__}.{name}"), name=name, obj=self)
 
 
 class _Finder(MetaPathFinder):
-    """Refuses fla's other modules, and knows the version."""
+    """Refuses the import of fla's other modules, and gives the version."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> None:
         if fullname.startswith("fla."):
@@ -110,7 +111,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Distribution(Distribution):
-    """What importlib.metadata says."""
+    """The metadata that importlib.metadata returns."""
 
     def __init__(self, name: str):
         self.given = name
@@ -137,7 +138,7 @@ def _absent(name: str) -> str:
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """By the path after ``fla``, the parents first."""
+    """Yields all modules with their paths after ``fla``, parents first."""
     package = import_module(HERE)
     yield "", package
     for found in walk_packages(package.__path__, f"{HERE}."):
@@ -153,7 +154,7 @@ def _put(path: str, ours: ModuleType) -> None:
     module = StandIn(name, ours.__doc__)
     module.__spec__ = ModuleSpec(name, None, origin=ORIGIN, is_package=True)
     module.__package__, module.__version__ = name, VERSION
-    module.__path__ = []  # so that the finder is asked for what it lacks
+    module.__path__ = []  # so that the finder gets requests for missing modules
     names = {n for n, value in vars(ours).items() if n[0] != "_" and not isinstance(value, ModuleType)}
     found = {n: getattr(ours, n) for n in {*getattr(ours, "__all__", names)} - {*DOORS}}
     vars(module).update(found | FUNCTIONS.get(ALIASES.get(path, path), {}))

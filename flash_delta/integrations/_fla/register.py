@@ -1,4 +1,4 @@
-"""`register`: code that is written for an installed fla runs on this library."""
+"""`register` makes code for an installed fla run on this library."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ PRIORITY = 2  # before FlashQLA and FlashKDA, which have 3
 
 _lock = threading.RLock()
 _doors: list[Door] = []
-_registries: list[Any] = []  # those of fla that ours is in
+_registries: list[Any] = []  # fla's registries that have our backend
 _replaced: list[Replaced] = []
 _refused: list[Refused] = []
 
 
 class register:
-    """From now on, in all threads, code that is written for fla runs on this library wherever ours can.
+    """From now on, in all threads, code that is written for fla runs on this library where this is possible.
 
-    It needs fla 0.5.2 or 0.6.0 and imports it. Where fla's own registry chooses who computes a function, this library
-    becomes a backend there, named "flash_delta", which is asked before FlashQLA and FlashKDA. Other functions are bound
-    to one of ours in every module that has them. A call that ours does not take runs in fla as before: it has an
-    argument that we lack, say, or would run in PyTorch on a GPU.
+    It needs fla 0.5.2 or 0.6.0 and imports it. For functions in fla's own registry, this library becomes a backend
+    there, named "flash_delta", which comes before FlashQLA and FlashKDA. Other functions are replaced by ours in every
+    module that has them. A call that our function does not take runs in fla as before, for instance if it has an
+    argument that we lack, or would run in PyTorch on a GPU.
 
     ``register()`` lasts until :func:`unregister`, ``with register():`` until the end of the block. A second
     ``register()`` changes nothing. The environment variable ``FLA_FLASH_DELTA=0`` leaves all calls to fla. With fla's
-    own ``FLA_DISABLE_BACKEND_DISPATCH=1`` nothing is registered. Printed, it says what happened so far.
+    own ``FLA_DISABLE_BACKEND_DISPATCH=1`` nothing is registered. To see what happened so far, print the object.
 
     Attributes:
-        registered: names of functions that fla's registry gives to this library.
-        replaced: of every other name its module, the name, the old function and the new one.
-        refused: functions that fla does not have, and those that stay fla's, each with the reason.
-        left: of calls that fla ran, the function's name and the reason, once each.
-        functions: the autograd functions that compute now, for frameworks that want to know them by class.
+        registered: names of functions for which fla's registry has this library. replaced: for every other name its
+        module, the name, the old function and the new one. refused: functions that fla does not have, and functions
+        that are not replaced, each with the reason. left: for calls that fla ran, the function's name and the reason,
+        once each. functions: the autograd functions that compute now, for frameworks that need to know them by class.
 
     Raises:
         ImportError: if there is no fla >= 0.5.2, or it cannot be imported.
@@ -104,7 +103,7 @@ class register:
 
 
 def unregister() -> None:
-    """Leave fla as it was before :class:`register`. If somebody else has bound a name since then, it stays as it is.
+    """Restores fla to its state before :class:`register`. If other code has bound a name since then, that name stays.
 
     Example:
         >>> from flash_delta.integrations.fla import unregister
@@ -119,7 +118,7 @@ def unregister() -> None:
 
 
 def _version() -> str:
-    """That of an installed fla, which is imported."""
+    """The version of the installed fla. Imports fla."""
     if "fla" not in sys.modules and find_spec("fla") is None:
         raise ImportError(
             "register: expected an installed fla (pip install flash-linear-attention), got none; then install() helps"
@@ -134,7 +133,7 @@ def _version() -> str:
 
 
 def _take_all() -> None:
-    from flash_delta.integrations._fla.table import TABLE  # which imports fla's names, and these import this module
+    from flash_delta.integrations._fla.table import TABLE  # imported here, as fla's names import this module
 
     import_module("fla.ops")
     import_module("fla.modules")
@@ -173,7 +172,7 @@ def _first(paths: tuple[str, ...]) -> ModuleType | None:
 
 
 def _registry(backends: ModuleType, theirs: Callable[..., Any], taken: Taken) -> Any:
-    """Where fla asks who computes a function; None if it does not ask."""
+    """The registry in which fla looks up a function, or None if it has none."""
     own = getattr(backends, "_function_registries", {}).get(unwrap(theirs))
     if own is not None or taken.operation is None:
         return own
@@ -184,7 +183,7 @@ def _registry(backends: ModuleType, theirs: Callable[..., Any], taken: Taken) ->
 
 
 def _backend(base: type, doors: list[Door]) -> Any:
-    """An object of fla's class for it, with a method and a verifier for each function."""
+    """A backend object of fla's class, with a method and a verifier for each function."""
     members: dict[str, Any] = {"backend_type": NAME, "env_var": SWITCH, "priority": PRIORITY}
     for door in doors:
         members[door.name] = staticmethod(door.run)
@@ -201,7 +200,7 @@ def _verifier(door: Door) -> Callable[..., tuple[bool, str | None]]:
 
 
 def _bind(new: dict[int, Callable[..., Any]]) -> list[Replaced]:
-    """Bind all names of functions with these ids anew, in every module but this library's own."""
+    """Replaces functions with these ids under all their names, in every module except this library's own."""
     found = []
     modules = {id(m): m for name, m in list(sys.modules.items()) if name.split(".")[0] != NAME}
     for module in modules.values() if new else ():

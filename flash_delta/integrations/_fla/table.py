@@ -1,4 +1,4 @@
-"""The functions of fla that ours stand in for, and which calls of them ours take."""
+"""The functions of fla that ours replace, and which of their calls ours take."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def _rule(op: Callable[..., Any]) -> Refusal:
 
 
 def _left_to_torch(backend: str, device: torch.device, reasons: Mapping[str, str] | None = None) -> str | None:
-    """Kernels of fla are faster than PyTorch's operations; on a CPU there are no kernels."""
+    """Why a call that would run in PyTorch stays with fla. On a GPU fla's kernels are faster. On a CPU fla has none."""
     if backend != "torch" or device.type == "cpu":
         return None
     why = "; ".join(f"{name} {why}" for name, why in (reasons or {}).items() if name != "torch")
@@ -155,7 +155,7 @@ def _gated_norm(
 
 
 def _alone(bias: Tensor | None, residual: Tensor | None, prenorm: bool) -> str | None:
-    """The norm alone: a sum before it is a pass of its own here, and a part of the kernel there."""
+    """Why a norm stays with fla. Ours take only the norm, since fla's kernel adds a residual without another pass."""
     if bias is not None:
         return "bias: expected None, got a tensor"
     if residual is not None or prenorm:

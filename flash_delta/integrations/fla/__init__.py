@@ -1,7 +1,7 @@
 """The names, paths and signatures of fla 0.6.0 (flash-linear-attention) over this library's ops, modules and layers.
 
-A code base written for fla changes its import lines, ``fla.`` to ``flash_delta.integrations.fla.``. docs/fla.md has
-every argument, and what differs.
+To use it in code that was written for fla, change ``fla.`` to ``flash_delta.integrations.fla.`` in the import lines.
+docs/fla.md has every argument and every difference.
 
 Example:
     >>> import torch

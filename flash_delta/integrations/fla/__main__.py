@@ -1,6 +1,6 @@
-"""``python -m flash_delta.integrations.fla`` prints what an installed fla has and this library lacks, of its members.
+"""``python -m flash_delta.integrations.fla`` prints what an installed fla has for this library's members and we lack.
 
-It reads fla's source files and imports none of them, so it needs neither a GPU nor what fla depends on.
+It reads fla's source files and imports none of them. So it needs neither a GPU nor the packages that fla depends on.
 """
 
 import ast
@@ -21,7 +21,7 @@ INSIDE = ("backends", "cp", "utils", "wy_fast")  # parts of paths that only fla 
 
 
 def absent(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Of what the fla in ``root`` has for this library's members, by module: names, or arguments of a name."""
+    """Yields, by module, what the fla in ``root`` has for this library's members and we lack: names or arguments."""
     for room, members in FAMILY.items():
         for member in members:
             paths = sorted((root / room / member).rglob("*.py")) or [root / room / f"{member}.py"]
@@ -50,7 +50,8 @@ def _absent_of(module: str, theirs: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _public(tree: ast.Module) -> dict[str, list[str]]:
-    """Functions and classes that users call, with their arguments; no kernels, nor what autograd Functions call."""
+    """Functions and classes that users call, with their arguments, without kernels and functions of autograd
+    Functions."""
     found = {}
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -69,7 +70,7 @@ def _arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
 
 
 def main() -> int:
-    """The exit code: 0, or 2 where there is no fla."""
+    """Prints the list. Returns the exit code: 0, or 2 if there is no fla."""
     spec = find_spec("fla")
     if spec is None or not spec.submodule_search_locations:
         print("expected an installed fla to compare with: pip install flash-linear-attention", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How fla calls a layer: the state in a cache of all layers, three results."""
+"""The forward of fla's layers. It takes the state from a cache of all layers and returns three results."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flash_delta.ops._check.options import refuse
 
 
 class FlaForward:
-    """Stands before a layer of :mod:`flash_delta.layers` and gives it the forward of fla's layers."""
+    """A mixin that gives a layer of :mod:`flash_delta.layers` the forward of fla's layers."""
 
-    state_v_first = True  # of the states in a cache: [N, HV, V, K]
+    state_v_first = True  # states in a cache are [N, HV, V, K]
 
     def options(self) -> dict[str, Any]:
         """The op's arguments."""
@@ -32,7 +32,7 @@ class FlaForward:
 
         Args:
             hidden_states: [B, T, D].
-            attention_mask: [B, T] or [B, past + T], zeros are padding; not beside cu_seqlens.
+            attention_mask: [B, T] or [B, past + T], zeros are padding; not allowed with cu_seqlens.
             past_key_values: the states of all layers, like fla's `Cache`: ``cache[layer_idx]`` has "recurrent_state"
                 and "conv_state" if ``len(cache) > layer_idx``, and ``cache.update(...)`` takes new ones.
             use_cache: whether to update past_key_values.

@@ -1,4 +1,4 @@
-"""fla.layers.utils: padded batches to rows without padding, and back, as models outside of fla take it from there."""
+"""fla.layers.utils: turns padded batches into rows without padding and back. Models outside of fla import these."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ Indexed = tuple[Tensor, Tensor, int]
 
 
 def get_unpad_data(attention_mask: Tensor) -> Indexed:
-    """Where the tokens of a mask [B, T] are.
+    """The places of the tokens of a mask [B, T].
 
     Returns:
-        Their indices in the flattened batch, their sequences' bounds ``cu_seqlens`` [B + 1] in int32, and the length of
-        the longest sequence, for which the host waits.
+        The tokens' indices in the flattened batch, the sequences' bounds ``cu_seqlens`` [B + 1] in int32, and the
+        length of the longest sequence. The host waits for this length.
     """
     check_shape("get_unpad_data", "attention_mask", attention_mask, "B", "T")
     lengths = (attention_mask != 0).sum(-1)
@@ -50,13 +50,13 @@ def unpad_input(
     """Queries [B, q_len, ...] and states [B, T, ...] without their padding.
 
     Args:
-        q: a tensor or several; q_len is T, or 1 for a token of every sequence.
-        states: of the mask's tokens.
+        q: a tensor or several; q_len is T, or 1 for one token of every sequence. states: a tensor or several, for the
+        tokens of the mask.
         attention_mask: [B, T].
         keepdim: whether results are [1, n, ...]. Default False: [n, ...].
 
     Returns:
-        q and states; the indices of the queries; both bounds ``cu_seqlens``; both greatest lengths.
+        q and states; the indices of the queries; the bounds ``cu_seqlens`` of both; the greatest lengths of both.
     """
     B, T = states[0].shape[:2]
     indices, bounds, longest = get_unpad_data(attention_mask)

@@ -1,4 +1,4 @@
-"""fla.modules: what the layers need around their ops."""
+"""fla.modules: convolutions and norms that layers use around their ops."""
 
 from flash_delta.integrations.fla.modules.causal_conv1d import ShortConvolution
 from flash_delta.integrations.fla.modules.norm import FusedRMSNormGated, L2Norm, RMSNorm

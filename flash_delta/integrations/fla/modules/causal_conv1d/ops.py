@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Context = ContextParallel | RowContext
-BACKENDS = ("triton", "cuda", "mix")  # of fla's: which of its kernels computes one and the same function
+BACKENDS = ("triton", "cuda", "mix")  # names of fla's kernels, which compute the same function
 
 
 def causal_conv1d(
@@ -120,8 +120,8 @@ def causal_conv1d_update_states(
 ) -> Tensor:
     """The last ``state_len`` inputs of each sequence, [N, D, state_len], oldest first, in x's dtype.
 
-    x is [B, T, D], or [T, D] with ``cu_seqlens``. A shorter sequence has the end of its ``initial_state`` before it, or
-    zeros. This is the final state of a convolution whose output nobody reads.
+    x is [B, T, D], or [T, D] with ``cu_seqlens``. If a sequence is shorter, the end of its ``initial_state`` or zeros
+    come before it. The result is the final state of a convolution, without its output.
     """
     x = x[None] if cu_seqlens is not None and x.dim() == 2 else x
     taps = x.new_zeros(x.shape[-1], as_size("causal_conv1d_update_states", "state_len", state_len))
@@ -146,7 +146,7 @@ class ShortConvolution(modules.ShortConvolution):
     ) -> None:
         super().__init__(hidden_size, kernel_size, bias, _silu(activation))
         _check("ShortConvolution", self.weight, backend)
-        self.kernel_size = (kernel_size,)  # as nn.Conv1d has it
+        self.kernel_size = (kernel_size,)  # as in nn.Conv1d
         self.to(device=device, dtype=dtype)
 
     def forward(
@@ -163,7 +163,8 @@ class ShortConvolution(modules.ShortConvolution):
         cp_context: Context | None = None,
         seq_idx: None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """``(y [B, T, D], state [N, D, W] or None)``; without gradients one token per sequence updates ``cache``."""
+        """``(y [B, T, D], state [N, D, W] or None)``. A call without gradients and with one token per sequence updates
+        ``cache`` in place."""
         if mask is not None:
             if cu_seqlens is not None:
                 refuse("ShortConvolution", "mask", "None with cu_seqlens", "a tensor")
@@ -202,7 +203,7 @@ class ShortConvolution(modules.ShortConvolution):
 
     @property
     def state_size(self) -> int:
-        """Numbers that a sequence's state has."""
+        """The number of elements in a sequence's state."""
         return self.hidden_size * self.kernel_size[0]
 
 

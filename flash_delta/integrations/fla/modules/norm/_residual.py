@@ -1,4 +1,4 @@
-"""What fla's norms do around the norm: a residual is added first, and the sum goes on to the next block."""
+"""The residual of fla's norms. It is added before the norm, and the sum goes to the next block."""
 
 import torch
 from torch import Tensor
@@ -8,24 +8,25 @@ from flash_delta.ops._check.options import refuse
 
 
 def refuse_bias(op: str, bias: Tensor | None) -> None:
-    """No norm here has one."""
+    """Refuse a bias, since no norm here has one."""
     if bias is not None:
         refuse(op, "bias", "None", "a tensor")
 
 
 def weight_of(x: Tensor, weight: Tensor | None) -> Tensor:
-    """The weight, or ones, for a norm without one."""
+    """The weight, or ones for a norm without a weight."""
     return x.new_ones(x.shape[-1]) if weight is None else weight
 
 
 def place(norm: modules.RMSNorm, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
     norm.hidden_size = norm.weight.shape[0]
-    norm.register_parameter("bias", None)  # code for fla looks whether there is one
+    norm.register_parameter("bias", None)  # code for fla checks whether there is a bias
     norm.to(device=device, dtype=dtype)
 
 
 def add(x: Tensor, residual: Tensor | None, in_fp32: bool) -> tuple[Tensor, Tensor]:
-    """The sum in at least float32, to be normalised; and what goes on: it in the residual's dtype, or x itself."""
+    """The sum in at least float32, for the norm; and the sum for the next block: in the residual's dtype, or x
+    itself."""
     if residual is None:
         return x, x.float() if in_fp32 else x
     total = x.to(torch.promote_types(x.dtype, torch.float32)) + residual

@@ -1,4 +1,4 @@
-"""fla.modules.norm.l2norm, in plain PyTorch: the ops normalise by themselves, with ``use_qk_l2norm_in_kernel``."""
+"""fla.modules.norm.l2norm in plain PyTorch. With ``use_qk_l2norm_in_kernel`` the ops normalise by themselves."""
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ def l2norm_fwd(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = 
     wide = torch.promote_types(x.dtype, torch.float32)
     rstd = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, dtype=wide).square() + eps)
     y = x.new_empty(x.shape, dtype=x.dtype if output_dtype is None else output_dtype)
-    return torch.mul(x, rstd.unsqueeze(-1), out=y), rstd  # written once, in its own dtype
+    return torch.mul(x, rstd.unsqueeze(-1), out=y), rstd  # y is written once, in its own dtype
 
 
 @torch.no_grad()
 def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = 1e-6) -> Tensor:
-    """The gradient of x, in y's dtype, from what :func:`l2norm_fwd` returned. ``eps`` is in ``rstd``."""
+    """The gradient of x, in y's dtype, from the results of :func:`l2norm_fwd`. ``rstd`` already contains ``eps``."""
     wide = dy.to(rstd.dtype)
     along = (wide * y).sum(-1, keepdim=True)
     return torch.mul(torch.addcmul(wide, along, y, value=-1), rstd.unsqueeze(-1), out=y.new_empty(y.shape))

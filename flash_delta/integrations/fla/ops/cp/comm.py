@@ -1,4 +1,4 @@
-"""fla.ops.cp.comm: what ranks exchange for the short convolution."""
+"""fla.ops.cp.comm: the exchange between ranks for the short convolution."""
 
 import torch
 import torch.distributed as dist
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def conv_cp_send_recv_fwd(tails: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ``tails`` of the rank before, zeros on the first rank. All ranks of the group have to call it."""
+    """The ``tails`` of the rank before, or zeros on the first rank. All ranks of the group have to call this."""
     return _of_rank(dist.get_rank(group) - 1, tails, group)
 
 
 def conv_cp_send_recv_bwd(d_initial_state: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The gradient that the rank after has for what it got, zeros on the last rank."""
+    """The gradient from the rank after for the tails that it got, or zeros on the last rank."""
     return _of_rank(dist.get_rank(group) + 1, d_initial_state, group)
 
 

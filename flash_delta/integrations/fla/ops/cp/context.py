@@ -18,15 +18,15 @@ def build_cp_context(
     use_tf32x3_affine_chain: bool = True,
     layout: str = "contiguous",
 ) -> "RowContext":
-    """What chunk ops and `causal_conv1d` take as ``cp_context``: a row in equal parts, one on each rank.
+    """Makes a ``cp_context`` for chunk ops and `causal_conv1d`: a row in equal parts, one on each rank.
 
-    :class:`flash_delta.parallel.ContextParallel` takes any split, and whole layers take it.
+    :class:`flash_delta.parallel.ContextParallel` describes any split, and also works with whole layers.
 
     Args:
-        cu_seqlens: the bounds [N + 1] of all sequences of the whole row. Without ``cu_seqlens_cpu`` the host waits for
-            those of a GPU.
+        cu_seqlens: the bounds [N + 1] of all sequences of the whole row. If they are on a GPU, the host waits for them
+            unless there are ``cu_seqlens_cpu``.
         group: the ranks.
-        conv1d_kernel_size: only to be read again.
+        conv1d_kernel_size: kept as an attribute, and not used.
         cu_seqlens_cpu: the same bounds on the host.
         use_tf32x3_affine_chain: has to be True.
         layout: has to be "contiguous".
@@ -47,12 +47,13 @@ def build_cp_context(
 
 
 class RowContext:
-    """A rank's part of a row: what the ops ask of it, and fla's names for what trainers ask.
+    """A rank's part of a row, with the attributes that ops need, and those that trainers read under fla's names.
 
     Attributes:
         context: the same as a ContextParallel.
         group: the ranks.
-        cu_seqlens: the bounds of what this rank has of sequences, from 0 on, in int32; ``cu_seqlens_cpu`` on the host.
+        cu_seqlens: the bounds of this rank's parts of sequences, counted from 0, in int32; ``cu_seqlens_cpu`` on the
+        host.
         conv1d_kernel_size: as given.
         pre_num_conv_tokens: how many tokens of its first sequence are on earlier ranks.
     """

@@ -23,7 +23,7 @@ def fused_recurrent_delta_rule(
         q,
         k,
         v,
-        v.new_zeros(v.shape[:3]),  # the kernel of decoding has a decay; that of 0 is exact
+        v.new_zeros(v.shape[:3]),  # the decoding kernel needs a decay; a log decay of 0 is exact
         beta=beta,
         scale=scale,
         initial_state=initial_state,

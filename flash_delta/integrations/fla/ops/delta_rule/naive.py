@@ -1,4 +1,4 @@
-"""fla.ops.delta_rule.naive: plain PyTorch, which here is the torch backend. Tensors are [B, H, T, ...], as there."""
+"""fla.ops.delta_rule.naive: plain PyTorch, which here is the torch backend. Tensors are [B, H, T, ...], as in fla."""
 
 from torch import Tensor
 

@@ -35,9 +35,8 @@ def chunk_gated_delta_rule_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The forward pass without autograd: ``(g, o, A, final_state, initial_state, g_input)``.
 
-    ``g`` and ``A`` are for :func:`chunk_gated_delta_rule_bwd` alone, and not what they are in fla: ``g`` is a copy of
-    the argument, no sums of it, and ``A [B, T, HV, chunk_size]`` is zeros, because nothing is kept for the backward
-    pass.
+    ``g`` and ``A`` are only for :func:`chunk_gated_delta_rule_bwd`, and differ from fla's. ``g`` is a copy of the
+    argument and not sums of it. ``A [B, T, HV, chunk_size]`` is zeros, because nothing is saved for the backward pass.
     """
     refuse_unless_none("chunk_gated_delta_rule_fwd", "cp_context", cp_context, WHOLE_CALLS)
     o, final_state = chunk_gated_delta_rule(
@@ -85,7 +84,7 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor | None, ...]:
     """``(dq, dk, dv, dbeta, dg, dinitial_state, dA_log, ddt_bias)``, each in the dtype of its tensor.
 
-    ``g`` is that of :func:`chunk_gated_delta_rule_fwd`. ``A`` is not read: it is computed again.
+    ``g`` is the result of :func:`chunk_gated_delta_rule_fwd`. ``A`` is not read, because it is computed again.
     """
     op = "chunk_gated_delta_rule_bwd"
     refuse_unless_none(op, "cp_context", cp_context, WHOLE_CALLS)

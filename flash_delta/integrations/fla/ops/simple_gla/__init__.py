@@ -1,4 +1,4 @@
-"""fla.ops.simple_gla. All are :func:`flash_delta.chunk_simple_gla`: one function, whatever the order of its sums."""
+"""fla.ops.simple_gla. All are :func:`flash_delta.chunk_simple_gla`, since they differ only in the order of sums."""
 
 from flash_delta.integrations.fla.ops.simple_gla.chunk import chunk_simple_gla
 from flash_delta.integrations.fla.ops.simple_gla.fused_chunk import fused_chunk_simple_gla

@@ -50,10 +50,10 @@ def naive_recurrent_simple_gla(
 def naive_parallel_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`flash_delta.chunk_simple_gla` in float32 on the torch backend: o, and the weights [B, HV, T, T] that make
-    it of the values."""
+    """:func:`flash_delta.chunk_simple_gla` in float32 on the torch backend. It returns o, and the weights [B, HV, T, T]
+    of the values in o."""
     B, T, HV, _ = v.shape
-    one_hot = torch.eye(T, device=v.device)[None, :, None].expand(B, T, HV, T)  # o of these values is the weights
+    one_hot = torch.eye(T, device=v.device)[None, :, None].expand(B, T, HV, T)  # with these values, o is the weights
     weights, _ = naive_chunk_simple_gla(q, k, one_hot, g, scale=scale)
     weights = weights.transpose(1, 2)
     return (weights @ v.float().transpose(1, 2)).transpose(1, 2), weights

@@ -18,7 +18,7 @@ def parallel_simple_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """:func:`flash_delta.chunk_simple_gla`, with None for the attention weights, which nothing here computes."""
+    """:func:`flash_delta.chunk_simple_gla`, with None for the attention weights, which are not computed."""
     if output_attentions:
         refuse("parallel_simple_gla", "output_attentions", "False (the weights are never computed)", output_attentions)
     o, _ = chunk_simple_gla(q, k, v, g, scale=scale, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
