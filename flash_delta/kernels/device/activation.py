@@ -1,4 +1,4 @@
-"""A layer's activations, inside a kernel: of gates, write strengths, convolutions and output norms."""
+"""A layer's activations inside of kernels: those of gates, write strengths, convolutions and output norms."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), as max(x, 0) + log(1 + e) with e = e^-|x|. Beside the error of e, which may be very small, the
-    relative error is at most 2e-7."""
+    """log(1 + e^x), as max(x, 0) + log(1 + e) with e = e^-|x|. The relative error is at most 2e-7, in addition to that
+    of e, which may be very small."""
     e = tl.exp(-tl.abs(x))
     # log(1 + e) / e, as the polynomial of degree 8 with the smallest maximal relative error, 3e-8.
     quotient = 0.005232691299170256 * e - 0.029505226761102676
@@ -44,8 +44,8 @@ def strength(z, top):
 
 @triton.jit
 def spread(x):
-    """The same vector, one element per thread. Where it was reduced from a matrix, every thread has a whole row's
-    elements, and the compiler would keep this layout. It carries no layout across a gather."""
+    """The same vector with one element per thread. If a vector is the result of a reduction, every thread has the
+    elements of a whole row, and the compiler would keep this layout. A gather ends it."""
     return tl.gather(x, tl.arange(0, x.shape[0]), 0)
 
 
@@ -56,7 +56,7 @@ def silu(x):
 
 @triton.jit
 def sigmoid(x):
-    """For kernels that memory should bound. It has fewer instructions than `strength`, whose division and exponential
-    also scale what could be subnormal: for sm_90a the short convolution has 1192 instead of 1584."""
+    """A sigmoid for kernels that are bound by memory. It has fewer instructions than `strength`, whose division and
+    exponential also scale numbers that may be subnormal. For sm_90a the short convolution has 1192 instead of 1584."""
     r = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
     return r * r

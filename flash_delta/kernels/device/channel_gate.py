@@ -1,4 +1,4 @@
-"""The log decay per key channel and token, as given or made from its raw activation (Kimi Delta Attention)."""
+"""The log decay per key channel and token, given or computed from its raw activation (Kimi Delta Attention)."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def parameters(
 ):
     """The rate, e^A_log, and the bias of channels ``c`` of one value head, [W]; 1 and 0 if there is none.
 
-    The rate is never 0: times the activation of a token that is not there, -inf, it would not be a number.
+    The rate is never 0, because 0 times -inf, the activation of a missing token, would be NaN.
     """
     rate, bias = tl.full(c.shape, 1.0, tl.float32), tl.zeros(c.shape, tl.float32)
     if RAW_GATE:
@@ -28,7 +28,7 @@ def parameters(
 
 @triton.jit
 def living(a, live, RAW_GATE: tl.constexpr):
-    """The activations; for tokens that are not there, the activation whose log decay is 0."""
+    """The activations. Missing tokens get the activation whose log decay is 0."""
     return tl.where(live, a, float("-inf") if RAW_GATE else 0.0)
 
 
@@ -36,22 +36,22 @@ def living(a, live, RAW_GATE: tl.constexpr):
 def log_decay(a, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """The log decay for activations ``a`` of any shape, in units of 1 / ``unit`` nats and at least ``LEAST``:
     ``-rate softplus(a + bias)``, or with a bound ``lower_bound sigmoid(rate (a + bias))``. Log decays that are given
-    with a bound are at least this."""
+    with a bound are at least the bound."""
     if not RAW_GATE:
         return tl.maximum(a.to(tl.float32), lower_bound if BOUNDED else LEAST) * unit
     if not BOUNDED:
         return tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST) * unit
     if a.dtype == tl.float32:
         return lower_bound * unit / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
-    else:  # the square of a reciprocal root, which needs no division; a square is added by one instruction; 4e-7 off
+    else:  # the square of a reciprocal root needs no division, and one instruction adds the square; the error is 4e-7
         inverse = -1.0 / (lower_bound * unit)
         root = tl.rsqrt(inverse + inverse * tl.exp2(a.to(tl.float32) * (rate * -BITS) + bias * (rate * -BITS)))
-        return root * root * -1.0  # not -x: it becomes 0 - x, an instruction of its own
+        return root * root * -1.0  # not -x, which would be a separate instruction, 0 - x
 
 
 @triton.jit
 def gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr):
-    """The gradients of activations ``a`` and, element by element, of A_log, from ``dg``, that of the log decay."""
+    """The gradients of activations ``a`` and, per element, of A_log, from the gradient ``dg`` of the log decay."""
     x, dg = a.to(tl.float32) + bias, tl.where(live, dg, 0.0)
     if BOUNDED:  # 1 - sigmoid would lose all digits near 0
         da = dg * (decay * rate) / (1.0 + tl.exp(tl.minimum(rate * x, 80.0)))
@@ -62,13 +62,13 @@ def gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr):
 
 @triton.jit
 def clamp_backward(dg, a, lower_bound):
-    """The gradient of a log decay that was given with a bound: none below it."""
+    """The gradient of a log decay that was given with a bound. It is 0 below the bound."""
     return tl.where(a.to(tl.float32) < lower_bound, 0.0, dg)
 
 
 @triton.jit
 def store_sums(dA_log, ddt_bias, at, dA, dbias, some, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Stores what one chunk adds to the gradients of A_log and dt_bias, if the call has these parameters."""
+    """Stores one chunk's parts of the gradients of A_log and dt_bias, if the call has these parameters."""
     if HAS_A:
         tl.store(dA_log + at, dA, mask=some)
     if HAS_BIAS:

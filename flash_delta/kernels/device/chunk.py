@@ -1,9 +1,9 @@
-"""Where the tokens of a chunk are, without a plan in memory.
+"""Finds the tokens of a chunk, without a plan in memory.
 
 Every sequence begins a new chunk, so a packed batch of T tokens in N sequences has at most T // C + N chunks.
 Sequence n has its chunks in the slots from ``cu_seqlens[n] // C + n`` on. There are always enough slots before those of
-the next sequence. A program finds the chunk of its slot by itself. A grid has as many slots as there can be chunks; a
-slot without a chunk finds no tokens. What lies after the last sequence counts as one more, N, and gets zeros.
+the next sequence. A program finds the chunk of its slot by itself. A grid has as many slots as there can be chunks. A
+slot without a chunk has no tokens. Tokens after the last sequence count as one more sequence, N, and get zeros.
 
 Segments, which are runs of whole chunks, are found in the same way.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from flash_delta.problem import Problem
 
 C = 64  # tokens of a chunk, in every kernel
-UNIT = 8  # numbers: rows of the workspace are whole units, in 16 bits what the copy engine wants of them
+UNIT = 8  # numbers; rows of the workspace are whole units, as the copy engine needs them in 16 bits
 
 
 @triton.constexpr_function
@@ -25,7 +25,8 @@ def pitch(width):
 
 @triton.constexpr_function
 def whole_rows(V):
-    """Rows of a head's state in the workspace. Up to 128 they fill tiles: the copy engine stores no part of one."""
+    """Rows of a head's state in the workspace. Up to 128 rows fill whole tiles, since the copy engine stores whole
+    ones."""
     return max(16, triton.next_power_of_2(V)) if V <= 128 else V
 
 
@@ -37,7 +38,8 @@ def count_slots(problem: Problem, length: int = C) -> int:
 
 @triton.jit
 def follow(OVERLAP: tl.constexpr):
-    """Waits until the kernel before this one has ended: what it wrote is there, and what it read may be overwritten.
+    """Waits until the kernel before this one has ended. Then its results can be read, and its inputs may be
+    overwritten.
 
     With OVERLAP a program may start while the kernel launched before its own still runs (programmatic dependent
     launch). Before this call a program must not read what kernels of the same call write. It must write nothing except
@@ -94,7 +96,7 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
             n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
         n = tl.maximum(n, 0)  # below 0 if the first bound is not 0
     start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-    return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds go down, or begin above 0
+    return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds decrease, or begin above 0
 
 
 @triton.jit
@@ -114,11 +116,12 @@ def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SH
 def enter_chunk(
     cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, PARTS: tl.constexpr = 1
 ):
-    """How most programs of the backward pass begin: they wait for the kernel before theirs, and find their chunk.
+    """The beginning of most programs of the backward pass. They wait for the kernel before theirs, and find their
+    chunk.
 
     The grid is (slots * PARTS, heads). Returns the slot, the head, the batch row, the chunk's first token, the end of
     its sequence, and whether the slot is empty. If it is, the program stores zeros and ends. Tokens after the last
-    sequence get these zeros; where there is no chunk at all, no row is stored.
+    sequence get these zeros. If a slot has no chunk at all, no row is stored.
     """
     lead(OVERLAP)
     follow(OVERLAP)
@@ -146,10 +149,10 @@ def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def steps(number, strides, axis: tl.constexpr):
-    """``number`` steps along an axis, in elements; tells the compiler their unit, ``strides[4]`` if it is there.
+    """``number`` steps along an axis, in elements. Tells the compiler their unit, ``strides[4]``, if there is one.
 
-    Triton knows which strides are multiples of 16, and takes all others for odd (arguments.strides). The unit is a
-    constant as long as functions pass ``strides`` on as they got them; assigned to another name it is none.
+    Triton knows which strides are multiples of 16, and treats all others as odd (arguments.strides). The unit is a
+    constant only if functions pass ``strides`` on as a whole. After an assignment to another name it is no constant.
     """
     elements = number * strides[axis]
     if len(strides) < 5 or strides[4] % 16 < 2:
@@ -160,16 +163,18 @@ def steps(number, strides, axis: tl.constexpr):
 
 @triton.jit
 def rows_of(x, strides, row, head):
-    """Pointer to the tokens of one head in one batch row; strides, in elements: (batch, token, head, channel)."""
+    """Pointer to the tokens of one head in one batch row. Strides are in elements: (batch, token, head, channel)."""
     return x + steps(row.to(tl.int64), strides, 0) + steps(head.to(tl.int64), strides, 2)
 
 
 @triton.jit
 def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
-    """What ``load_tile`` and ``store_tile`` take: a pointer to one head, or a descriptor of its rows before ``stop``.
+    """The argument of ``load_tile`` and ``store_tile``: a pointer to one head, or a descriptor of its rows before
+    ``stop``.
 
-    With a descriptor Hopper's copy engine moves whole tiles, clipped at the end of the sequence. It wants 16-bit
-    elements, rows of consecutive channels, and a pointer and strides in multiples of 16 bytes (arguments.fits_tma).
+    With a descriptor, Hopper's copy engine moves whole tiles and clips them at the end of the sequence. It needs 16-bit
+    elements, rows of consecutive channels, and a pointer and strides that are multiples of 16 bytes
+    (arguments.fits_tma).
     """
     if TMA:
         return tl.make_tensor_descriptor(x, shape=[stop, width], strides=[strides[1], 1], block_shape=[C, W])
@@ -179,7 +184,7 @@ def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.co
 
 @triton.jit
 def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
-    """``[C, W]`` from a token and a column on; 0 from row ``stop`` and column ``width`` on."""
+    """Loads ``[C, W]`` from a token and a column on. Numbers from row ``stop`` and column ``width`` on are 0."""
     if TMA:
         return x.load([token, column])
     else:
@@ -192,7 +197,7 @@ def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.con
 def store_tile(
     x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False
 ):
-    """Stores what ``load_tile`` loads; nothing is written from row ``stop`` and column ``width`` on."""
+    """Stores a tile of ``load_tile``. Nothing is written from row ``stop`` and column ``width`` on."""
     if TMA:
         x.store([token, column], tile)
     else:
@@ -203,7 +208,7 @@ def store_tile(
 
 @triton.jit
 def load_row(x, strides, token, stop, C: tl.constexpr):
-    """``[C]`` float32, one number per token: gates, strengths."""
+    """Loads ``[C]`` in float32, one number per token, such as gates and strengths."""
     i = token + tl.arange(0, C)
     return tl.load(x + i.to(tl.int64) * strides[1], mask=i < stop, other=0.0).to(tl.float32)
 
@@ -216,7 +221,8 @@ def store_row(x, strides, row, token, stop, C: tl.constexpr):
 
 @triton.jit
 def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
-    """``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH]; 0 outside. It needs no masks if blocks divide the matrix."""
+    """Loads ``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH], with 0 outside. If blocks divide it, there are no
+    masks."""
     r, c = tl.arange(0, BH), tl.arange(0, BW)
     at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
     if HEIGHT % BH == 0 and WIDTH % BW == 0:

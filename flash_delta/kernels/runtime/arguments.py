@@ -1,4 +1,4 @@
-"""What launchers hand to kernels: constants, tiles' widths, strides."""
+"""The arguments that launchers give to kernels: constants, widths of tiles, strides."""
 
 from collections.abc import Sequence
 from math import gcd
@@ -13,8 +13,8 @@ from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, pr
 from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import SHORT, Problem, Slots
 
-LONG = 2**30  # tokens: more than any sequence has
-NO_TILE = Tile(4, 1)  # of kernels whose launchers say all that a tile would
+LONG = 2**30  # in tokens, more than any sequence has
+NO_TILE = Tile(4, 1)  # for kernels whose launchers give all numbers themselves
 
 
 def launch_rule(
@@ -28,17 +28,18 @@ def launch_rule(
     contracts: bool = True,
     **own: Any,
 ) -> None:
-    """Launches a kernel with the constants of the problem that it names; ``own`` are those of this launch."""
+    """Launches a kernel. It gets the problem's constants that it has parameters for; ``own``: this launch's
+    constants."""
     used = constants_of(c, kernel, (*pointers, *scalars), t, **own)
     launch(c, kernel, pointers, Plan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
 
 
-_constants: dict[tuple, dict[str, Any]] = {}  # as many as there are compiled kernels
+_constants: dict[tuple, dict[str, Any]] = {}  # it grows to the number of compiled kernels
 
 
 def constants_of(c: Call, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
-    """The parameters of a kernel after those that take ``values``, by their names: what the problem and the tile ``t``
-    say, except for ``own``, which the launcher says."""
+    """The parameters of a kernel after those that take ``values``, by name. They come from the problem and the tile
+    ``t``, except ``own``, which come from the launcher."""
     given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
     if given not in _constants:
         known = _of_problem(c, t) | own
@@ -59,44 +60,45 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
 
 
 def short(p: Problem) -> int:
-    """Tokens of packed sequences that `decode` runs; 0 where rows are no packed sequences, or it runs none."""
+    """`decode` runs packed sequences of up to so many tokens. 0 if rows are not packed sequences, or if it runs
+    none."""
     if not p.packed or p.pool is None or p.batch_invariant or p.most_tokens:
         return 0
     return LONG if p.recurrent else SHORT
 
 
 def every(c: Call) -> bool:
-    """Whether all tiles are wanted that other sizes may choose."""
+    """Whether the call compiles all tiles that other sizes may choose."""
     return c.compiling is not None
 
 
 def columns(p: Problem, t: Tile) -> int:
-    """Value columns of a tile."""
+    """The number of value columns of a tile."""
     return min(t.BV, block(p.V))
 
 
 def block(width: int) -> int:
-    """The tile of a head's width: a power of two that products can take."""
+    """The width of the tile for a head's width: a power of two that products can take."""
     return max(16, next_power_of_2(width))
 
 
 def strides(t: Tensor) -> tuple[Any, ...]:
     """(batch, token, head, channel), and the unit in which the first three and the address are counted, up to 16.
 
-    The unit decides how wide loads are. With usual heads it is 16, whatever T. It makes no more compilations than
-    strides do, for Triton compiles for their remainders by 16.
+    The unit decides how wide loads are. With usual heads it is 16 for every T. It causes no more compilations than
+    strides do, since Triton compiles for their remainders by 16.
     """
     return *t.stride(), tl.constexpr(unit(t))
 
 
 def unit(t: Tensor) -> int:
-    """What the strides of a tensor's heads, and its address, are multiples of, in numbers: a power of 2, up to 16."""
+    """The power of 2, up to 16, that divides the strides of a tensor's heads and its address, counted in numbers."""
     *rows, channel = t.stride()
     return gcd(*rows, 16) if channel == 1 and t.data_ptr() % 16 == 0 else 1
 
 
 def batch(t: Tensor | None) -> int:
-    """The stride of g's or beta's batch rows, T * HV and not specialised: a length must not compile anything."""
+    """The stride of g's or beta's batch rows. It is T * HV and not specialised, so that a length compiles nothing."""
     return 0 if t is None else t.stride(0)
 
 
@@ -114,25 +116,25 @@ def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
 
 
 def table(t: Tensor | None) -> tuple[int, int]:
-    """Strides of (row, column) of indices; without columns all tokens have the same."""
+    """Strides of (row, column) of indices. Without columns all tokens have the same index."""
     return (0, 0) if t is None else (*t.stride(), 0)[:2]
 
 
 def count_checkpoints(s: Slots) -> int:
-    """That a sequence can leave on its way."""
+    """The number of checkpoints that a sequence can leave."""
     if s.checkpoint_indices is None:
         return 0
     return s.checkpoint_indices.shape[1] if s.checkpoint_offsets is None else 1
 
 
 def checkpoint_table(indices: Tensor | None, offsets: Tensor | None) -> tuple[int, int]:
-    """Strides of (row, column) of a call's checkpoints. With offsets, which have one column, the stride of these comes
-    second: so kernels have no more parameters than without."""
+    """Strides of (row, column) of a call's checkpoints. With offsets there is only one column, and the second stride is
+    that of the offsets. So kernels need no more parameters than without offsets."""
     return table(indices) if offsets is None else (indices.stride(0), offsets.stride(0))
 
 
 def fits_tma(p: Problem, *tensors: Tensor) -> bool:
-    """Whether descriptors can describe the heads of these tensors, and of the output, whose rows have no gaps."""
+    """Whether descriptors can describe the heads of these tensors, and of the output, which has no gaps."""
     described = (
         t.element_size() == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
         for t in tensors

@@ -1,4 +1,4 @@
-"""A call of an op, as launchers take it, and what calls have in common that differ in values only."""
+"""A call of an op as launchers take it, and the part that is shared by calls that differ only in values."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,46 +15,46 @@ from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.problem import AroundInputs, AroundProblem, Inputs, KnownCall, Problem
 
-MOST = 64  # launches that a known call keeps: one for every plan of segments and every layout of a gradient
+MOST = 64  # launches that a known call keeps: one for each plan of segments and each layout of a gradient
 
 
 @dataclass(slots=True)
 class Shape:
-    """What calls have in common that differ in their tensors' values only."""
+    """The part that is shared by calls that differ only in their tensors' values."""
 
-    key: int  # of what compiled code depends on
+    key: int  # the number of everything that compiled code depends on
     chip: Chip
-    replay: Replay | None = None  # what they launch, once it is known
-    makes: tuple[tuple | None, ...] = ()  # of every tensor that is made for a call its dtype and its sizes
-    replayable: bool = False  # by `again`: kernels get the tensors that the caller has given, and no copies
+    replay: Replay | None = None  # the launches, once they are known
+    makes: tuple[tuple | None, ...] = ()  # dtype and sizes of every tensor that is made for a call
+    replayable: bool = False  # by `again`: kernels get the caller's own tensors and no copies
 
 
 class Call(NamedTuple):
-    """One call of an op, forward or backward, as the launchers take it."""
+    """One call of an op, forward or backward, as launchers take it."""
 
     p: Problem | AroundProblem
     x: Inputs | AroundInputs
-    more: tuple[Tensor | None, ...]  # other tensors that come from outside
+    more: tuple[Tensor | None, ...]  # other tensors from outside
     shape: Shape
-    direct: bool  # launched with addresses, past Triton's own launcher
-    compiling: dict | None = None  # if there, launchers only note in it what compiles: all that other sizes may launch
-    steps: list[Step] | None = None  # if there, launchers note what is to be launched
+    direct: bool  # launched with addresses, without Triton's launcher
+    compiling: dict | None = None  # if given, launchers launch nothing; they note here all that other sizes may compile
+    steps: list[Step] | None = None  # if given, launchers note their launches here
 
     @property
     def keys(self) -> Tensor:
-        """That erase."""
+        """The keys that erase."""
         return self.x.k if self.x.p is None else self.x.p
 
     def parts(self, *memory: Workspace) -> list[Any]:
-        """All their groups of tensors, as this call's launches take them."""
+        """All groups of tensors in the workspaces, as this call's launches take them."""
         return [group for w in memory for group in (w.addresses() if self.direct else w.views())]
 
 
 def make_call(
     p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None, name: tuple | None = None
 ) -> Call:
-    """``kind`` tells forward and backward apart. What is found is kept in ``known`` by ``name``, which is the kind
-    unless more decides what is launched than the kind and what ``known`` was made of."""
+    """``kind`` distinguishes forward and backward. ``known`` keeps what is found under ``name``. The name is the kind,
+    unless the launches depend on more than the kind and the call that ``known`` was made for."""
     name = kind if name is None else name
     shape = None if known is None else known.launches.pop(name, None)
     if shape is None:
@@ -64,7 +64,7 @@ def make_call(
 
 
 def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
-    """As the newest one that ``known`` knows."""
+    """Puts a shape into ``known``, as the newest one."""
     if known is not None:
         if len(known.launches) >= MOST:
             known.launches.pop(next(iter(known.launches)), None)
@@ -74,9 +74,10 @@ def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
 def make_module_call(
     p: AroundProblem, x: AroundInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
 ) -> Call:  # fmt: skip
-    """The same for what layers do around the rule. Its kernels are compiled for all of a problem but T and N. ``more``:
-    gradients, which ``known`` was not made of."""
-    # With an axis in front rows [M, D] count as tokens do: their stride matters, that of parameters does not.
+    """The same for convolution, norm and gate. Their kernels are compiled for everything in a problem except T and N.
+    ``more``: gradients, which are no part of the call that ``known`` was made for."""
+    # An axis is added in front, so that rows [M, D] count as tokens. Their stride matters, and that of parameters does
+    # not.
     tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
     name = (kind, tensors) if more else kind
     shape = None if known is None else known.launches.get(name)
@@ -87,17 +88,17 @@ def make_module_call(
 
 
 def _direct(device: torch.device) -> bool:
-    """Whether past Triton's own launcher, which launches all on AMD's GPUs, and all under an older torch."""
+    """Whether to launch without Triton's launcher. AMD's GPUs and an older torch need Triton's launcher."""
     return device.type == "cuda" and torch.version.hip is None and fastcall.API is not None and not profiled()
 
 
 def profiled() -> bool:
-    """Whether somebody wants to see launches, or kernels that note what they do: both is up to Triton's launcher."""
+    """Whether a profiler watches launches, or kernels are instrumented. Both need Triton's launcher."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.compilation.instrumentation_mode)
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
+    """A context in which ``device`` is the current device, on which Triton launches."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""What compiled code depends on: of a problem its flags, of a tensor its layout."""
+"""The key of everything that compiled code depends on: flags of a problem, layouts of tensors."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -23,26 +23,26 @@ from flash_delta.problem import (
 )
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
-SERVING = (*DECODE, *STEP, *PREFILL)  # how those begin that have a pool
+SERVING = (*DECODE, *STEP, *PREFILL)  # kinds of calls with a pool begin so
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
 POOLS = {"state_pool": 3, "write_pool": 3, "conv_pool": 2, "conv_write_pool": 2}  # axes of a state, or of a window
-NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # of the tensors of a call that serves
+NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # names of a serving call's tensors
 
 
-# What compiled code depends on, beside the tensors.
+# Everything that compiled code depends on, except tensors.
 Flags = NamedTuple(
     "Flags",
     [
-        ("kind", tuple),  # of call
+        ("kind", tuple),  # kind of call
         *marked(Problem, Compiled).items(),
         ("bounded", bool),  # Problem.lower_bound is there
-        ("alone", bool),  # tokens of decoding, one a row
+        ("alone", bool),  # decoding with one token per row
     ],
 )
 _compiled = attrgetter(*marked(Problem, Compiled))
 
 
-# The same of what layers do around the rule.
+# The same for convolution, norm and gate around the rule.
 _module_flags = {
     problem: NamedTuple(f"{problem.__name__}Flags", [("kind", tuple), *marked(problem, Compiled).items()])
     for problem in (ConvolutionProblem, NormProblem, GateProblem)
@@ -50,20 +50,20 @@ _module_flags = {
 
 
 class TensorLayout(NamedTuple):
-    """What compiled code depends on of a tensor."""
+    """The properties of a tensor that compiled code depends on."""
 
     dtype: torch.dtype
     aligned: bool  # its address is a multiple of 16 bytes
-    strides: tuple  # what it depends on of these
+    strides: tuple  # the properties of strides that matter
 
 
 Key = tuple[NamedTuple, tuple[TensorLayout | None, ...]]
 
-numbers: dict[Key, int] = {}  # of keys, as they come
+numbers: dict[Key, int] = {}  # keys are numbered as they come
 
 
 def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
-    """What `_layout` asks."""
+    """The facts about tensors that `_layout` needs."""
     return tuple([None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
 
 
@@ -77,7 +77,7 @@ def module_flags_of(p: AroundProblem, kind: tuple) -> NamedTuple:
 
 
 def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
-    """The number of what compiled code depends on."""
+    """The number of a key."""
     names = NAMES if flags.kind[0] in SERVING else Inputs._fields
     counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
     layouts = tuple([
@@ -90,9 +90,9 @@ def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
 def _layout(
     dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: int, alone: bool
 ) -> TensorLayout:
-    """What Triton compiles for: of a stride whether it is 1 or long and how it divides. To all kernels those of indices
-    are numbers like any other, and parameters lie side by side; where tokens are ``counted`` their unit says it all.
-    Of a pool so many last strides are ``fixed``: to `decode` they are constants."""
+    """The properties that Triton compiles for. For a stride these are: whether it is 1, whether it needs 64 bits, and
+    its remainder by 16. Strides of indices do not matter, and parameters are contiguous. If tokens are ``counted``,
+    only their unit matters. In a pool the last ``fixed`` strides are constants of `decode`."""
 
     if len(strides) < 3 or not dtype.is_floating_point:
         return TensorLayout(dtype, alignment == 0, ())
@@ -111,12 +111,13 @@ def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
 
 
 def alone(p: Problem) -> bool:
-    """Whether rows of decoding have one token: it is a kernel of its own, which looks for no other."""
+    """Whether decoding rows have one token. For them there is a separate kernel, which does not look for more
+    tokens."""
     return p.T == 1 and not p.packed
 
 
 def unit(row: int, token: int, one: bool) -> int:
-    """In how many numbers `decode` counts its way from row to row and from token to token: up to 16. To a compiler
-    nothing else of these strides matters, and usually the unit does not depend on T. Where rows have one token
-    (``one``) its stride is whatever the view left there."""
+    """The unit, up to 16 numbers, in which `decode` counts strides from row to row and from token to token. Nothing
+    else about these strides matters to a compiler. Usually the unit does not depend on T. If rows have one token
+    (``one``), the token's stride is arbitrary and is ignored."""
     return gcd(row, 0 if one else token, 16)

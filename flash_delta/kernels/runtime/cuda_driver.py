@@ -1,9 +1,10 @@
-"""Launches on NVIDIA's driver itself. Parameters are pre-built in memory, and a call only writes addresses there (in C,
-fastcall/frame.c).
+"""Launches directly on NVIDIA's driver. Parameters are built once in memory, and a call only writes addresses there (in
+C, fastcall/frame.c).
 
-Triton's launcher converts every argument of every launch (7 us of host time for the 76 of `decode`), makes descriptors
-for the copy engine anew each time, and up to 3.6 is a C source of its own for every kernel, compiled at its first use.
-What a kernel gets is the same: its parameters in their order, without constants, then Triton's two scratch pointers.
+Triton's launcher converts every argument of every launch, which takes 7 us of host time for the 76 arguments of
+`decode`. It makes new descriptors for the copy engine each time. Up to Triton 3.6 it is a separate C source for every
+kernel, compiled at its first use. Here kernels get the same: their parameters in order, without constants, and then
+Triton's two scratch pointers.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from flash_delta.kernels.runtime import fastcall
 
-LETTERS = {  # of `struct`, by Triton's names of types
+LETTERS = {  # letters of `struct`, by Triton's names of types
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d", "constexpr": "x",
 }  # fmt: skip
@@ -27,15 +28,15 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that has not used 
 
 
 class Kernel(NamedTuple):
-    """What is compiled."""
+    """A compiled kernel."""
 
     name: str
     function: int  # the driver's handle
     threads: int
     shared: int  # bytes
-    overlaps: bool  # it may start under the end of the launch before
-    scratch: int  # bytes of a program
-    letters: bytes  # of its parameters (build.c)
+    overlaps: bool  # it may start before the previous launch has ended
+    scratch: int  # bytes of scratch memory per program
+    letters: bytes  # a letter for the type of each parameter (build.c)
 
 
 class Step(NamedTuple):
@@ -43,11 +44,11 @@ class Step(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    values: tuple[Any, ...]  # of its parameters; pointers are tensors of the call, or lie in those that are bytes
+    values: tuple[Any, ...]  # of its parameters; pointers are tensors of the call, or addresses inside of workspaces
 
 
 def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> Step:
-    """``values``: of all the kernel's parameters; of a descriptor what `describe` says."""
+    """``values``: those of all the kernel's parameters. The value of a descriptor is the result of `describe`."""
     return Step(kernel_of(compiled), grid, values)
 
 
@@ -74,7 +75,7 @@ def _letters(kind: str | tuple, described: Iterator[dict]) -> str:
 
 
 def load(compiled: Any) -> int:
-    """The driver's handle of a kernel, as Triton gets it but without making Triton's launcher."""
+    """The driver's handle of a kernel. Triton gets it in the same way, but this does not make Triton's launcher."""
     utils, device, m = driver.active.utils, driver.active.get_current_device(), compiled.metadata
     most = utils.get_device_properties(device)["max_shared_mem"]
     if m.shared > most:
@@ -89,21 +90,23 @@ def describe(
     base: Tensor, shape: Sequence[int], strides: Sequence[int], swizzle: int, element: tuple[int, int],
     box: Sequence[int],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """A descriptor as kernels take it: the driver's, in an object of Triton's, and whose it is; sizes; strides.
-    ``element``: its bytes, and the driver's number of its type."""
+    """A descriptor as kernels take it: the driver's descriptor in an object of Triton's, with its tensor; sizes;
+    strides. ``element``: the bytes of an element, and the driver's number of its type."""
     utils = driver.active.utils
     fill = utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
     return (fill(base.data_ptr(), swizzle, *element, box, shape, strides, 0), base), *shape, *strides
 
 
 class Replay:
-    """A call's launches, again and again. ``tensors``: all of the call; ``spare``: how much memory those at their end
-    take that only its kernels use, and where in it they lie. Scratch memory is one more: one launch's is free when the
-    next one is launched, whoever follows (chunk.follow).
+    """Repeats a call's launches.
 
-    Of a call it keeps little that Python's garbage collector walks through, since there may be as many as lengths: the
-    memory from which the driver reads launches is bytes (`frames`). It does so while they are made, so that they can
-    be written again, or freed.
+    ``tensors``: all tensors of the call. The last of them may be spare, which means that only the call's kernels use
+    them. ``spare``: how much memory these take, and their places in it. Scratch memory is one more spare tensor. All
+    launches share it, since a launch's scratch memory is free when the next one is launched (chunk.follow).
+
+    There may be one such object for each length, so it holds few objects that Python's garbage collector visits. The
+    driver reads launches from bytes (`frames`). It reads them only during the launch, so afterwards they can be written
+    again or freed.
     """
 
     __slots__ = ("frames", "has_places", "names", "scratch", "size", "start", "stream_of", "template")
@@ -118,10 +121,10 @@ class Replay:
         c = fastcall.load()
         self.start, self.stream_of = c.launch, driver.active.get_current_stream
         self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, self.scratch > 0)
-        self.frames = [self.template]  # that no thread is using: while one launches, others may run
+        self.frames = [self.template]  # frames that no thread uses; while one thread launches, others may run
 
     def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
-        """``groups``: all tensors of the call; those that are spare among them only if they are its ``own``."""
+        """``groups``: all tensors of the call. Spare tensors are among them only with ``own``."""
         memory = None
         if own and self.scratch:
             groups += ((torch.empty(self.scratch, dtype=torch.uint8, device=device),),)
@@ -144,7 +147,7 @@ class Replay:
 
 @lru_cache(1)
 def _driven(library: ctypes.CDLL) -> tuple[int, int]:
-    """Where the functions are that launch a kernel and that move a descriptor."""
+    """The addresses of the driver's functions that launch a kernel and that move a descriptor."""
     functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
     launch, replace = (ctypes.cast(f, ctypes.c_void_p).value for f in functions)
     return launch, replace
@@ -156,7 +159,8 @@ def library() -> ctypes.CDLL:
 
 
 def ensure_context(device: torch.device) -> None:
-    """What describes a tensor or loads a kernel needs a context, and a thread that has not used CUDA yet has none."""
+    """Makes sure that the thread has a context. A thread that has not used CUDA yet has none, but loading a kernel or
+    describing a tensor needs one."""
     context = ctypes.c_void_p()
     _check(library().cuCtxGetCurrent(ctypes.byref(context)), "find the thread's context")
     if not context:
@@ -164,7 +168,7 @@ def ensure_context(device: torch.device) -> None:
 
 
 def make_current(device: torch.device) -> None:
-    """The device's context, for this thread."""
+    """Makes the device's context current in this thread."""
     cuda, context = library(), ctypes.c_void_p()
     _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), "find the device's context")
     _check(cuda.cuCtxSetCurrent(context), "use the device's context")

@@ -1,4 +1,4 @@
-"""How the loop is launched: as launch.py does it, but with descriptors for the copy engine."""
+"""Launches kernels as launch.py does, but with descriptors for the copy engine."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,8 @@ from flash_delta.kernels.runtime.profiling import tell
 
 
 class Descriptor(NamedTuple):
-    """What Triton's ``TensorDescriptor`` is made of, which takes 4 us to check it: once, when a kernel is compiled."""
+    """The parts of Triton's ``TensorDescriptor``. That class checks them, which takes 4 us. So it is made only when a
+    kernel is compiled."""
 
     base: Tensor
     shape: Sequence[int]
@@ -29,11 +30,11 @@ class DescribedPlan(NamedTuple):
 
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]  # the parameters after them
+    constants: dict[str, Any]  # the parameters after descriptors and numbers
 
 
 def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -> None:
-    """Launches all ``plans``, which may share descriptors. ``more``: options for the compiler."""
+    """Launches all ``plans``. They may share descriptors. ``more``: options for the compiler."""
     options = {"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True, **more}
     described: dict[int, tuple] = {}
     for plan in plans:
@@ -50,7 +51,7 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
 
 
 def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> Step:
-    """``described``: descriptors that plans share, by who they are."""
+    """The launch of a plan. ``described``: descriptors that plans share, by their identity."""
     metas = iter(compiled.metadata.tensordesc_meta)
     values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]
     return make_step(compiled, (*plan.grid, 1, 1)[:3], (*values, *plan.constants.values()))
@@ -60,5 +61,5 @@ def _described(d: Descriptor, meta: dict[str, Any], described: dict[int, tuple])
     if id(d) not in described:
         element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
         found = describe(d.base, d.shape, d.strides, meta["swizzle"], element, meta["block_size"])
-        described[id(d)] = d, found  # as long as this is there, nobody else is who it is
+        described[id(d)] = d, found  # keeping d alive keeps its id unique
     return described[id(d)][1]

@@ -1,4 +1,4 @@
-"""A switch after which a kernel that would have to be compiled is an error, and what is said then."""
+"""A switch that makes it an error to compile a kernel, and the error's message."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,14 +11,14 @@ from flash_delta.problem import PACKAGE
 
 
 class Refused(Exception):
-    """Carries the name of a kernel that would have been compiled."""
+    """Has the name of the kernel that would have been compiled."""
 
 
-_other: Any = None  # the hook that was there before
+_other: Any = None  # the previous hook
 
 
 def forbid(yes: bool) -> bool:
-    """Whether compilations are errors from now on, in all threads; returns what held before."""
+    """Sets whether compilations are errors, in all threads. Returns the previous setting."""
     global _other
     before = knobs.runtime.jit_cache_hook is _refuse
     if yes and not before:
@@ -29,14 +29,14 @@ def forbid(yes: bool) -> bool:
 
 
 def _refuse(*, fn: Any, **call: Any) -> Any:
-    """Triton calls it before it compiles, whoever's kernel it is; those of others pass."""
+    """Triton calls this before it compiles any kernel. Kernels of other libraries may be compiled."""
     if fn.module.startswith(f"{PACKAGE}."):
         raise Refused(fn.name)
     return None if _other is None else _other(fn=fn, **call)
 
 
 def difference(new: Key, known: Iterable[Key], tensors: dict[str, Tensor | None]) -> str:
-    """What a call has that the most similar one of those that are ``known`` does not."""
+    """What distinguishes a call from the most similar one among those that are ``known``."""
     unlike = [list(_unlike(new, key, tensors)) for key in known if key[0].kind == new[0].kind]
     return ", ".join(min(unlike, key=len)) if unlike else "nothing of its kind was compiled before"
 

@@ -1,9 +1,9 @@
-"""How kernels are launched: compiled once, all at a time, and from then on with little host time.
+"""Launches kernels. All are compiled at the first call. Later launches take little host time.
 
-Triton looks at every argument of every launch, which takes 50 us of host time for a kernel of forty. What a kernel was
-compiled for, and all its arguments but the addresses, depend on less: dtypes, strides and alignments of the caller's
-tensors, sizes and flags of the problem. They are looked at once per call of an op (`make_call`); what is known of calls
-like it is used again.
+Triton looks at every argument of every launch, which takes 50 us of host time for a kernel with forty arguments. The
+compiled code, and all arguments except addresses, depend on less: dtypes, strides and alignments of the caller's
+tensors, and sizes and flags of the problem. These are looked at once per call of an op (`make_call`). What is known
+about calls like it is used again.
 """
 
 import os
@@ -31,7 +31,7 @@ from flash_delta.kernels.runtime.turns import take_turns
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 Kernels = Callable[[Call], None]
-MOST_THREADS = 16  # that compile: a call has fewer large kernels
+MOST_THREADS = 16  # for compiling; a call has fewer large kernels
 
 
 class Plan(NamedTuple):
@@ -41,8 +41,8 @@ class Plan(NamedTuple):
     tile: Tile
     scalars: tuple[Any, ...]  # the parameters after the pointers
     constants: dict[str, Any]  # the constexprs
-    follows: bool = False  # the kernel launched before it is this call's, too, and may still run (chunk.follow)
-    contracts: bool = True  # the compiler may round a product and a sum as one
+    follows: bool = False  # the kernel before it is of the same call and may still run (chunk.follow)
+    contracts: bool = True  # the compiler may fuse a product and a sum, with one rounding
 
 
 _compiled: dict[tuple, Any] = {}  # by `_name`
@@ -57,11 +57,11 @@ def run(
     spare: tuple[Tensor | None, ...] = (),
     later: Callable[[], tuple[Call, Kernels]] | None = None,
 ) -> None:
-    """Calls ``kernels``, which launches, or launches again what it launched for an earlier call of this shape.
+    """Calls ``kernels``, which launches, or repeats the launches of an earlier call of this shape.
 
-    Before its first time all that it can ever launch is compiled in parallel, and beside it what a call will launch
-    that comes ``later``. ``made``: contiguous, for this call, a workspace as its buffer; ``spare``: the same, but
-    nobody needs it when the call is launched. ``left``: what an earlier call has made for this one.
+    Before the first launch, all kernels that the call can ever launch are compiled in parallel, together with those of
+    a ``later`` call. ``made``: contiguous tensors for this call; a workspace is given as its buffer. ``spare``: the
+    same, but nobody needs them after the launch. ``left``: tensors that an earlier call has made for this one.
     """
     on_amd = c.p.device.type == "cuda" and c.shape.chip.target.startswith("gfx")
     if (c.direct or on_amd) and c.shape.key not in _ready:
@@ -81,7 +81,7 @@ def run(
 
 
 def _compile(*calls: tuple[Call, Kernels]) -> None:
-    """All that calls with their keys can ever launch, in parallel, and what takes longest first."""
+    """Compiles everything that calls with these keys can ever launch, in parallel. The slowest kernels come first."""
     wanted: dict[tuple, partial] = {}
     for c, kernels in calls:
         kernels(c._replace(direct=False, compiling=wanted))
@@ -91,7 +91,7 @@ def _compile(*calls: tuple[Call, Kernels]) -> None:
         ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
         triton.AsyncCompileMode(threads),
     ):
-        loading = threads.submit(fastcall.load) if fastcall.API else None  # takes as long as a small kernel
+        loading = threads.submit(fastcall.load) if fastcall.API else None  # it takes as long as a small kernel
         found = {name: wanted[name]() for name in sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)}
     for key, kernel in found.items():
         _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
@@ -101,8 +101,8 @@ def _compile(*calls: tuple[Call, Kernels]) -> None:
 
 
 def _size(compile_it: partial) -> tuple[int, int]:
-    """Of what is compiled, roughly: how long LLVM and ptxas take. Kernels by hand move tensors by descriptors. The more
-    of them there are, the more code has this form of the kernel (docs/notes/2026-11-25-first-call.md)."""
+    """A rough measure of how long LLVM and ptxas take. Hand-written kernels move tensors by descriptors. A form of a
+    kernel with more descriptors has more code (docs/notes/2026-11-25-first-call.md)."""
     described = sum(isinstance(value, TensorDescriptor) for value in compile_it.args)
     return described, len(compile_it.func.__self__.src)
 
@@ -110,8 +110,8 @@ def _size(compile_it: partial) -> tuple[int, int]:
 def remember(
     c: Call, given: Iterable[Tensor | None], known: KnownCall | None = None, name: tuple | None = None
 ) -> None:
-    """For `again`, if kernels got the tensors that were ``given``, and no copies. ``name``: a further one, which takes
-    less time to find than that of `make_call`."""
+    """Remembers a call for `again`, if kernels got the ``given`` tensors and no copies. ``name``: a second name, which
+    is faster to look up than that of `make_call`."""
     got, given = (*c.x, *c.more), tuple(given)
     got = got[: len(given)]
     c.shape.replayable = all(map(is_, got, given)) or addresses(got) == addresses(given)
@@ -122,10 +122,10 @@ def remember(
 def again(
     known: KnownCall | None, name: tuple, *groups: tuple[Tensor | None, ...], made: tuple[Tensor | None, ...] = ()
 ) -> tuple[Tensor | None, ...] | None:
-    """Launches what `run` launched for an earlier call that is known as this one; None if there was none. Returns what
-    is ``made``, which is new unless it is given. ``groups``: inputs, others from outside, what was left; what is spare
-    is one allocation. Short calls take as long as what else stands between them and this: to make a `Call` takes 1.3
-    us, a tensor 2."""
+    """Repeats the launches of `run` for an earlier call with the same ``known`` and ``name``. Returns None if there was
+    none, else the ``made`` tensors, which are new unless given. ``groups``: inputs, other tensors from outside, tensors
+    that were left. Spare tensors are one allocation. This function avoids objects, because in short calls their time
+    counts: a `Call` takes 1.3 us, a tensor 2 us."""
     shape = None if known is None else known.launches.get(name)
     if shape is None or not shape.replayable or shape.replay is None or profiled():
         return None
@@ -141,7 +141,7 @@ def again(
 
 @contextmanager
 def _explained(c: Call) -> Iterator[None]:
-    """Says of a refused compilation (forbid.py) what the call has that earlier ones had not."""
+    """If a compilation is refused (forbid.py), adds to the error what is new in the call."""
     try:
         yield
     except Refused as refused:
@@ -161,7 +161,7 @@ def _several_devices() -> bool:
 
 
 def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
-    """``pointers``, the plan's scalars and its constants are the kernel's parameters, in their order."""
+    """Launches a kernel. ``pointers``, the plan's scalars and its constants are the kernel's parameters, in order."""
     values = (*pointers, *plan.scalars)
     if c.compiling is not None:
         compile_it = partial(kernel.warmup, *values, grid=plan.grid, **plan.constants, **_options(plan))
@@ -179,17 +179,17 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
 
 
 def compiled_as(name: tuple) -> Any:
-    """What was compiled, by the name that its launcher gave it in ``Call.compiling``."""
+    """The compiled kernel that its launcher named so in ``Call.compiling``."""
     return _compiled[name]
 
 
 def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
-    """Of what is compiled: beside what calls of a shape have in common, a launch's own."""
+    """The name of a compiled kernel: what calls of a shape share, and what is specific to this launch."""
     return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """As objects of their own: here one tensor may come as q and as k, in the next call two."""
+    """Makes separate objects, since one tensor may be both q and k here, and two tensors in the next call."""
     found: dict[int, Tensor | None] = {}
     for number, t in enumerate(tensors):
         key = number if t is None else id(t)
@@ -198,7 +198,7 @@ def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def _options(plan: Plan) -> dict[str, int | bool]:
-    """What Triton takes beside a kernel's parameters; AMD's compiler does not know the last two."""
+    """Triton's options for a launch. AMD's compiler does not have the last two."""
     t = plan.tile
     options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": plan.contracts}
     if t.registers is not None:
@@ -209,5 +209,5 @@ def _options(plan: Plan) -> dict[str, int | bool]:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where descriptors lie."""
+    """Memory for descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

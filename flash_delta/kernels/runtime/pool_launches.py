@@ -16,27 +16,27 @@ ANY = 2**30
 class PoolLaunch(NamedTuple):
     """One launch, for ``least`` to ``most`` prompts."""
 
-    tile: Any  # of the backend that asks
-    sequences: int  # that have programs at once
+    tile: Any  # of the calling backend
+    sequences: int  # sequences whose programs run at the same time
     least: int = 0
     most: int = ANY
-    others: bool = False  # it also serves more than ``most``: a program takes several, which is slower
+    others: bool = False  # it also serves more than ``most``; then programs take several sequences, which is slower
 
 
 def prompts_at_most(p: Problem) -> tuple[int, int | None]:
-    """How many sequences can be prompts, by the number of tokens; and how many there are at most, as the caller says.
-    With batch invariance short sequences count as well."""
+    """How many sequences can be prompts, given the number of tokens; and the caller's limit for them. With batch
+    invariance short sequences count as prompts."""
     return (p.N, None) if p.batch_invariant else (min(p.N, p.T // (SHORT + 1)), p.max_prompts)
 
 
 def pool_launches(
     p: Problem, chip: Chip, tiles: Sequence[Any], programs: Callable[[Any], int]
 ) -> tuple[PoolLaunch, ...]:
-    """The last launch serves all larger numbers. With ``max_prompts`` it is the only one.
+    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one.
 
     Args:
-        tiles: the candidates; each next one suits more prompts.
-        programs: how many programs a sequence has with a tile.
+        tiles: the candidates, in the order of the number of prompts that they are best for.
+        programs: the number of programs per sequence with a tile.
     """
     bound, most = prompts_at_most(p)
     promised, launches, least = bound if most is None else min(bound, most), [], 0

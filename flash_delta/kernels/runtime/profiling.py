@@ -1,7 +1,7 @@
-"""What a launch tells a profiler: the kernel's sizes, its operations and its bytes.
+"""The facts about a launch for a profiler: the kernel's sizes, operations and bytes.
 
-Triton asks for it when a hook watches launches, as Proton's does. Then known calls go through Triton's launcher, too
-(`calls.profiled`). Nothing here runs when nobody watches.
+Triton asks for them if a hook watches launches, as Proton's hook does. Then known calls also go through Triton's
+launcher (`calls.profiled`). Without such a hook nothing here runs.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 
-SIZES = ("N", "T", "M", "H", "HV", "K", "V", "WIDTH", "D", "W")  # arguments that stand in a launch's name
-STATES = {  # times moved; inputs that windows are written from count with these
+SIZES = ("N", "T", "M", "H", "HV", "K", "V", "WIDTH", "D", "W")  # arguments that are shown in a launch's name
+STATES = {  # how often states are moved; inputs from which windows are written count here
     "pool": 2, "conv_pool": 2, "conv_target": 1, "windows": 1, "initial": 1, "initial_state": 1, "final": 1,
     "final_state": 1, "inputs_q": 0, "inputs_k": 0, "inputs_v": 0,
 }  # fmt: skip
 
 
 def _scan(erase: bool, output: bool, solved: bool) -> dict[str, float]:
-    """``solved``: U is found from R in the loop."""
+    """The products of a scan. ``solved``: the loop computes U from R."""
     return {"CCV": output + (erase and solved), "CKV": 1 + erase + output}
 
 
 def _scan_or_maps(a: Any) -> dict[str, float]:
-    """A map of a segment has K columns more than a state (segments.py)."""
+    """The products of `scan` or of maps. A segment's map has K more columns than a state (segments.py)."""
     found = _scan(a.ERASE, a.OUTPUT, a.SAVE or a.CHANNEL)
     maps = {"CCK": found["CCV"], "CKK": found["CKV"]} if a.SEGMENTS and not a.OUTPUT else {}
     return found | maps
@@ -38,32 +38,35 @@ def _scan_backward(a: Any) -> dict[str, float]:
 
 
 def _pairs(a: Any) -> dict[str, float]:
-    """Its sums over pairs of tokens are products with ones, of float32 numbers in parts."""
+    """The products of `pairs`. Sums over pairs of tokens are products with ones. Float32 numbers are split into
+    parts."""
     scores = 0 if a.CHANNEL else a.GATE + (a.ERASE and (a.GATE or a.HAS_BETA))
     sums = a.GATE * (1 + a.UNDECAYED) * (3 if a.k.dtype == torch.float32 else 2)
     return {"CCK": scores, "CCV": 1 + a.ERASE, "CCC": sums, "CKV": 3 * a.STATES}
 
 
 def _halved(a: Any) -> dict[str, float]:
-    """In bfloat16 it works on chunks with strong gates only, which no host counts."""
+    """The products of `halved_gradients`. In bfloat16 it runs only on chunks with strong gates, which the host cannot
+    count."""
     return {} if a.k.dtype == torch.bfloat16 else {"CCK": 33.5, "CKV": 3}
 
 
 def _walk_segments(a: Any) -> dict[str, float]:
-    """Without q nothing is read from the state but what is erased."""
+    """The products of a walk. Without q only erase keys read the state."""
     reads = a.q_desc is not None
     return {"CCK": reads * a.WIDTH / (64 * a.GROUPS), "CCV": 1 + reads, "CKV": 2 + reads}
 
 
 def _walk_back(a: Any) -> dict[str, float]:
-    """A map of a segment needs the gradient of its state only. Sums over pairs are products with ones, of two parts."""
+    """The products of `walk_back`. A segment's map needs only the gradient of its state. Sums over pairs are products
+    with ones, in two parts."""
     if not a.GRADIENTS:
         return {"CCK": 1, "CCV": 2, "CKV": 3}
     return {"CCK": 6, "CCV": 4, "CKV": 6, "CCC": 2 * a.GATE}
 
 
-# How many matrix products a kernel issues for a chunk and value head, by their size: 2 of C x K x V are {"CKV": 2}.
-# Keyed by kernel; a function takes the kernel's arguments by name. What is absent issues none.
+# How many matrix products a kernel runs per chunk and value head, by size: 2 of C x K x V are {"CKV": 2}. The keys are
+# kernels. A function takes the kernel's arguments by name. Kernels that are absent run no products.
 PRODUCTS: dict[str, Callable[[Any], dict[str, float]]] = {
     "solve": lambda a: {"CCK": 0 if a.CHANNEL else 0.625 * a.H / a.HV, "CCC": 57 / 64} if a.ERASE else {},
     "channel": lambda _: {"CCK": 1.25},
@@ -77,7 +80,7 @@ PRODUCTS: dict[str, Callable[[Any], dict[str, float]]] = {
     "key_gradients": lambda a: {"CCK": 1 + 2 * a.ERASE, "CKV": 1 + a.ERASE + a.GATE * a.BV / C},
     "channel_gradients": lambda _: {"CCK": 7.5},
     "halved_gradients": _halved,
-    # By hand for Hopper. Every program of a head factors its chunks.
+    # Hand-written for Hopper. Every program of a head factors its chunks.
     "forward_loop": lambda a: {"CCK": a.WIDTH / (32 * a.GROUPS), "CCV": 2, "CKV": 3},
     "factor_chunks": lambda a: {"CCK": 1 / a.members},
     "find_maps": lambda _: {"CCV": 2, "CKV": 4},
@@ -99,7 +102,7 @@ def tell(grid: tuple[int, ...], kernel: Any, given: dict[str, Any]) -> dict[str,
 
 
 def _flops(a: SimpleNamespace, products: dict[str, float]) -> float:
-    """Of all chunks and value heads, as if all chunks were full."""
+    """The operations of all chunks and value heads, as if all chunks were full."""
     tokens = a.T if a.cu_seqlens is not None else _sequences(a) * a.T
     K, V = (a.WIDTH, a.WIDTH) if hasattr(a, "WIDTH") else (a.K, getattr(a, "V", 0))
     axes = {"C": C, "K": K, "V": V}
@@ -108,7 +111,7 @@ def _flops(a: SimpleNamespace, products: dict[str, float]) -> float:
 
 
 def _bytes(a: SimpleNamespace) -> int:
-    """Of all tensors, each moved once; of states those of the call's sequences, since a pool has more."""
+    """The bytes of all tensors, each moved once. From a pool, only the states of the call's sequences count."""
     total = 0
     for name, t in vars(a).items():
         t = _tensor(t)
@@ -121,7 +124,7 @@ def _bytes(a: SimpleNamespace) -> int:
 
 
 def _tensor(argument: Any) -> Tensor | None:
-    """An argument that is one, or a descriptor of one."""
+    """The tensor of an argument that is a tensor or a descriptor, else None."""
     t = getattr(argument, "base", argument)
     return t if isinstance(t, Tensor) else None
 

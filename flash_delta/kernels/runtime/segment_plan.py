@@ -1,7 +1,7 @@
-"""How sequences are split into segments: the search for the number of segments whose launches take least.
+"""Decides how sequences are split into segments: it searches for the number of segments with the least time.
 
-A backend hands in what its launches take, by a model: programs run in waves of as many as fit the chip, and a
-wave takes a set-up time and a time for each of its chunks. All times are in microseconds.
+A backend gives the time of its launches by a model. In this model, as many programs as fit the chip run as one wave. A
+wave takes a set-up time, and a time for each of its chunks. All times are in microseconds.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,20 +10,20 @@ from typing import Any
 from flash_delta.kernels.device.chunk import C
 from flash_delta.problem import Problem
 
-MOST, FEWEST = 64, 8  # segments of a sequence; chunks of a segment
+MOST, FEWEST = 64, 8  # most segments of a sequence; fewest chunks of a segment
 ENDLESS = 2**14  # chunks
 
 
 def waves_us(programs: int, together: int, setup: float, chunks: int, chunk: float) -> float:
-    """What ``programs`` take that walk so many ``chunks`` each; ``together`` of them run at once."""
+    """The time of ``programs`` with so many ``chunks`` each, if ``together`` of them run at the same time."""
     return -(-programs // together) * (setup + chunks * chunk)
 
 
 def fastest_split(chunks: int, limit: float, times: Callable[[int, int], Iterable[tuple[float, Any]]]) -> Any:
-    """The split of a sequence of ``chunks`` that takes least; None if none takes less than ``limit``.
+    """The fastest split of a sequence of ``chunks``, or None if none takes less than ``limit``.
 
-    ``times(number, length)`` gives what so many segments of ``length`` chunks take, with the split, for each choice of
-    tiles.
+    ``times(number, length)`` yields, for each choice of tiles, the time of ``number`` segments of ``length`` chunks,
+    and the split.
     """
     best, fastest = limit, None
     for number, length in splits(chunks):
@@ -34,16 +34,16 @@ def fastest_split(chunks: int, limit: float, times: Callable[[int, int], Iterabl
 
 
 def splits(chunks: int) -> Iterator[tuple[int, int]]:
-    """Into how many segments a sequence of ``chunks`` may be split, and the chunks of each."""
+    """The numbers of segments that a sequence of ``chunks`` may have, each with the chunks of a segment."""
     for number in range(2, min(MOST, chunks // FEWEST) + 1):
         yield number, -(-chunks // number)
 
 
 def sequences_of(p: Problem) -> tuple[int, int]:
-    """How many sequences a plan counts with, and the chunks of each.
+    """The number of sequences that a plan assumes, and the chunks of each.
 
-    All have one length there. Where the host knows the lengths it is the longest one's, and there are as many as make
-    the same number of tokens: a long sequence beside short ones is split as if it were alone.
+    A plan assumes sequences of equal length. If the host knows the lengths, it is that of the longest one, and the
+    number of sequences keeps the total number of tokens. So a long sequence beside short ones is split as if alone.
     """
     if not p.packed:
         return p.N, -(-p.T // C)
@@ -54,6 +54,7 @@ def sequences_of(p: Problem) -> tuple[int, int]:
 
 
 def _coarse(chunks: int) -> int:
-    """Up to 3 % more: what is launched is remembered for every plan, and lengths change with every batch."""
+    """The number rounded up, by at most 3 %, so that there are fewer plans. Launches are remembered for each plan, and
+    lengths change with every batch."""
     step = 1 << max(0, chunks.bit_length() - 6)
     return -(-chunks // step) * step

@@ -1,9 +1,9 @@
-"""Threads that compile take turns with a kernel's first code.
+"""Makes compiling threads take turns at generating a kernel's first code.
 
-Triton makes it in Python, under the interpreter's lock. Side by side all threads make theirs at a fraction of the rate
-and end late, all at the same time; LLVM and ptxas, which need no lock, wait for that. In turns the first kernel is with
-LLVM while the second one's code is made. Meanwhile no garbage is collected: Python would look again and again at all
-that Triton is just making, which takes an eighth of the time (docs/notes/2026-11-25-first-call.md).
+Triton generates this code in Python, under the interpreter's lock. If all threads did so at once, each would be slow
+and all would end late, and LLVM and ptxas, which need no lock, would wait. With turns, LLVM compiles the first kernel
+while Python generates the second one's code. During this time no garbage is collected. Otherwise Python would visit all
+new objects of Triton again and again, which takes an eighth of the time (docs/notes/2026-11-25-first-call.md).
 """
 
 import gc
@@ -21,14 +21,14 @@ _turn = RLock()
 
 @cache
 def take_turns() -> None:
-    """From now on, in this process."""
+    """Switches turns on, in this process."""
     for source in (ASTSource, GluonASTSource):
         source.make_ir = _in_turn(source.make_ir)
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Garbage in circles stays where it is, unless it did before."""
+    """A context without garbage collection. Afterwards it is on again, if it was on before."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,9 @@
-"""What the kernels of a call hand each other, and the one allocation in which it lies.
+"""The tensors that kernels of a call pass to each other, and the one allocation for all of them.
 
-Every tensor is a number of slots (chunk.py) times what one chunk needs, a multiple of 256 bytes. K' and V' are the
-pitches of K and V, whole units of 8 numbers, and V'' are whole tiles of rows (chunk.py): what lies there beyond K and V
-columns is 0, and beyond V rows it is anything. With usual widths they are K and V. Launched kernels take
-addresses; views are made only where Triton wants to see tensors: when it compiles, interprets, or is looked at by a
-profiler.
+The size of a tensor is the number of slots (chunk.py) times the size for one chunk, a multiple of 256 bytes. K' and V'
+are the pitches of K and V, in whole units of 8 numbers. V'' are whole tiles of rows (chunk.py). Columns beyond K and V
+are 0. Rows beyond V hold arbitrary numbers. With usual widths these are K and V. Launched kernels take addresses. Views
+are made only if Triton needs tensors: when it compiles, interprets, or is watched by a profiler.
 """
 
 from functools import lru_cache
@@ -19,22 +18,23 @@ from flash_delta.problem import Problem
 
 
 class Solved(NamedTuple):
-    """What `solve` writes."""
+    """The tensors that `solve` writes."""
 
-    A: Any  # [slots, HV, C, C]; None where nothing is erased
+    A: Any  # [slots, HV, C, C]; None if nothing is erased
     vectors: Any  # [slots, HV, 4, C] float32: G high, G low, b, log decay
     norms: Any  # [slots, H, 3, C] float32: of q, k, p; None without a norm
 
 
 class Walked(NamedTuple):
-    """What the forward pass of `hopper` leaves for its own backward pass."""
+    """The tensors that `hopper`'s forward pass saves for its backward pass."""
 
     A: Any  # [slots, HV, C, C], without diag(b)
     norms: Any  # [slots, H, 2, C] float32: of q, k; None without a norm
 
 
 class Channels(NamedTuple):
-    """What `channel` writes: with a decay per channel, what the other kernels read instead of q and k; else None."""
+    """The tensors that `channel` writes. With a decay per channel, other kernels read them instead of q and k; else
+    None."""
 
     Qg: Any  # [slots, HV, C, K']
     Kg: Any  # [slots, HV, C, K']
@@ -46,7 +46,7 @@ class Channels(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` of `hopper` writes with a decay per channel: A without diag(b)."""
+    """The tensors that `prepare` of `hopper` writes with a decay per channel. A is without diag(b)."""
 
     Qg: Any  # [slots, HV, C, K]
     Kg: Any  # [slots, HV, C, K]
@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What `factor` writes; None with a decay per channel."""
+    """The tensors that `factor` writes. None with a decay per channel."""
 
     X: Any  # [slots, HV, C, K']
     Y: Any  # [slots, HV, C, C]
@@ -66,7 +66,7 @@ class Factors(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What `scan` writes for the backward pass."""
+    """The tensors that `scan` writes for the backward pass."""
 
     states: Any  # [slots, HV, V'', K']
     R: Any  # [slots, HV, C, V']
@@ -74,39 +74,39 @@ class Residual(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What `scan_backward` writes."""
+    """The tensors that `scan_backward` writes."""
 
     dstates: Any  # [slots, HV, V'', K']
     dU: Any  # [slots, HV, C, V']
 
 
 class Scores(NamedTuple):
-    """What `pairs` writes for the other kernels of gradients."""
+    """The tensors that `pairs` writes for the other kernels of gradients."""
 
     queries: Any  # [slots, HV, C, C]: the gradient of q . k in a chunk
-    keys: Any  # [slots, HV, C, C]: of p . k, its sign turned
-    parts: Any  # [slots, HV, 4, C] float32: of the gates' gradients, each kernel's own row; None but with a scalar gate
+    keys: Any  # [slots, HV, C, C]: the gradient of p . k with opposite sign
+    parts: Any  # [slots, HV, 4, C] float32: parts of the gates' gradients, a row per kernel; None without a scalar gate
 
 
 class HeadGradients(NamedTuple):
-    """What `channel_gradients` writes for `key_head_gradients`, a value head each, and in bfloat16 `pairs` begins; else
-    None."""
+    """The tensors that `channel_gradients` writes for `key_head_gradients`, for each value head; else None. In bfloat16
+    `pairs` writes their first parts."""
 
     dq: Any  # [slots, HV, C, K]
     dk: Any  # [slots, HV, C, K]
-    written: Any  # [slots, HV, C, K]; this and the next ones in bfloat16 only
+    written: Any  # [slots, HV, C, K]; this and the next two only in bfloat16
     through: Any  # [slots, HV, K] float32
     fallen: Any  # [slots, HV, K] float32
 
 
 class Deep(NamedTuple):
-    """What `chunk_back` of `hopper` writes for its second launch."""
+    """The tensors that `chunk_back` of `hopper` writes for its second launch."""
 
-    chunks: Any  # [slots, HV] int32: whether a channel of the chunk may fall by very much
+    chunks: Any  # [slots, HV] int32: whether a channel of the chunk may decay by very much
 
 
 class Part(NamedTuple):
-    """One tensor: per slot, where it begins and what it is."""
+    """One tensor in the memory of a slot: where it begins, its shape and dtype."""
 
     start: int
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Placement(NamedTuple):
 
 
 class Workspace:
-    """Memory for some groups of tensors, ``Solved`` and the like; or ``buffer``, one that was filled before."""
+    """Memory for some groups of tensors, such as ``Solved``. ``buffer``: memory that was filled before."""
 
     def __init__(self, p: Problem, *groups: type, buffer: Tensor | None = None):
         self.slots, self.layout = count_slots(p), _layout_of(p, groups)
@@ -127,14 +127,14 @@ class Workspace:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=p.device) if buffer is None else buffer
 
     def addresses(self) -> list[Any]:
-        """The groups, each tensor as the number that a kernel takes for a pointer."""
+        """The groups, with each tensor as an address."""
         base, slots = self.buffer.data_ptr(), self.slots
         return [
             g._make([None if part is None else base + slots * part.start for part in g]) for g in self.layout.groups
         ]
 
     def views(self) -> list[Any]:
-        """The groups, each tensor as one."""
+        """The groups, with each tensor as a tensor."""
         return [g._make([None if part is None else self._view(part) for part in g]) for g in self.layout.groups]
 
     def _view(self, part: Part) -> Tensor:
@@ -144,7 +144,7 @@ class Workspace:
 
 
 def count_bytes(p: Problem, *groups: type) -> int:
-    """Of the memory for them."""
+    """The number of bytes for these groups."""
     return count_slots(p) * _layout_of(p, groups).bytes
 
 

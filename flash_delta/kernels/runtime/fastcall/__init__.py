@@ -1,11 +1,11 @@
-"""How a call is known again: the key under which what was found of it is remembered.
+"""The key of a call, under which it is remembered and found again.
 
-`key` is Python's until a GPU's kernels are loaded, and from then on C's (key.c), which takes a tenth of the time and
-asks Python about whatever is no plain tensor. Where there is no GPU nothing is compiled, nor is Triton needed. The two
-never agree on a key, one being bytes: at the worst a call is looked at once more.
+`key` is a Python function until a GPU's kernels are loaded. From then on it is a C function (key.c), which takes a
+tenth of the time and calls Python for tensors that are not plain. Without a GPU nothing is compiled, and Triton is not
+needed. The two functions never return the same key, since C returns bytes. At worst a call is checked once more.
 
-C reads tensors through an interface that torch has from 2.10 on. An older torch keeps Python's key, and Triton's own
-launcher launches.
+C reads tensors through an interface that torch has from 2.10 on. With an older torch, the key stays that of Python, and
+Triton's launcher is used.
 """
 
 import os
@@ -19,35 +19,36 @@ from torch import Tensor
 
 from flash_delta.problem import ENVIRONMENT, needs_gradient
 
-SOURCES = ("key.c", "frame.c", "build.c", "module.c")  # one module; each stands on those before it
+SOURCES = ("key.c", "frame.c", "build.c", "module.c")  # one module; each file uses those before it
 API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # how C reads tensors; None: torch is older than 2.10
 _loaded: ModuleType | None = None
 _lock = Lock()
 
 
 def look(gradients: bool, *groups: tuple[Tensor | None, ...]) -> tuple[Hashable, ...]:
-    """All that decides about a call on these tensors, but values and options: their signatures, whether autograd has
-    to know of it, the environment's wish. ``gradients``: whether autograd is on."""
+    """Everything that matters about a call on these tensors, except values and options: their signatures, whether
+    autograd has to record the call, and the backend that the environment names. ``gradients``: whether autograd is
+    on."""
     tensors = [t for group in groups for t in group]
     wish = os.environ.get(ENVIRONMENT) or None
     return (wish, gradients and needs_gradient(tensors), *signature(tensors))
 
 
 def signature(tensors: Sequence[Tensor | None]) -> list[tuple | None]:
-    """All that can change how a call without gradients runs, except the values. Without gaps the shape gives the
-    strides."""
+    """Everything that can change how a call without gradients runs, except values. Strides of contiguous tensors follow
+    from the shape."""
     return [
         t if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, t.data_ptr() % 16)
         for t in tensors
     ]
 
 
-key = look  # to be called as ``fastcall.key``: it changes
+key = look  # call it as ``fastcall.key``, since `load` replaces it
 
 
 def load() -> ModuleType:
-    """The module of C: ``key``, ``frame``, ``copy``, ``launch``. It is compiled once, as Triton's own is, and kept in
-    Triton's cache."""
+    """The C module with ``key``, ``frame``, ``copy`` and ``launch``. It is compiled once, like Triton's own module, and
+    kept in Triton's cache."""
     global _loaded, key
     with _lock:
         if _loaded is None:

@@ -1,14 +1,14 @@
-// How a frame is put together. A kernel's parameters are told by letters: those of Python's `struct` for numbers, P for
-// a pointer, M for a descriptor, x for a constant, which it does not take; what a tuple holds stands in parentheses.
-typedef struct { PyObject *tensor; uint64_t start, stop; } Given;  // `stop`: of a workspace, into which others point
+// Builds a frame. Letters give the types of a kernel's parameters: those of Python's `struct` for numbers, P for a
+// pointer, M for a descriptor, x for a constant, which is no parameter. The items of a tuple are in parentheses.
+typedef struct { PyObject *tensor; uint64_t start, stop; } Given;  // `stop`: for a workspace, which contains others
 typedef struct {
   Frame *frame;
   const Given *given;
-  Py_ssize_t count;    // of those
-  uint64_t *constant;  // the next one; so are these
+  Py_ssize_t count;    // the number of items in `given`
+  uint64_t *constant;  // the next free place; the same for the following
   void **parameter;
   unsigned char *map;
-  Config *config;  // of the first launch
+  Config *config;  // the config of the first launch
 } Builder;
 
 static int find(const Builder *b, PyObject *value, int64_t *word, uint64_t *offset) {
@@ -27,7 +27,7 @@ static int find(const Builder *b, PyObject *value, int64_t *word, uint64_t *offs
   return 0;
 }
 
-// The word that will hold the value's address; -1 with an exception.
+// The number of the word that will hold the value's address, or -1 with an exception.
 static int64_t word_of(const Builder *b, PyObject *value) {
   Frame *f = b->frame;
   Inner at;
@@ -44,7 +44,7 @@ static int put_pointer(Builder *b, PyObject *value) {
   return 1;
 }
 
-// `value`: Triton's object around the driver's descriptor, which lies at its end, and the tensor that it describes.
+// `value`: Triton's object with the driver's descriptor at its end, and the tensor that it describes.
 static int put_map(Builder *b, PyObject *value) {
   PyObject *described, *tensor;
   Moved *m = b->frame->moved + b->frame->moves;
@@ -112,7 +112,7 @@ static int put_value(Builder *b, const char **letters, PyObject *value) {
   }
 }
 
-// As in cuda.py; there a kernel is a tuple of its own.
+// The `Step` of cuda_driver.py. There the kernel is a separate tuple.
 typedef struct {
   unsigned grid[3];
   const char *name;
@@ -131,19 +131,19 @@ static int read_step(PyObject *from, Step *s) {
 static int put_launch(Builder *b, const Step *s) {
   Frame *f = b->frame;
   Launch *l = f->launches + f->count++;
-  const char *letters = s->letters + 1;  // behind the parenthesis around all
+  const char *letters = s->letters + 1;  // after the parenthesis around all
   *l->config = (Config){{s->grid[0], s->grid[1], s->grid[2]}, {s->threads, 1, 1}, s->shared, NULL, &overlapping,
                         (unsigned)s->overlaps};
   l->function = s->function;
   l->parameters = b->parameter;
   if (!put_tuple(b, &letters, s->values)) return 0;
-  void *const scratch = f->words + f->tensors + f->spare - 1, *const none = b->constant++;  // which is 0
+  void *const scratch = f->words + f->tensors + f->spare - 1, *const none = b->constant++;  // this constant is 0
   *b->parameter++ = s->scratch ? scratch : none;
-  *b->parameter++ = none;  // a profiler's
+  *b->parameter++ = none;  // for profilers
   return 1;
 }
 
-// What launches take of every kind.
+// Counts the items of every kind that launches need.
 typedef struct { size_t pointers, maps, numbers, launches; } Counts;
 
 static int count_values(PyObject *steps, Counts *counts) {
@@ -166,7 +166,7 @@ static void *take(char **at, size_t number, size_t bytes) {
   return taken;
 }
 
-// Hands out the memory, and first of all counts it, from 0 on; how many bytes.
+// Divides the memory among all arrays. Called first with address 0, it counts the bytes.
 static size_t lay_out(char *start, const Counts *n, Builder *b, Frame *f) {
   char *at = start;
   const size_t words = (size_t)(f->tensors + f->spare), inner = n->pointers + n->maps;
@@ -196,7 +196,7 @@ static int fill(Builder *b, PyObject *steps, PyObject *places) {
   return !PyErr_Occurred();
 }
 
-// Where tensors lie; those of bytes are workspaces, and have room for at least one address.
+// The addresses of tensors. Tensors of bytes are workspaces and have room for at least one address.
 static int look_at(PyObject *tensors, Given *given) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
     Given *g = given + i;

@@ -1,4 +1,4 @@
-// A call's launches on NVIDIA's driver: this, followed by all that it points to.
+// A call's launches on NVIDIA's driver. All memory that a Frame points to follows it.
 typedef struct { unsigned id; char padding[4]; int value[16]; } Attribute;  // CUlaunchAttribute
 typedef struct {                                                            // CUlaunchConfig
   unsigned grid[3], block[3], shared;
@@ -6,24 +6,24 @@ typedef struct {                                                            // C
   const Attribute *attributes;
   unsigned count;
 } Config;
-typedef struct { int64_t word; uint64_t offset; } Inner;              // an address behind the one in `word`
-typedef struct { int64_t word; uint64_t address; void *map; } Moved;  // a descriptor, and whose it is now
+typedef struct { int64_t word; uint64_t offset; } Inner;              // an address at an offset from the one in `word`
+typedef struct { int64_t word; uint64_t address; void *map; } Moved;  // a descriptor, and the address that it has now
 typedef struct { Config *config; void *function; void **parameters; } Launch;
 typedef struct {
   int (*launch)(const Config *, void *function, void **parameters, void **extra);  // cuLaunchKernelEx
   int (*replace)(void *map, void *address);                                        // cuTensorMapReplaceAddress
-  uint64_t *words;  // addresses: of tensors, of the places in spare memory, and inner ones
+  uint64_t *words;  // addresses of tensors, of places in spare memory, and inner ones
   uint64_t *places;
   Inner *inner;
   Moved *moved;
   Launch *launches;
   void **parameters;  // of all launches
   int64_t tensors, spare, inners, moves, count, values, bytes;
-  int64_t done;  // launches of a call that was refused, to go on with; -1: a descriptor was
+  int64_t done;  // if the driver refused a launch: its number, to continue there; -1: it refused a descriptor
 } Frame;
 
-enum { ALIGNED = 64, MAP = 128 };  // bytes: what descriptors have to be multiples of, and how long they are
-// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: it may start under the end of the launch before.
+enum { ALIGNED = 64, MAP = 128 };  // alignment and size of descriptors, in bytes
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: it may start before the previous launch has ended.
 static const Attribute overlapping = {6, {0}, {1}};
 
 static Frame *frame_of(PyObject *bytes) {
@@ -64,7 +64,7 @@ static int write_addresses(const Frame *f, PyObject *memory, PyObject *const *gr
   return 1;
 }
 
-// The driver's first refusal, or 0. Nothing of Python is touched here.
+// Returns the driver's first error, or 0. It does not touch Python objects.
 static int launch_all(Frame *f, void *stream) {
   int status = 0;
   const int64_t first = f->done < 0 ? 0 : f->done;
@@ -94,13 +94,13 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count)
   void *stream = PyLong_AsVoidPtr(args[1]);
   if (PyErr_Occurred() || !write_addresses(f, args[2], args + 3, count - 3)) return NULL;
   int status;
-  Py_BEGIN_ALLOW_THREADS  // a launch waits where a queue is full, and what empties it may need another thread
+  Py_BEGIN_ALLOW_THREADS  // a launch waits if a queue is full, and to empty it may need another thread
   status = launch_all(f, stream);
   Py_END_ALLOW_THREADS
   return PyLong_FromLong(status);
 }
 
-// Pointers into a frame that was copied ``by`` bytes further.
+// Adjusts a pointer into a frame that was copied to an address ``by`` bytes higher.
 #define MOVE(pointer) ((pointer) = (void *)((char *)(pointer) + by))
 
 PyDoc_STRVAR(copy_doc, "copy(frame) -> bytearray: another one of the same call. Somebody may be launching from the\n"

@@ -1,15 +1,15 @@
-// What a call takes of the host, in C: the key under which it is remembered, and its launches.
+// The host's work for a call, in C: the key under which the call is remembered, and its launches.
 //
-// Tensors are read through DLPack's exchange API of torch.Tensor, which torch keeps stable: in some tens of
-// nanoseconds a tensor's data pointer, sizes and strides, of which nothing is owned here. All that the driver needs of
-// a call's launches is one bytearray (`Frame`), so that Python's garbage collector has nothing to walk through.
+// Tensors are read through DLPack's exchange API of torch.Tensor, which torch keeps stable. It takes some tens of
+// nanoseconds to get a tensor's data pointer, sizes and strides, and nothing is owned here. Everything that the driver
+// needs for a call's launches is in one bytearray (`Frame`). So Python's garbage collector has nothing to visit.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-// Of DLPack (dlpack.h, major version 1), whose header comes with torch but not with kernels' compilers.
+// Types of DLPack (dlpack.h, major version 1). torch has this header, but kernels are compiled without it.
 typedef struct { uint8_t code, bits; uint16_t lanes; } Dtype;
 typedef struct { int32_t type, index; } Device;
 typedef struct {
@@ -28,12 +28,12 @@ typedef struct {
 } Exchange;
 
 static const Exchange *exchange;
-static PyObject *plain[2];     // torch.Tensor and Parameter: a subclass may hold no memory, or another's
-static PyObject *environment;  // bytes, the name of the variable that chooses backends
-static PyObject *look;         // `key` in Python
+static PyObject *plain[2];     // torch.Tensor and Parameter; a subclass may have no memory, or another tensor's
+static PyObject *environment;  // bytes, the name of the variable that names a backend
+static PyObject *look;         // the Python function for keys
 static PyObject *requires_grad, *data_ptr;  // names
 
-// A key in the making. Longer keys are made in Python.
+// A key while it is made. Longer keys are made in Python.
 typedef struct { size_t used; unsigned char bytes[4096]; } Key;
 
 static int put(Key *key, const void *from, size_t size) {
@@ -48,7 +48,7 @@ static int is_plain(PyObject *t) {
   return type == plain[0] || type == plain[1];
 }
 
-// As torch has it: where there are no numbers, or but one along an axis, a stride says nothing.
+// As torch does, ignores strides of empty tensors and of axes of size 1.
 static int is_contiguous(const Described *d) {
   int64_t expected = 1;
   int side_by_side = 1;
@@ -60,7 +60,7 @@ static int is_contiguous(const Described *d) {
   return side_by_side;
 }
 
-// `signature` of __init__.py, as bytes. A dtype has bits, so that no tensor begins as None does.
+// `signature` of __init__.py, as bytes. Since a dtype is not 0, no tensor begins like None.
 static int put_tensor(Key *key, const Described *d) {
   const size_t row = sizeof(int64_t) * (size_t)d->axes;
   const int contiguous = is_contiguous(d);
@@ -69,8 +69,8 @@ static int put_tensor(Key *key, const Described *d) {
          && put(key, d->sizes, row) && (contiguous || put(key, d->strides, row));
 }
 
-// 1 if the key holds it; 0 if Python has to look: it is no plain tensor, or DLPack does not describe it (sparse ones,
-// those of device "meta", those that transforms wrap); -1 with an exception that is not for us.
+// 1 if the tensor is in the key. 0 if Python has to make the key: the tensor is not plain, or DLPack cannot describe it
+// (it is sparse, on device "meta", or wrapped by a transform). -1 with any other exception.
 static int put_argument(Key *key, PyObject *t, int *wants_gradient) {
   static const uint32_t none = 0;
   Described d;
@@ -81,7 +81,7 @@ static int put_argument(Key *key, PyObject *t, int *wants_gradient) {
     PyErr_Clear();
     return 0;
   }
-  if (*wants_gradient == 0) {  // nobody has wanted one yet, and it would matter
+  if (*wants_gradient == 0) {  // no tensor needed a gradient so far, and it would matter
     PyObject *wants = PyObject_GetAttr(t, requires_grad);
     if (!wants) return -1;
     *wants_gradient = wants == Py_True;
@@ -98,7 +98,7 @@ static int put_environment(Key *key) {
 PyDoc_STRVAR(key_doc, "key(gradients, *groups): as fastcall.look, which gets what is not a plain tensor.");
 static PyObject *make_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Key key;
-  key.used = 1;  // the first byte: whether autograd has to know
+  key.used = 1;  // the first byte: whether autograd has to record the call
   if (count < 1) return PyErr_Format(PyExc_TypeError, "key: expected gradients and groups of tensors");
   int wants_gradient = args[0] == Py_True ? 0 : -1;
   for (Py_ssize_t g = 1; g < count; g++) {

@@ -1,4 +1,4 @@
-// The module, of all that stands before it (known.py).
+// The module of all files before this one (__init__.py).
 
 PyDoc_STRVAR(setup_doc, "setup(capsule, Tensor, Parameter, variable, look): before all else, once.");
 static PyObject *setup(PyObject *self, PyObject *args) {
@@ -8,7 +8,7 @@ static PyObject *setup(PyObject *self, PyObject *args) {
   if (!found) return NULL;
   if (found->major != 1 || !found->describe)
     return PyErr_Format(PyExc_ImportError, "expected version 1 of DLPack, got %u", (unsigned)found->major);
-  exchange = found;  // what is kept here is never freed, as modules of C are not
+  exchange = found;  // never freed, since C modules are not freed either
   plain[0] = Py_NewRef(tensor);
   plain[1] = Py_NewRef(parameter);
   environment = Py_NewRef(variable);
