@@ -70,9 +70,9 @@ class enable:
             checked.
 
     Attributes:
-        replaced: for every name its module, the name, the old object and the new one. refused: modules whose functions
-        are not those that we know, each with a name and the reason. They run as before. There was a RuntimeWarning for
-        each.
+        replaced: for every name its module, the name, the old object and the new one.
+        refused: modules whose functions are not those that we know, each with a name and the reason. They run as
+            before. There was a RuntimeWarning for each.
 
     Raises:
         ImportError: if there is no transformers >= 5.17.

@@ -128,7 +128,7 @@ class Mixer(GateMarks):
             attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; zeros are
                 padding, on either side. A token's output does not depend on padding; padding's own output is 0.
             state: the layer starts from this state and leaves the new state in it. None starts from zeros and keeps
-            nothing.
+                nothing.
             cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
                 attention_mask. Tokens after the last boundary give 0.
             cp_context: the split of one packed row over many ranks. hidden_states are this rank's tokens, and the

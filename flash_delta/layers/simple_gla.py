@@ -35,7 +35,7 @@ class SimpleGatedLinearAttention(Mixer):
         num_heads: heads H of the queries and the state. Default 4.
         num_kv_heads: heads of k and v, a divisor of H. Each serves H / num_kv_heads heads of queries. None means H.
         feature_map: applied to q and k: "relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu". Default
-        None.
+            None.
         use_short_conv: whether q, k, v pass a short causal convolution and silu. Default True.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.

@@ -43,19 +43,21 @@ class ContextParallel(Part):
     Args:
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).
         cu_seqlens: the bounds ``[N + 1]`` of all sequences in the whole row, on the host. They start at 0 and do not
-        decrease. tokens_per_rank: how many tokens each rank of the group holds. The total is at least
-        ``cu_seqlens[-1]``, and tokens after that are padding. Default: ``cu_seqlens[-1]`` split evenly; the first ranks
-        may have one more. fragments: instead of tokens_per_rank: the stretches ``(start, stop)`` of the row that each
-        rank holds, in the order of the row. :func:`~flash_delta.parallel.head_tail` makes them. Together they cover the
-        row. Default None.
+            decrease.
+        tokens_per_rank: how many tokens each rank of the group holds. The total is at least ``cu_seqlens[-1]``, and
+            tokens after that are padding. Default: ``cu_seqlens[-1]`` split evenly; the first ranks may have one more.
+        fragments: instead of tokens_per_rank: the stretches ``(start, stop)`` of the row that each rank holds, in the
+            order of the row. :func:`~flash_delta.parallel.head_tail` makes them. Together they cover the row. Default
+            None.
 
     Attributes:
         rank: this rank's place in the group.
         size: the number of ranks.
         tokens: how many tokens this rank holds.
         sequences: for each row of this rank, which of the N sequences it belongs to. An empty sequence has one row.
-        bounds: the rows' bounds, counted from this rank's first token. continued: for each row, whether its sequence
-        began in an earlier row. continues: for each row, whether its sequence continues in a later row.
+        bounds: the rows' bounds, counted from this rank's first token.
+        continued: for each row, whether its sequence began in an earlier row.
+        continues: for each row, whether its sequence continues in a later row.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

@@ -68,9 +68,10 @@ class Halo:
 
     Args:
         context: the split.
-        borders: which inputs cross borders. xs: the inputs of the convolutions, each ``[1, T, D]`` with its own D, all
-        of one dtype. states: the initial states ``[N, D, W]`` of this rank's rows, as `causal_conv1d` takes them. Those
-        of continued pieces are not read. None: zeros.
+        borders: which inputs cross borders.
+        xs: the inputs of the convolutions, each ``[1, T, D]`` with its own D, all of one dtype.
+        states: the initial states ``[N, D, W]`` of this rank's rows, as `causal_conv1d` takes them. Those of continued
+            pieces are not read. None: zeros.
     """
 
     def __init__(self, context: Part, borders: Borders, xs: Sequence[Tensor], states: Sequence[Tensor] | None):

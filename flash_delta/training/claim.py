@@ -20,8 +20,8 @@ def claim_folder(folder: Path, newest: Path | None, checkpoint_bytes: int) -> Fi
 
     Args:
         folder: the run's folder.
-        newest: the checkpoint that the run continues from; None before the first checkpoint. checkpoint_bytes: the size
-        of a checkpoint on the disk.
+        newest: the checkpoint that the run continues from; None before the first checkpoint.
+        checkpoint_bytes: the size of a checkpoint on the disk.
 
     Returns:
         The lock. Its holder releases it. It is also released when nothing refers to it.

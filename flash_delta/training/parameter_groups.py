@@ -20,8 +20,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Args:
         model: any module, plain or wrapped (peft, DistributedDataParallel, torch.compile, `fully_shard`). A parameter
-            that two modules share appears once. Parameters that need no gradient are left out. weight_decay: that of
-            the first group, at least 0. The second group has 0.
+            that two modules share appears once. Parameters that need no gradient are left out.
+        weight_decay: that of the first group, at least 0. The second group has 0.
 
     Returns:
         Two groups, each with "params", their names in "param_names", and "weight_decay". One may be empty.

@@ -41,10 +41,11 @@ class register:
     own ``FLA_DISABLE_BACKEND_DISPATCH=1`` nothing is registered. To see what happened so far, print the object.
 
     Attributes:
-        registered: names of functions for which fla's registry has this library. replaced: for every other name its
-        module, the name, the old function and the new one. refused: functions that fla does not have, and functions
-        that are not replaced, each with the reason. left: for calls that fla ran, the function's name and the reason,
-        once each. functions: the autograd functions that compute now, for frameworks that need to know them by class.
+        registered: names of functions for which fla's registry has this library.
+        replaced: for every other name its module, the name, the old function and the new one.
+        refused: functions that fla does not have, and functions that are not replaced, each with the reason.
+        left: for calls that fla ran, the function's name and the reason, once each.
+        functions: the autograd functions that compute now, for frameworks that need to know them by class.
 
     Raises:
         ImportError: if there is no fla >= 0.5.2, or it cannot be imported.

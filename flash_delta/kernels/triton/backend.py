@@ -1,12 +1,12 @@
 """The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs.
 
-``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once; ``scan`` walks
-the state through them. With a decay per channel ``channel`` forms all that depends on it, for ``solve`` and, instead of
-``factor``, for ``scan``. Backward: ``factor`` (``channel``) again, ``scan`` for the states and beside it
-``scan_backward`` right to left, then ``pairs`` and the kernels of ``gradients`` (``channel_gradients``,
-``halved_gradients``, ``key_head_gradients``) for all chunks at once. Forward keeps what ``solve`` wrote for the
-backward pass, and with ``disable_recompute`` the rest. Where a caller wants the states at the chunks' starts, ``scan``
-writes what it would write for the backward pass.
+``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once. ``scan`` walks
+the state through the chunks. With a decay per channel, ``channel`` computes everything that depends on the decay, and
+``factor`` is not needed. The backward pass runs ``factor`` (or ``channel``) again. Then it runs ``scan`` for the states
+and ``scan_backward`` from right to left in one launch. After that ``pairs`` and the kernels of ``gradients``
+(``channel_gradients``, ``halved_gradients``, ``key_head_gradients``) run for all chunks at once. The forward pass saves
+the results of ``solve`` for the backward pass, and with ``disable_recompute`` everything. If the caller wants the
+states at the chunks' starts, ``scan`` writes the same tensors as for the backward pass.
 """
 
 from collections.abc import Hashable, Iterable
@@ -54,10 +54,10 @@ from flash_delta.kernels.triton.tiles import Segments, plan_back, plan_segments,
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
-MOST_SEQUENCES = 65_534  # the last axis of a grid, which also has a program for what lies after them
+MOST_SEQUENCES = 65_534  # the last axis of a grid has one more program, for tokens after the sequences
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # after `step`'s new states
-HANDED = (Solved, Factors, Channels)  # from kernel to kernel of a call without gradients
+HANDED = (Solved, Factors, Channels)  # passed from kernel to kernel in a call without gradients
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -73,7 +73,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"on a pool it runs {DECODED}"
     if problem.recurrent:
         reason = _cannot_decode(problem)
-        if reason is not None or not problem.needs_grad:  # backward runs whole chunks
+        if reason is not None or not problem.needs_grad:  # the backward pass runs whole chunks
             return reason
     if problem.keep_states and problem.chunk_size != C:
         return f"it returns the states of chunks of {C} tokens, chunk_size is {problem.chunk_size}"
@@ -90,12 +90,12 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def preference(problem: Problem) -> tuple[int, str | None]:
-    """On a CPU it is interpreted, which is for tests."""
+    """Last on a CPU, where kernels are interpreted for tests."""
     return (1, None) if problem.device != CPU else (-2, None)
 
 
 def remark(p: Problem) -> str | None:
-    """What sizes and chip decide."""
+    """What `explain` says: the choices that depend on sizes and chip."""
     chip = chip_of(p.device)
     split, said = None if p.recurrent else plan_segments(p, chip), [unknown(chip) or ""]
     if split is not None:
@@ -107,7 +107,7 @@ def remark(p: Problem) -> str | None:
 
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
-    """What ``forward`` saves, not yet filled: what `solve` writes, and with ``disable_recompute`` all the rest."""
+    """Empty tensors like those that ``forward`` saves: those of `solve`, and with ``disable_recompute`` all."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
     return (for_backward(fixed).buffer,)
 
@@ -149,7 +149,7 @@ def backward(
 ) -> Inputs:
     """Gradients of ``o`` and ``final_state`` with respect to every input, in the inputs' dtypes.
 
-    ``saved`` is what ``forward`` saved for the same problem; empty, it is computed again.
+    ``saved`` is what ``forward`` saved for the same problem. If it is empty, it is computed again.
     """
     return backward_by(CHUNKS, p, x, saved, do, dfinal, known)
 
@@ -158,7 +158,7 @@ def backward_by(
     chunks: Chunks, p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
     known: KnownCall | None,
 ) -> Inputs:  # fmt: skip
-    """`backward`, with somebody's own kernels before and after the walks."""
+    """`backward`, with a backend's own kernels before and after the walks."""
     name = name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
@@ -177,8 +177,8 @@ def backward_by(
 
 
 def later_by(chunks: Chunks, p: Problem, x: Inputs, saves: bool) -> tuple[Call, Kernels]:
-    """The call of `backward_by` after most forward calls with ``x``, to be compiled beside these: nobody looks at final
-    states, and the gradient has no gaps."""
+    """The usual call of `backward_by` after a forward call with ``x``, for compiling both together. It assumes that
+    final states have no gradient, and that the gradient of o is contiguous."""
     nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
     saved = (for_backward(nowhere).buffer,) if saves else ()
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
@@ -194,7 +194,7 @@ def _kind_back(chunks: Chunks, p: Problem, saved: tuple[Tensor, ...]) -> tuple:
 def _prepare_back(
     chunks: Chunks, p: Problem, saved: tuple[Tensor, ...], d: Inputs, split: Segments | None
 ) -> tuple[Kernels, tuple[Tensor | None, ...]]:
-    """What launches all kernels, and the memory that it takes for that, on the device of ``p``."""
+    """The function that launches all kernels, and the memory for it on the device of ``p``."""
     anew, kept = not saved, p.disable_recompute
     recompute = anew or not kept
     own = () if kept else (Factors, Channels, Residual)
@@ -215,7 +215,7 @@ def _prepare_back(
 
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous; the pools are written in place."""
+    """``o``, contiguous. The pools are written in place."""
     o, convolved = output_of(p, s), new_convolved(p)
     with on(p.device):
         call = make_call(p, with_flat_parameters(x), DECODE, *s._replace(out=None), *around, known=known)
@@ -227,18 +227,19 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | N
 
 
 def output_of(p: Problem, s: Slots) -> Tensor:
-    """Where a serving call's output goes. To launches it is their own, whoever has made it."""
+    """The tensor for a serving call's output. For launches it counts as made by the call, also if the caller gave
+    it."""
     return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device) if s.out is None else s.out
 
 
 def _decode_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
-    """Its shortest way."""
+    """The fast path of `decode` for a known call."""
     o = output_of(known.problem, s)
     return o if again(known, DECODE, x, s, around, made=(o,)) else None
 
 
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """Token by token: `decode` from the initial states to a pool that gets every sequence's last one."""
+    """Runs token by token, by `decode` from the initial states to a pool for every sequence's final state."""
     new = x.v.new_zeros if p.packed else x.v.new_empty  # a packed row may be longer than its sequences
     o = new(p.B, p.T, p.HV, p.V)
     states = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
@@ -246,7 +247,7 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     slots = Slots(states, None, has_initial_state=has)
     if again(known, STEP, x, slots, made=(o,)):
         return Outputs(o, states)
-    if p.T == 0:  # no row looks at its state
+    if p.T == 0:  # no row reads its state
         states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
         return Outputs(o, states)
     given, x, p = x, with_flat_parameters(x), p._replace(pool=torch.float32)
@@ -264,15 +265,16 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
 
 def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor] | None:
-    """Its shortest way. The initial states are those of `Problem.state_shape`, in float32 and without gaps: of others
-    kernels get copies."""
+    """The fast path of `step` for a known call. The initial states must have `Problem.state_shape`, in float32 and
+    without gaps, since kernels get copies of others."""
     p = known.problem
     o, states = x.v.new_empty(p.B, p.T, p.HV, p.V), torch.empty_like(x.initial_state)
     return (o, states) if again(known, STEP, x, (states, *NO_SLOTS), made=(o,)) else None
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous; the pools are written in place. `decode` runs the short sequences, beside the others."""
+    """``o``, contiguous. The pools are written in place. `decode` runs the short sequences at the same time as the
+    others."""
     o = output_of(p, s)
     if again(known, PREFILL, x, s, around, made=(o,)):
         return o
@@ -300,7 +302,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
-    """What ``prefill`` or ``decode`` allocates beside its output. Of ``x`` only the layout matters."""
+    """The bytes that ``prefill`` or ``decode`` allocates besides the output. Only the layout of ``x`` matters."""
     if p.recurrent:
         return convolved_bytes(p)
     rule = with_convolved(x, new_convolved(p._replace(device=torch.device("meta"))))
@@ -318,8 +320,8 @@ def _cannot_decode(p: Problem) -> str | None:
 
 
 def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
-    """``buffers``: of `for_backward` if it is saved, and if chunks' states are wanted of a workspace with these last.
-    They are copied from it, sequence after sequence."""
+    """The results of `forward`. ``buffers``: that of `for_backward` if it is saved; and if chunks' states are wanted,
+    that of a workspace with these at its end. They are copied from it, sequence after sequence."""
     states = None
     if p.keep_states:
         kept = for_backward(p, *buffers) if kept_all(p) else Workspace(p, Residual, buffer=buffers[-1])
@@ -334,7 +336,7 @@ def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
 
 
 def with_flat_parameters(x: Inputs) -> Inputs:
-    """Parameters per head with their elements side by side, as they nearly always are."""
+    """The inputs with contiguous parameters per head, as they nearly always are."""
     A_log, dt_bias = x.A_log, x.dt_bias
     if A_log is not None and not A_log.is_contiguous():
         x = x._replace(A_log=A_log.contiguous())
@@ -344,31 +346,31 @@ def with_flat_parameters(x: Inputs) -> Inputs:
 
 
 def _spans(t: Tensor) -> int:
-    """Numbers from its first one to its last."""
+    """How many numbers the tensor spans, from its first to its last."""
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
-    """What forward saves for backward, and with ``disable_recompute`` all of it."""
+    """The workspace of what the forward pass saves. With ``disable_recompute`` it has everything."""
     groups = (Solved, Factors, Channels, Residual) if p.disable_recompute else (Solved,)
     return Workspace(p, *groups, buffer=buffer)
 
 
 def kept_all(p: Problem) -> bool:
-    """Whether the forward pass saves all that the backward pass can use."""
+    """Whether the forward pass saves everything that the backward pass can use."""
     return p.needs_grad and p.disable_recompute
 
 
 def name_back(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None
 ) -> tuple[Hashable, ...]:
-    """By which a backward pass is known: what of its tensors `known` was not made of. Even inputs may have been packed
-    away, and lie elsewhere now (`torch.autograd.graph.saved_tensors_hooks`)."""
+    """The name under which a backward pass is known: the layouts of its tensors. Even inputs may have other layouts
+    than in the forward pass, since hooks may have moved them (`torch.autograd.graph.saved_tensors_hooks`)."""
     return p.lengths, fastcall.key(False, x, (do, dfinal), saved)
 
 
 def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:
-    """Of what `new_gradients` made, when it is filled."""
+    """The gradients, from the filled tensors of `new_gradients`."""
     d = Inputs._make(made)
     if x.A_log is not None or x.dt_bias is not None:
         d = d._replace(A_log=summed(d.A_log, x.A_log), dt_bias=summed(d.dt_bias, x.dt_bias))
@@ -376,7 +378,7 @@ def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:
 
 
 def summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """The gradient of a parameter, from its float32 sums per chunk and head, or per chunk, head and channel."""
+    """The gradient of a parameter, from its float32 sums per chunk and head or per chunk, head and channel."""
     if like is None:
         return None
     over = 0 if like.numel() == sums.shape[1:].numel() else (0, 2)
@@ -384,8 +386,8 @@ def summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def new_gradients(p: Problem, x: Inputs) -> Inputs:
-    """Memory for them on the device of ``p``, without gaps; of A_log and dt_bias for their sums over chunks, [slots,
-    HV], or [slots, HV, K]."""
+    """Contiguous memory for the gradients, on the device of ``p``. For A_log and dt_bias it is for their sums per
+    chunk, [slots, HV] or [slots, HV, K]."""
     d = Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:7]))
     sums = count_slots(p), p.HV, *((p.K,) if p.gate == "channel" else ())
     new = partial(torch.empty, sums, dtype=torch.float32, device=p.device)

@@ -1,6 +1,6 @@
-"""The launch numbers of the kernels: one table row per kernel and kind of chip, from measurements or the compile gate.
+"""The launch numbers of the kernels. There is one table row per kernel and kind of chip.
 
-Rows of sm_90 up to a width of 128 were measured on an H200 (docs/notes); the others are the largest tiles that compile
+Rows of sm_90 up to a width of 128 were measured on an H200 (docs/notes). The others are the largest tiles that compile
 without a spill and within a chip's shared memory (``flash-delta compile``).
 """
 
@@ -20,31 +20,31 @@ class Segments(NamedTuple):
     """How sequences are split."""
 
     length: int  # tokens of a segment, a multiple of C
-    maps: Tile  # of the scan that finds their maps
+    maps: Tile  # of the scan that computes the segments' maps
     compose: Tile
-    scan: Tile  # of the scan that walks them
+    scan: Tile  # of the scan that walks the segments
 
 
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")  # chips with 99 KB of shared memory for a program
 
 
 def widest_float32(chip: Chip) -> int:
-    """The widest heads in float32 whose tiles fit: at 128 the gradients of keys take 152 KB of shared memory (sm_90a),
-    and 216 KB where the erase keys are tensors of their own (Comba)."""
+    """The widest heads in float32 whose tiles fit. At 128 the gradients of keys take 152 KB of shared memory (sm_90a),
+    and 216 KB with separate erase keys (Comba)."""
     return 128 if chip.target == "interpreter" or family(chip.target) in ("sm_90", "gfx942") else 64
 
 
 def widest_key(p: Problem, chip: Chip) -> int:
-    """The widest K whose tiles fit. Of 256 channels of keys and of erase keys (Comba), gradients take 120 KB of shared
-    memory, which these chips do not have."""
+    """The widest K whose tiles fit. With 256 channels of keys and of erase keys (Comba), gradients take 120 KB of
+    shared memory, more than these chips have."""
     if p.dtype == torch.float32:
         return widest_float32(chip)
     return 128 if p.erase == "undecayed" and p.needs_grad and chip.target in SMALL else 256
 
 
-# Of heads up to 64, up to 128 and up to 256 wide (the wider of K and V).
+# For heads up to 64, up to 128 and up to 256 wide (the wider of K and V).
 TILES = {
-    # A thread owns two channels; measured 128 wide.
+    # A thread owns two channels. Measured with a width of 128.
     ("channel", "gfx942"): (Tile(1, 1), Tile(2, 1), Tile(4, 1)),
     ("channel", "sm_80"): (Tile(1, 2), Tile(2, 2), Tile(4, 2)),
     ("channel", "sm_90"): (Tile(1, 3), Tile(2, 3), Tile(4, 3)),
@@ -70,13 +70,13 @@ TILES = {
     ("key_gradients", "sm_80"): (Tile(8, 1, 32), Tile(8, 1, 16), Tile(8, 1, 16)),
     ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 1, 16)),
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
-    # 16 channels: from 64 on products are wgmma, and here the assembler of Triton 3.6 loses the descriptors of
-    # some: illegal addresses on an H200 (docs/notes).
+    # 16 channels. From 64 channels on products are wgmma, and the assembler of Triton 3.6 loses some of their
+    # descriptors here, which gave illegal addresses on an H200 (docs/notes).
     ("halved_gradients", "gfx942"): (Tile(4, 1, 64),) * 3,
     ("halved_gradients", "sm_80"): (Tile(4, 1, 16),) * 3,
     ("halved_gradients", "sm_90"): (Tile(4, 1, 16, registers=168),) * 3,
     ("halved_gradients", "sm_100"): (Tile(4, 1, 16),) * 3,
-    # 16 channels of a warp, and no wgmma, either; measured 128 wide
+    # 16 channels per warp, and no wgmma either. Measured with a width of 128.
     ("channel_gradients", "gfx942"): (Tile(2, 1, 32),) * 3,
     ("channel_gradients", "sm_80"): (Tile(2, 2, 32),) * 3,
     ("channel_gradients", "sm_90"): (Tile(2, 3, 32),) * 3,
@@ -85,7 +85,7 @@ TILES = {
     ("scan", "sm_80"): (Tile(4, 2, 32), Tile(4, 2, 32), Tile(8, 1, 16)),
     ("scan", "sm_90"): (Tile(8, 2, 32),) * 3,  # see SCANS
     ("scan", "sm_100"): (Tile(8, 2, 32),) * 3,
-    # The next map comes under the product with this one.
+    # The next map is loaded during the product with this one.
     ("compose", "gfx942"): (Tile(4, 1, 16), Tile(8, 1, 16)),
     ("compose", "sm_80"): (Tile(4, 2, 16), Tile(8, 2, 16)),
     ("compose", "sm_90"): (Tile(4, 3, 16), Tile(8, 3, 16)),
@@ -105,9 +105,9 @@ TILES = {
     ("scan_backward", "sm_100"): (Tile(8, 2, 16),) * 3,
 }
 # On every chip:
-WARP = Tile(1, 1)  # of solve and gates: one warp, whose steps need no barrier
-HEADS = Tile(8, 1)  # of key_head_gradients, which moves memory
-# Of float32, which is there to be compared with; of heads up to 64 and up to 128 wide. Some spill whatever the tile
+WARP = Tile(1, 1)  # for solve and gates: one warp, which needs no barriers
+HEADS = Tile(8, 1)  # for key_head_gradients, which is bound by memory
+# For float32, which is for comparisons, and heads up to 64 and up to 128 wide. Some kernels spill with any tile
 # (gate.py).
 FLOAT32 = {
     "channel": (Tile(1, 1), Tile(2, 1)),
@@ -123,21 +123,21 @@ FLOAT32 = {
 
 
 def copied(*stages: int) -> tuple[Tile, ...]:
-    """Tiles of 16, 32, 64 and 128 value columns, whose chunks the copy engine brings: in each so many at once."""
+    """Tiles of 16, 32, 64 and 128 value columns, with chunks loaded by the copy engine. ``stages``: chunks at once."""
     widths = ((4, 16), (4, 32), (4, 64), (8, 128))
     return tuple(Tile(warps, n, BV, tma=True) for (warps, BV), n in zip(widths, stages, strict=True))
 
 
 SCAN_KINDS = ("scan", "scan_kept", "scan_backward", "scan_both")
-# Heads up to 128 wide where the copy engine helps. The narrowest tile comes first: narrow ones make more programs of
-# few heads, wide ones move less memory for many.
+# For heads up to 128 wide, where the copy engine helps. The narrowest tile comes first. Narrow tiles make more programs
+# from few heads. Wide tiles move less memory if there are many heads.
 SCANS = {
     ("scan", "sm_90"): copied(4, 4, 3, 3),
     ("scan_kept", "sm_90"): copied(4, 4, 2, 2),
     ("scan_backward", "sm_90"): copied(4, 4, 3, 2),
     ("scan_both", "sm_90"): copied(4, 3, 3, 2),
 } | {(kind, "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 3, 64, tma=True)) for kind in SCAN_KINDS}
-# The same with a decay per channel, where scans load A, too (at 128 columns see `scan`).
+# The same with a decay per channel, where scans also load A (for 128 columns see `scan`).
 CHANNEL_SCANS = {
     ("scan", "sm_90"): copied(4, 4, 3, 3),
     ("scan_kept", "sm_90"): copied(3, 3, 2, 2),
@@ -147,49 +147,50 @@ CHANNEL_SCANS = {
 
 
 class Pace(NamedTuple):
-    """What scans take on a chip, in us; see runtime/segment_plan.py."""
+    """The times of scans on a chip, in us; see runtime/segment_plan.py."""
 
-    setup: float  # until a program's first chunk: mostly descriptors
-    scan: dict[int, float]  # a chunk, by the value columns of a program, one program on each processor
-    other: float  # the same with other columns
-    maps: float  # a chunk of a map's columns
-    together: int  # programs with such columns that share a processor
-    launches: float  # of two more kernels
-    compose: float  # a segment
-    worth: float  # the share of a whole walk's time that segments may take to be chosen
+    setup: float  # before a program's first chunk, mostly for descriptors
+    scan: dict[int, float]  # per chunk, by a program's value columns, with one program on each multiprocessor
+    other: float  # the same with any other number of columns
+    maps: float  # per chunk, for a map's columns
+    together: int  # programs with such columns that share a multiprocessor
+    launches: float  # for launching two more kernels
+    compose: float  # per segment
+    worth: float  # segments are chosen if they take at most this share of a whole walk's time
 
 
-# Measured on an H200 (docs/notes); with a decay per channel, and else.
+# Measured on an H200 (docs/notes), with a decay per channel and without.
 PACES = {
     (False, "sm_90"): Pace(10.0, {16: 0.88, 32: 1.27, 64: 1.53, 128: 2.5}, 2.5, 1.07, 2, 8.0, 2.0, 0.9),
     (True, "sm_90"): Pace(10.0, {16: 1.25, 32: 1.5, 64: 1.87, 128: 3.5}, 3.5, 1.72, 1, 8.0, 2.0, 0.9),
 }
-# Elsewhere the share of their products, and segments have to promise more.
+# On other chips, times follow from the number of products, and segments have to promise more.
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
-# The backward pass, as a multiple of the scan's chunk: the scan again beside the backward one, and what finds the ends
-# of segments; and the share of a whole walk's time that segments may take there. These are estimates: they agree with
-# the few rows that were timed (docs/notes/2026-11-24-walk-back.md), and none was measured by itself.
+# For the backward pass, as multiples of the scan's time per chunk: the scan again together with the backward scan, and
+# the scan that finds the ends of segments. And the share of a whole walk's time that segments may take. These are
+# estimates. They agree with the few rows that were timed (docs/notes/2026-11-24-walk-back.md), but none was measured
+# separately.
 BOTH, ENDS, BACK_WORTH = 1.8, 1.3, 0.85
-# Of decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256. With
-# values first the rows of a tile are a warp's, which has no barrier to wait at; with keys first, whole lines decide.
-# Measured on an H200 with 64 and with 256 rows (docs/notes).
+# For decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256.
+# With values first, the rows of a tile belong to one warp, so there are no barriers. With keys first, a tile should
+# have whole lines of memory. Measured on an H200 with 64 and with 256 rows (docs/notes).
 DECODE = {
     (True, 4): (Tile(1, 1, 8), Tile(1, 1, 8), Tile(1, 1, 4)),
     (True, 2): (Tile(1, 1, 16), Tile(1, 1, 16), Tile(1, 1, 4)),
     (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 64)),
     (False, 2): (Tile(1, 1, 32), Tile(2, 1, 64), Tile(4, 1, 64)),
 }
-# Of one token, with values first and K from 65 to 128 in float32: with so many registers a thread 32 programs share a
-# processor of Hopper, the most that can, instead of 28. Of several tokens it would spill.
+# For one token, with values first and K from 65 to 128 in float32. With so many registers per thread, 32 programs share
+# a multiprocessor of Hopper instead of 28. 32 is the most that it allows. With several tokens the kernel would spill.
 ONE_TOKEN_REGISTERS = 64
-# Of few rows with a decay per head, K from 65 to 128 and V over 64: a program has less to do, and all run at once.
-# By the bytes of a number in the pool; and how many columns they may be for each processor.
+# For few rows with a decay per head, K from 65 to 128 and V over 64. Programs are smaller, so that all run at once. By
+# the bytes of a number in the pool; and the most columns per multiprocessor for which this holds.
 FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(2, 1, 8)}, {4: 128, 2: 32}
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
-    """``every``: all that other batch sizes may choose. A row's bits do not depend on it: a tile of 4 rows has its sums
-    over the same threads as a wider one."""
+    """The tiles of decoding. ``every``: all tiles that other batch sizes may choose. A row's bits do not depend on the
+    tile, since a tile of 4 rows has its sums over the same threads as a wider one."""
     channel, size = p.gate == "channel", max(p.pool.itemsize, (p.write_pool or p.pool).itemsize)
     usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
     usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
@@ -206,11 +207,12 @@ def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
 
 
 def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
-    """The narrowest tile with which all programs run at once; ``every``: all that other batch sizes may choose.
+    """The narrowest tile with which all programs run at once. ``every``: all tiles that other batch sizes may choose.
 
-    "scan_kept" is the scan that writes both the output and what the backward pass needs (``disable_recompute``),
-    "scan_both" the backward scan beside which the forward one runs again. For batch invariance the tile is that of a
-    sequence alone, but on Hopper, where all of them give the same bits (tests/test_prefill_gpu.py).
+    "scan_kept" is the scan that writes both the output and what the backward pass needs (``disable_recompute``).
+    "scan_both" is the launch with the backward scan and a second run of the forward scan. For batch invariance the tile
+    is that of a sequence alone. Hopper is an exception, since all its tiles give the same bits
+    (tests/test_prefill_gpu.py).
     """
     if p.batch_invariant and family(chip.target) != "sm_90":
         p, every = p._replace(N=1), False
@@ -219,11 +221,11 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
 
 
 def plan_segments(p: Problem, chip: Chip) -> Segments | None:
-    """How long sequences are split, if that is faster.
+    """How long sequences are split, or None if that is not faster.
 
-    None where bits are promised that a split would change: with ``batch_invariant``, and on a pool, where a prompt
-    continues from any multiple of 64 tokens as if it had not been cut (ops/serving/prefill.py). What writes the states
-    of chunks walks whole sequences, too.
+    None also if a split would change promised bits: with ``batch_invariant``, and on a pool, where a prompt that is cut
+    at a multiple of 64 tokens gives the same bits as a whole one (ops/serving/prefill.py). A scan that writes the
+    states of chunks also walks whole sequences.
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
@@ -231,14 +233,14 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
 
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
-    """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
+    """The plan for one endless sequence. None if such calls are never split. Then nothing is compiled for splits."""
     if p.pool is not None or p.batch_invariant or p.writes_states:
         return None
     return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
 
 
 def plan_back(p: Problem, chip: Chip) -> Segments | None:
-    """The same of the backward pass, also where the forward pass has written the states of chunks."""
+    """The same for the backward pass, also if the forward pass has written the states of chunks."""
     if p.N == 0 or plan_back_endless(p, chip) is None:
         return None
     return _plan_back(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p))
@@ -249,7 +251,7 @@ def plan_back_endless(p: Problem, chip: Chip) -> Segments | None:
 
 
 def back_tiles(p: Problem, chip: Chip, length: int, every: bool, *, recompute: bool) -> tuple[Tile, ...]:
-    """Of the backward scan in segments, of which there are as many as a chip has room for; ``every``: all choices."""
+    """The tiles of the backward scan in segments, which are as many as the chip can run. ``every``: all choices."""
     kernel = "scan_both" if recompute else "scan_backward"
     tiles = _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
     walks = count_slots(p, length) * p.HV * (1 + recompute)
@@ -261,11 +263,11 @@ def maps_tile(p: Problem, chip: Chip) -> Tile:
 
 
 def segment_tiles(p: Problem, chip: Chip) -> tuple[Tile, ...]:
-    """Of the scan that walks segments: there are as many as a chip has room for, so wide ones."""
+    """The tiles of the scan that walks segments. They are wide, since there are enough segments to fill the chip."""
     return _scan_tiles("scan", p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
 
 
-# Every launch asks: a remembered answer takes 0.3 us.
+# Called for every launch. A cached answer takes 0.3 us.
 
 
 @lru_cache
@@ -280,7 +282,7 @@ def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
 def _scan_tiles(
     kernel: str, channel: bool, chip: Chip, dtype: torch.dtype, K: int, V: int, states: int
 ) -> tuple[Tile, ...]:
-    """``states``: those that walk at once; 0: any number."""
+    """The tiles of a scan. ``states``: the number of states that walk at once; 0: any number."""
     choices = (CHANNEL_SCANS if channel else SCANS).get((kernel, family(chip.target)))
     if choices is None or dtype == torch.float32 or max(K, V) > 128:
         name = {"scan_kept": "scan", "scan_both": "scan_backward"}.get(kernel, kernel)
@@ -292,15 +294,16 @@ def _scan_tiles(
 
 
 def _walk_us(walk: float, channel: bool, chip: Chip, width: int, tile: Tile, states: int, length: int) -> float:
-    """Of programs that walk ``length`` chunks of so many states, which takes ``walk`` times what the scan does."""
+    """The time of programs that walk so many states through ``length`` chunks. A chunk takes ``walk`` times a
+    scan's."""
     pace = PACES.get((channel, family(chip.target)), PACE)
     chunk = walk * pace.scan.get(tile.BV, pace.other)
     return waves_us(states * -(-width // tile.BV), chip.processors, pace.setup, length, chunk)
 
 
 def _maps_us(channel: bool, chip: Chip, K: int, V: int, tile: Tile, states: int, number: int, length: int) -> float:
-    """Of the first of ``number`` segments the values' columns are mapped; of all between it and the last also the
-    keys'."""
+    """The time for the maps of ``number`` segments. The first segment needs a map's value columns only, and the last
+    one needs no map. The others need value and key columns."""
     pace = PACES.get((channel, family(chip.target)), PACE)
     programs = states * (-(-V // tile.BV) + (number - 2) * -(-(V + K) // tile.BV))
     maps = waves_us(programs, pace.together * chip.processors, pace.setup, length, pace.maps)
@@ -311,7 +314,7 @@ def _maps_us(channel: bool, chip: Chip, K: int, V: int, tile: Tile, states: int,
 def _plan_segments(
     channel: bool, chip: Chip, dtype: torch.dtype, HV: int, K: int, V: int, N: int, chunks: int
 ) -> Segments | None:
-    """``N`` sequences of ``chunks`` each."""
+    """The plan for ``N`` sequences of ``chunks`` each."""
     if dtype == torch.float32 or max(K, V) > 128:
         return None
     pace, scans = PACES.get((channel, family(chip.target)), PACE), _scan_tiles("scan", channel, chip, dtype, K, V, 0)

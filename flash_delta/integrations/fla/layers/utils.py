@@ -50,8 +50,8 @@ def unpad_input(
     """Queries [B, q_len, ...] and states [B, T, ...] without their padding.
 
     Args:
-        q: a tensor or several; q_len is T, or 1 for one token of every sequence. states: a tensor or several, for the
-        tokens of the mask.
+        q: a tensor or several; q_len is T, or 1 for one token of every sequence.
+        states: a tensor or several, for the tokens of the mask.
         attention_mask: [B, T].
         keepdim: whether results are [1, n, ...]. Default False: [n, ...].
 

@@ -1,7 +1,7 @@
-"""The ``triton`` backend of what layers do around the rule: convolution, norm and gate, forward and backward.
+"""The ``triton`` backend for convolution, norm and gate around the rule, forward and backward.
 
-Gradients of parameters take two launches: every program sums over its rows, and ``total`` over the programs, in an
-order that sizes alone decide. Nothing is saved for the backward pass but the inputs.
+Gradients of parameters take two launches. Every program sums over its rows, and then ``total`` sums over programs. The
+order depends only on sizes. Only inputs are saved for the backward pass.
 """
 
 import torch
@@ -50,17 +50,17 @@ def unsupported(problem: AroundProblem) -> str | None:
 
 
 def preference(problem: AroundProblem) -> tuple[int, str | None]:
-    """As the backend of the rule."""
+    """The same as that of the rule's backend."""
     return (1, None) if problem.device != CPU else (-2, None)
 
 
 def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> tuple[Tensor, Tensor | None]:
-    """y ``[B, T, D]`` and, if it is wanted, the final state ``[N, D, W]``, both contiguous."""
+    """y ``[B, T, D]`` and, if the problem asks for it, the final state ``[N, D, W]``, both contiguous."""
     y = x.x.new_empty(*x.x.shape)  # a torch.Size takes 1 us more than its numbers
     final = x.x.new_empty(p.N, p.D, p.W) if p.output_final_state else None
     if again(known, (*CONVOLVE, p.output_final_state), x, made=(y, final)):
         return y, final
-    if not y.numel():  # nothing is launched for nothing
+    if not y.numel():  # there is nothing to compute
         if final is not None:
             final.copy_(x.initial_state) if x.initial_state is not None else final.zero_()
         return y, final
@@ -95,7 +95,7 @@ def convolve_backward(
 
 
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
-    """Of one token ``x [N, D]`` or ``[N, D, 1]`` of every row its y; ``initial_state`` moves on in place."""
+    """y for one token ``x [N, D]`` or ``[N, D, 1]`` of every row. ``initial_state`` is updated in place."""
     y = x.x.new_empty(*x.x.shape)
     if again(known, TOKEN, x, made=(y,)) or not y.numel():
         return y
@@ -149,7 +149,7 @@ def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
 
 
 def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None = None) -> Gated:
-    """The sums over programs are PyTorch's."""
+    """The gradients. PyTorch sums over programs."""
     d = Gated(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
     if not dy.numel():
         _zero(d)
@@ -167,7 +167,7 @@ def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None 
 
 
 def _heads(p: GateProblem, x: Gated) -> Gated:
-    """Rows [M, HV, K], without a copy where strides allow it, and parameters without gaps."""
+    """Rows [M, HV, K], without a copy if strides allow it, and contiguous parameters."""
     parameters = (None if t is None else t.contiguous() for t in x[1:])
     return Gated(x.g.reshape(-1, p.HV, p.K), *parameters)
 
@@ -179,7 +179,7 @@ def _zero(d: AroundInputs) -> None:
 
 
 def _aligned(x: Convolved) -> Convolved:
-    """Channels side by side, as they nearly always are, and parameters without gaps."""
+    """Inputs with contiguous channels, as they nearly always are, and contiguous parameters."""
     return _with_whole_parameters(x._replace(x=_unit(x.x)))
 
 

@@ -1,18 +1,18 @@
-"""The short causal convolution of whole sequences, forward and backward, and its step by one token.
+"""The short causal convolution of whole sequences, forward and backward, and its step for one token.
 
     z[t, d] = bias[d] + sum_w weight[d, w] x[t - (W-1) + w, d]        y = z or silu(z)
 
-A program walks down BT tokens of BD channels and holds the last inputs in registers, so that a token is read once. Its
-loads come in groups of G tokens, all before the group's stores: past a store, which might write what they read, no
-compiler moves a load. Tokens are found as those of chunks are (chunk.find_slot), so that a program sees one sequence.
+A program walks through BT tokens of BD channels and keeps the last inputs in registers, so each token is read once. It
+loads groups of G tokens, before the group's stores. A compiler does not move a load before a store, which might write
+the loaded address. Programs find their tokens as those of chunks do (chunk.find_slot), so each has one sequence only.
 
-Backward, beside z, which is computed again:
+The backward pass computes z again, and
 
     dz = dy or dy silu'(z)      dx[t] = sum_w weight[w] dz[t + (W-1) - w]      dweight[w] = sum_t dz[t] x[t - (W-1) + w]
 
-The walk continues for W - 1 tokens after its own, whose dz reach back, and gives dx W - 1 tokens after the one it is
-at; before a sequence's first token that is the gradient of its initial state. ``total`` (norm.py) sums what the
-programs found of dweight and dbias, always in the same order.
+The walk continues for W - 1 tokens after its own tokens, since their dz contribute. dx of a token is complete W - 1
+tokens later. Before a sequence's first token, dx is the gradient of its initial state. ``total`` (norm.py) sums the
+programs' parts of dweight and dbias, always in the same order.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ def load_state(state, strides, n, d, i, mask):
 
 @triton.jit
 def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.constexpr):
-    """Of a sequence's row its token t, in float32; before the first one the state's, or 0."""
+    """Token t of a sequence's row, in float32. Before the first token it comes from the state, or is 0."""
     value = tl.load(x + t.to(tl.int64) * strides[1] + d, mask=mask & (t >= start), other=0.0).to(tl.float32)
     if state is not None:
         i = W + t - start
@@ -65,7 +65,7 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
 
 @triton.jit
 def load_group(x, stride, t, stop, d, inside, G: tl.constexpr, rounded: tl.constexpr = tl.float32):
-    """Tokens t to t + G - 1, ``rounded`` to a dtype, in float32; 0 from ``stop`` on."""
+    """Tokens t to t + G - 1 in float32, ``rounded`` to a dtype; 0 from ``stop`` on."""
     group, at = [], x + t.to(tl.int64) * stride + d
     for j in tl.static_range(G):
         group += [tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0)]
@@ -83,8 +83,8 @@ def convolve(
     slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
     token, inside, live = start + number * BT, d < D, n < N
-    known = inside & live  # rows after the last sequence may hold anything
-    before = known & (token <= stop)  # a slot may be one too many: its first token lies far behind that
+    known = inside & live  # tokens after the last sequence may have any value
+    before = known & (token <= stop)  # a slot may have no tokens; its first token then lies far beyond stop
     x += row.to(tl.int64) * x_strides[0]
     y += row.to(tl.int64) * T * D
     taps, base = load_taps(weight, d, inside, W), None
@@ -118,7 +118,8 @@ def convolve_backward(
     dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
     PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx and dinitial are contiguous; parts [slots, W, D], or with a bias [slots, W + 1, D]: dweight and dbias."""
+    """dx and dinitial are contiguous. parts [slots, W, D], or with a bias [slots, W + 1, D], are for dweight and
+    dbias."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
@@ -167,7 +168,7 @@ def convolve_backward(
                 at = dinitial + (n.to(tl.int64) * D + d) * W + W + p - start
                 tl.store(at, dinput.to(dinitial.dtype.element_ty), mask=known & (p < start) & (number == 0))
         window, dz = window[G:], dz[G:]
-    if dinitial is not None:  # its oldest input no output reads
+    if dinitial is not None:  # no output reads the state's oldest input
         oldest = tl.zeros([BD], tl.float32)
         if dfinal is not None:
             oldest = load_state(dfinal, dfinal_strides, n, d, 0, known & (start >= stop))
@@ -186,7 +187,7 @@ def convolve_token(
     x, state, weight, bias, y, x_strides, state_strides, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """One token of every row, x [N, D]; it moves into the state, in place. y is contiguous."""
+    """One token of every row, x [N, D]. It is shifted into the state, in place. y is contiguous."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     n, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     inside, taps = d < D, load_taps(weight, d, d < D, W)
@@ -200,7 +201,7 @@ def convolve_token(
         z += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         z *= sigmoid(z)
-    tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
+    tl.debug_barrier()  # other threads overwrite inputs that a thread has to read first
     for w in tl.static_range(W):
         at = state + n.to(tl.int64) * state_strides[0] + d.to(tl.int64) * state_strides[1] + w * state_strides[2]
         tl.store(at, window[w].to(state.dtype.element_ty), mask=inside)
@@ -208,15 +209,15 @@ def convolve_token(
 
 
 class Cut(NamedTuple):
-    """How a convolution is cut."""
+    """How a convolution is divided among programs."""
 
     warps: int
     BD: int  # channels of a program
     BT: int  # tokens of a program
-    G: int  # of which so many are loaded at once
+    G: int  # tokens that are loaded at once
 
 
-CUTS = {  # 16 bytes of a row of 16-bit numbers are one thread's; AMD's warps are twice as wide
+CUTS = {  # a thread has 16 bytes of a row of 16-bit numbers; AMD's warps are twice as wide
     ("convolve", "nvidia"): Cut(2, 256, 64, 8),
     ("convolve", "amd"): Cut(1, 512, 64, 8),
     # With twice the channels a thread's sums spill.
@@ -231,20 +232,20 @@ def cut_of(kernel: str, c: Call) -> Cut:
 
 
 def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> Cut:
-    """Of W taps and D channels."""
+    """The cut for W taps and D channels."""
     w = CUTS[kernel, "amd" if family(chip.target) == "gfx942" else "nvidia"]
-    much = W > 4 or dtype.itemsize > 2  # for a thread's registers
+    much = W > 4 or dtype.itemsize > 2  # whether a thread needs many registers
     BD = min(w.BD // 2 if much else w.BD, next_power_of_2(D))
     return w._replace(BD=BD, G=min(w.G, 4) if W > 4 else w.G)
 
 
 def count_pieces(p: ConvolutionProblem | Problem, BT: int) -> int:
-    """Programs along the tokens: an upper bound, as that of chunks (chunk.count_slots)."""
+    """The number of programs along the tokens: an upper bound, as for chunks (chunk.count_slots)."""
     return p.T // BT + p.N + 1 if p.packed else p.N * -(-p.T // BT)
 
 
 def count_parts(c: Call) -> int:
-    """Rows of what `run_convolve_backward` leaves to be summed."""
+    """The number of rows that `run_convolve_backward` writes and that have to be summed."""
     return count_pieces(c.p, cut_of("convolve_backward", c).BT)
 
 
@@ -262,7 +263,7 @@ def run_convolve_backward(
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
-    """One token of each row, x [N, D]; the state moves on in place."""
+    """One token of each row, x [N, D]. The state is updated in place."""
     p, x, BD = c.p, c.x, min(TOKEN.BV, next_power_of_2(c.p.D))
     constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
     plan = Plan((p.N * -(-p.D // BD), 1, 1), TOKEN, (x.x.stride(), x.initial_state.stride()), constants)
@@ -274,7 +275,7 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
 
 
 def _along(c: Call, w: Cut, *more: tuple[int, ...]) -> Plan:
-    """Of programs along the tokens; ``more``: strides of the gradients that come from outside."""
+    """The plan for programs along the tokens. ``more``: strides of the gradients that are given."""
     p, x = c.p, c.x
     scalars, silu = (p.N, p.T, x.x.stride(), strides(x.initial_state), *more), p.activation is not None
     constants = {"D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}

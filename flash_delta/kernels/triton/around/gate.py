@@ -38,7 +38,7 @@ def rate_and_bias(A_log, dt_bias, d, D: tl.constexpr, K: tl.constexpr):
 def decays_of(a, rate, bias, lower_bound, BOUNDED: tl.constexpr):
     if BOUNDED:
         return channel_log_decay(a, rate, bias, lower_bound, 1.0, True, True)
-    else:  # `channel_log_decay` would end at its least log decay
+    else:  # `channel_log_decay` would clamp at its least log decay
         return log_decay(a, -rate, bias)
 
 
@@ -47,7 +47,7 @@ def decay(
     g, A_log, dt_bias, y, M, lower_bound, row_stride, head_stride, channel_stride, D: tl.constexpr, K: tl.constexpr,
     BD: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """BD channels of ROWS of the M rows; y [M, D] is contiguous."""
+    """A program has BD channels of ROWS of the M rows. y [M, D] is contiguous."""
     row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BD + tl.arange(0, BD)
     inside = (row < M)[:, None] & (d < D)[None, :]
     rate, bias = rate_and_bias(A_log, dt_bias, d, D, K)
@@ -63,8 +63,8 @@ def decay_backward(
     dy_head_stride, dy_channel_stride, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the M rows at a time, the next ones ``step`` further on; parts [programs, 2, D] of what channels add to
-    the gradients of A_log and dt_bias. dg is contiguous."""
+    """A program takes ROWS of the M rows at a time, and the next ones ``step`` rows further on. It writes parts
+    [programs, 2, D]: the channels' parts of the gradients of A_log and dt_bias. dg is contiguous."""
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     rate, bias = rate_and_bias(A_log, dt_bias, d, D, K)
     dA, dbias = tl.zeros([ROWS, BD], tl.float32), tl.zeros([ROWS, BD], tl.float32)
@@ -83,9 +83,9 @@ def decay_backward(
     tl.store(at + D, tl.sum(dbias, 0), mask=d < D)
 
 
-NUMBERS, BACKWARD_NUMBERS = 2048, 1024  # of a tile
-COLUMNS = 128  # of a tile, at most
-PROGRAMS = 1024  # of the backward pass, at most: a few for each multiprocessor, and as many sums to add
+NUMBERS, BACKWARD_NUMBERS = 2048, 1024  # numbers in a tile
+COLUMNS = 128  # columns in a tile, at most
+PROGRAMS = 1024  # at most, in the backward pass: a few per multiprocessor, and few sums to add
 WARPS = Tile(4, 1)
 
 
@@ -98,7 +98,7 @@ def run_decay(c: Call, y: Tensor) -> None:
 
 
 def count_gate_parts(c: Call) -> int:
-    """Programs of `run_decay_backward` along the rows."""
+    """The number of programs of `run_decay_backward` along the rows."""
     (blocks, rows), _ = _tile(c, BACKWARD_NUMBERS)
     return min(max(1, PROGRAMS // blocks), -(-len(c.x.g) // rows))
 

@@ -1,4 +1,4 @@
-"""The RMS norm, gated or not, forward and backward; and the sum of what programs found of parameters' gradients.
+"""The RMS norm, gated or not, forward and backward; and the sum over programs for gradients of parameters.
 
     y = x r w act(gate),  r = 1 / sqrt(mean(x²) + eps)
 
@@ -35,7 +35,8 @@ def load_rows(x, stride, row, d, mask):
 
 @triton.jit
 def reciprocal_rms(x, row, M, eps, D: tl.constexpr):
-    """r of every row; 1 of those from M on, which are zeros: r would be infinite if eps is 0, and 0 r no number."""
+    """r of every row. It is 1 for rows from M on, which are zeros. With eps = 0 their r would be infinite, and 0 r
+    NaN."""
     return tl.rsqrt(tl.where(row < M, tl.sum(x * x, 1) / D + eps, 1.0))
 
 
@@ -44,7 +45,7 @@ def normalize(
     x, gate, weight, y, M, eps, x_stride, gate_stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the M rows; y is contiguous."""
+    """A program has ROWS of the M rows. y is contiguous."""
     row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
     inside = (row < M)[:, None] & (d < D)[None, :]
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
@@ -63,7 +64,8 @@ def normalize_backward(
     x, gate, weight, dy, dx, dgate, parts, M, eps, step, x_stride, gate_stride, dy_stride, D: tl.constexpr,
     BD: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the M rows at a time, the next ones ``step`` further on; parts [programs, D] of dw."""
+    """A program takes ROWS of the M rows at a time, and the next ones ``step`` rows further on. It writes parts
+    [programs, D] of dw."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BD], tl.float32)
@@ -90,7 +92,7 @@ def normalize_backward(
 def total(
     parts, dweight, dbias, P, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
 ):
-    """Over P of parts [P, ROWS, D], always in the same order: dweight [D, W], and of the row after them dbias [D]."""
+    """Sums parts [P, ROWS, D] over P, always in the same order, to dweight [D, W], and the last row to dbias [D]."""
     w, d, p = tl.program_id(1), tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BP)
     inside, sums = d < D, tl.zeros([BP, BD], tl.float32)
     for first in range(0, P, BP):
@@ -102,10 +104,10 @@ def total(
         tl.store(dbias + d, result.to(dbias.dtype.element_ty), mask=inside & (w == W))
 
 
-ROWS, BACKWARD_ROWS = 4096, 1024  # numbers of a norm's tile
-PROGRAMS = 1024  # of a norm's backward pass, at most: a few for each multiprocessor, and as many sums to add
+ROWS, BACKWARD_ROWS = 4096, 1024  # numbers in a norm's tile
+PROGRAMS = 1024  # at most, in a norm's backward pass: a few per multiprocessor, and few sums to add
 TOTAL = Tile(4, 1, 16)
-SUMMED = 128  # rows of a step of ``total``
+SUMMED = 128  # rows in a step of ``total``
 
 
 def run_normalize(c: Call, y: Tensor) -> None:
@@ -118,7 +120,7 @@ def run_normalize(c: Call, y: Tensor) -> None:
 
 
 def count_row_parts(c: Call) -> int:
-    """Programs of `run_normalize_backward`."""
+    """The number of programs of `run_normalize_backward`."""
     _, rows, _ = row_tile(c.p.D, BACKWARD_ROWS)
     return min(PROGRAMS, -(-len(c.x.x) // rows))
 

@@ -1,25 +1,26 @@
-"""Stages ``cumulate`` and ``scores`` with a decay per key channel: all that a chunk's tokens are to each other.
+"""Stages ``cumulate`` and ``scores`` with a decay per key channel: all products between the tokens of a chunk.
 
     Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc   i >= j           L_ij = sum_c k_ic e^{G_ic - G_jc} k_jc   i > j
 
-Norms, and the scale, are in P and L but not in the others: as without a decay per channel `scan` applies them to
+P and L contain norms and the scale, and the others do not. As without a decay per channel, `scan` applies them to
 accumulators (``rates``).
 
 A decay per channel has to be split between the two factors of a score, ``(q e^{G_i - r}) (k e^{r - G_j})``. Rows come
-in blocks of 16 tokens, and r is G at a block's first token: for the columns of earlier blocks both factors are at most
-1, and no r lies after a row that it touches, so that no token ever changes what comes before it, not by a bit. Within
-the block the second factor reaches e^{r - G_j}, which float32 and bfloat16 hold as long as no channel falls by more
-than 76 nats; rows below that are computed again from explicit differences (``explicit_scores``), if there are any.
+in blocks of 16 tokens, and r is G at a block's first token. For the columns of earlier blocks both factors are at most
+1. r never comes after its rows, so a token does not change any bit of earlier tokens. Within the block the second
+factor is up to e^{r - G_j}. float32 and bfloat16 hold it as long as no channel decays by more than 76 nats. Rows with a
+larger decay are computed again from explicit differences (``explicit_scores``).
 
-One thread owns two neighbouring channels, which it stores as one word, and a tile is 16 vectors of channels, one per
-token: sums over tokens stay in a register, and are summed for the differences that are needed, so that nothing cancels.
-Exponents are in bits (log2).
+One thread owns two neighbouring channels and stores them as one word. A tile is 16 vectors of channels, one per token.
+So sums over tokens stay in a register. Differences of sums are summed directly, so that nothing cancels. Exponents are
+in bits (log2).
 
-Writes Qg, Kg, Kd ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` (of L the blocks on and below the diagonal; in
-float16 where inputs have 16 bits, as `solve` multiplies), gamma ``[slots, HV, K]``; what `solve` writes without a decay
-per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms, the same bits where these were saved; and what
-`factor` does: ``rates [slots, HV, 4, C]``, the norms of q, with the scale, and of k, and b. Grid (slots HV).
+Writes Qg, Kg, Kd ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` and gamma ``[slots, HV, K]``. L has only the blocks
+on and below the diagonal, and is float16 if inputs have 16 bits, since `solve` multiplies in float16. Also writes what
+`solve` writes without a decay per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms. (If norms were saved,
+the bits are the same.) Also writes what `factor` writes: ``rates [slots, HV, 4, C]`` with the norms of q times the
+scale, the norms of k, and b. Grid (slots HV).
 """
 
 import triton
@@ -33,9 +34,9 @@ from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
 from flash_delta.kernels.triton.tiles import tile
 
-# Bits that a channel falls within a block of 16 tokens; e^-76 is 2^-109.6, and with a bounded gate it is e^-75 at most.
-# Sums are rounded in different orders: a row that is unsafe by its own sum always sees to it that it is looked at, and
-# one that is safe finds all its columns.
+# Bits by which a channel decays within a block of 16 tokens. e^-76 is 2^-109.6. With a bounded gate the decay is e^-75
+# or more. Sums are rounded in different orders. The limits are such that a row that is unsafe by its own sum is always
+# found, and that all columns of a safe row are valid.
 LOOK = tl.constexpr(-109.0)
 UNSAFE = tl.constexpr(-110.0)
 DROP = tl.constexpr(112.0)
@@ -43,7 +44,7 @@ DROP = tl.constexpr(112.0)
 
 @triton.jit
 def halves(tiles, W: tl.constexpr, n: tl.constexpr):
-    """Of every tile [W, 2 n] its even and its odd columns, [W, n]; all even ones first."""
+    """Splits every tile [W, 2 n] into its even and its odd columns, [W, n]. All even ones come first."""
     even, odd = (), ()
     for m in tl.static_range(len(tiles)):
         a, b = tl.split(tl.reshape(tiles[m], [W, n, 2]) if n > 1 else tl.reshape(tiles[m], [W, 2]))
@@ -54,13 +55,13 @@ def halves(tiles, W: tl.constexpr, n: tl.constexpr):
 
 @triton.jit
 def vectors_of(tile, W: tl.constexpr):
-    """The 16 rows of ``[16, W]``; a thread gets all tokens of its channels."""
+    """The 16 rows of ``[16, W]``. A thread gets all tokens of its channels."""
     return halves(halves(halves(halves((tl.trans(tile),), W, 8), W, 4), W, 2), W, 1)
 
 
 @triton.jit
 def first_of(g, left, RAW_GATE: tl.constexpr):
-    """Of the activations of 16 tokens the first ``left``."""
+    """The activations of the first ``left`` of 16 tokens."""
     out = ()
     for m in tl.static_range(16):
         out += (living(g[m], m < left, RAW_GATE),)
@@ -69,10 +70,10 @@ def first_of(g, left, RAW_GATE: tl.constexpr):
 
 @triton.jit
 def behind(gates):
-    """Of 16 vectors: the sums of those after each one."""
+    """For each of 16 vectors, the sum of the vectors after it."""
     out = (tl.zeros(gates[0].shape, tl.float32),)
     for m in tl.static_range(1, 16):
-        out = (out[0] + gates[16 - m],) + out  # noqa: RUF005 (Triton knows no star)
+        out = (out[0] + gates[16 - m],) + out  # noqa: RUF005 (Triton has no star)
     return out
 
 
@@ -91,20 +92,20 @@ def quarter(x, m: tl.constexpr):
 
 @triton.jit
 def tile_of(x):
-    """``[W, 16]`` from 16 vectors [W], without moving a number: a thread keeps its channels."""
+    """``[W, 16]`` from 16 vectors [W]. No number moves, since a thread keeps its channels."""
     t = tl.join(tl.join(quarter(x, 0), quarter(x, 2)), tl.join(quarter(x, 1), quarter(x, 3)))
     return joined(t, x[0].shape[0], 16)
 
 
 @triton.jit
 def joined(t, W: tl.constexpr, n: tl.constexpr):
-    """``[W, n]``. The sum over one number hides the joins, which Triton takes for a packed format's: slow layouts."""
+    """``[W, n]``. The sum over one number hides the joins from Triton, which would choose slow layouts for them."""
     return tl.sum(tl.reshape(t, [W, 1, n]), 1)
 
 
 @triton.jit
 def store_rows(out, x, c, K: tl.constexpr):
-    """16 vectors as 16 rows of K channels from ``out`` on."""
+    """Stores 16 vectors as 16 rows of K channels, from ``out`` on."""
     for m in tl.static_range(16):
         tl.store(out + m * K + c, x[m].to(out.dtype.element_ty), mask=c < K)
 
@@ -116,7 +117,7 @@ def multiply(
 ):  # fmt: skip
     """Writes the block of P and L that begins in row i and column j.
 
-    ``rows [32, W]``: of q and k in turn; weights: their norms, and the scale, [32, 1] and [n].
+    ``rows [32, W]``: rows of q and k in turn; weights: their norms, and the scale, [32, 1] and [n].
     """
     scores = tl.dot(rows, columns, input_precision=PRECISION) * row_weights
     r, o = tl.arange(0, 32)[:, None], tl.arange(0, columns.shape[1])[None, :]
@@ -125,7 +126,7 @@ def multiply(
     if DIAGONAL:
         scores = tl.where(r // 2 >= o + r % 2, scores, 0.0)
     at = (i + r // 2) * C + j + o
-    # One store for both, whose numbers have the same size: every store brings them in order first, with two barriers.
+    # One store for both, since their numbers have the same size. Each store first reorders numbers, with two barriers.
     WORD: tl.constexpr = tl.int16 if P.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
     p, l = scores.to(P.dtype.element_ty), scores.to(L.dtype.element_ty)
     out: tl.constexpr = tl.pointer_type(WORD)
@@ -143,7 +144,7 @@ def pairs_of(q, k, W: tl.constexpr):
 
 @triton.jit
 def squares_of(x, zeros):
-    """Of 16 vectors; ``zeros``: see `channel`."""
+    """The sum of squares of 16 vectors; ``zeros``: see `channel`."""
     return [v.to(tl.float32) * v.to(tl.float32) + zeros for v in x]
 
 
@@ -151,8 +152,8 @@ def squares_of(x, zeros):
 def reciprocal_lengths(q, k, zeros, W: tl.constexpr, PRECISION: tl.constexpr):
     """``(sum x^2 + eps)^{-1/2}`` of rows of q and k in turn, [32], each from 16 vectors.
 
-    A product with ones adds up what threads have. In bfloat16 each square is rounded, by 2^-9 of it at most, and so
-    their sum is no further off.
+    A product with ones sums over threads. In bfloat16 each square is rounded by at most 2^-9 of it, so the relative
+    error of the sum is not larger.
     """
     WIDE: tl.constexpr = tl.float32 if k[0].dtype == tl.float16 else k[0].dtype
     squares = pairs_of(squares_of(q, zeros), squares_of(k, zeros), W).to(WIDE)
@@ -166,7 +167,8 @@ def explicit_scores(
     g_strides, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The unsafe rows of the diagonal blocks once more, column by column, from e^{G_i - G_j}: no exponent above 0."""
+    """Computes unsafe rows of the diagonal blocks again, column by column, from e^{G_i - G_j} with exponents of at most
+    0."""
     o = tl.arange(0, 16)
     for block in range(C // 16):
         first = token + 16 * block
@@ -206,18 +208,18 @@ def token_block(
     scale, lower_bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Block I of 16 tokens, of which ``left`` are there; ``early``: the block before's k, decayed up to its end.
+    """Block I of 16 tokens. ``left``: how many of them exist. ``early``: k of the block before, decayed up to its end.
 
-    Returns this block's k, G at its end, the sum of the half's gates so far, and how far a channel fell.
+    Returns this block's k, G at its end, the sum of the half's gates so far, and the decay of the channels.
     """
     ty: tl.constexpr = k_tile.dtype
-    WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too much for float16
+    WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too large for float16
     HALF: tl.constexpr = C // 2
     KP: tl.constexpr = pitch(K)
     i, o = 16 * I, tl.arange(0, 16)
     q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
     of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
-    if NORM:  # every value head writes the same numbers
+    if NORM:  # all value heads write the same numbers
         of_q, of_k = tl.split(tl.reshape(reciprocal_lengths(q, k, zeros, BK, PRECISION), [16, 2]))
         tl.store(norms + i + o, of_q)
         tl.store(norms + C + i + o, of_k)
@@ -226,7 +228,7 @@ def token_block(
     tl.store(rates + i + o, of_q)
     tl.store(rates + C + i + o, of_k)
     weights = tl.reshape(tl.join(of_q, of_k), [32, 1])
-    if left < 16:  # most are whole
+    if left < 16:  # most blocks are whole
         g = first_of(g, left, RAW_GATE)
     fallen = zeros  # since the block's first token
     if I % 2 == 0:
@@ -245,15 +247,15 @@ def token_block(
         ke += (k[m].to(tl.float32) * e,)
         tl.store(Qg + (i + m) * KP + c, (qe[m] * e_start).to(ty), mask=c < KP)
         tl.store(Kg + (i + m) * KP + c, (ke[m] * e_start).to(ty), mask=c < KP)
-        grown = fallen * -1.0  # not -x, which is 0 - x: no instruction takes that in
-        if not BOUNDED:  # 0 where it is too large: these columns belong to unsafe rows only
+        grown = fallen * -1.0  # not -x, which would be a separate instruction, 0 - x
+        if not BOUNDED:  # 0 if it is too large, since only unsafe rows use these columns
             grown = tl.where(grown > DROP, -1024.0, grown)
         own += (k[m].to(tl.float32) * tl.exp2(grown),)
     rows = pairs_of(qe, ke, BK).to(WIDE)
     multiply(P, L, rows, tile_of(own).to(WIDE), weights, of_k, i, i, True, C, NORM, PRECISION)
     if I >= C // 32:
-        # Written in earlier blocks, by other threads: all have waited for this block's tiles since. This has to stay in
-        # a branch: a load that is not, Triton's pipeliner takes and runs before what it reads is written.
+        # Other threads wrote this in earlier blocks. Since then all threads have waited for this block's tiles. The
+        # load has to stay in a branch, or Triton's pipeliner would run it before the numbers are written.
         first = load_block(Kd, 0, 0, C, KP, HALF, BK)
         columns = tl.trans((first * tl.exp2(since)[None, :]).to(ty))
         norms_of = tl.load(norms + C + tl.arange(0, HALF)) if NORM else 1.0
@@ -279,7 +281,7 @@ def channel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
-    slot, hv = tl.program_id(0) // HV, tl.program_id(0) % HV  # what lies side by side in memory is read at once
+    slot, hv = tl.program_id(0) // HV, tl.program_id(0) % HV  # neighbours in memory are read at the same time
     h = hv // (HV // H)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
@@ -301,13 +303,14 @@ def channel(
     P, L, tile = P + head * C * C, L + head * C * C, head * C * KP
     tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
-    # Zeros; nothing is read: a load settles which thread owns which channels, and without one every vector is moved.
+    # Zeros. The load reads nothing, but decides which thread owns which channels. Without it, every vector would be
+    # moved.
     zeros = tl.load(gamma + head * K + c, mask=c < tl.minimum(token, 0), other=0.0)
     G, since, lowest = zeros, zeros, zeros
     stop = tl.minimum(stop, token + C)
     early = (zeros,) * 16
-    # Tiles are fetched blocks ahead, by cp.async where there is one. Not unrolled: instructions have a cache, too, and
-    # Triton's passes are slow in long bodies.
+    # Tiles are loaded some blocks ahead, by cp.async if the chip has it. The loop is not unrolled, because instructions
+    # also need a cache, and Triton's passes are slow on long loops.
     for I in range(C // 16):
         at = token + 16 * I
         q_tile = load_tile(q_rows, q_strides, at, stop, 0, K, 16, BK)
@@ -319,13 +322,13 @@ def channel(
         )  # fmt: skip
         lowest = tl.minimum(lowest, fell)
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
-    # So far the first half is decayed up to its own end.
+    # Until here the first half is decayed only up to its own end.
     HALF: tl.constexpr = C // 2
     early, j = load_block(Kd + tile, 0, 0, C, KP, HALF, BK), tl.arange(0, HALF)[:, None]
     early = (early * tl.exp2(since)[None, :]).to(ty)
     tl.store(Kd + tile + j * KP + c[None, :], early, mask=(c < KP)[None, :])
     if not BOUNDED and tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
-        tl.debug_barrier()  # rows that were written above are written again, by other threads
+        tl.debug_barrier()  # other threads write some rows of above again
         explicit_scores(
             q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,
             k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,
@@ -333,7 +336,7 @@ def channel(
 
 
 def run_channel(c: Call, s: Solved, ch: Channels) -> None:
-    """The strengths and norms in ``s``, too, which `solve` writes where there is no decay per channel."""
+    """Launches the kernel. It also writes the strengths and norms in ``s``, which otherwise `solve` writes."""
     p, x = c.p, c.x
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)
     launch_rule(

@@ -1,4 +1,4 @@
-"""Every chunk as a map of the state: which kernels make it."""
+"""Launches the kernels that compute each chunk's map of the state."""
 
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
@@ -8,7 +8,7 @@ from flash_delta.kernels.triton.forward.solve import run_solve
 
 
 def run_chunks(c: Call, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> None:
-    """``saved``: what `solve` makes is there."""
+    """``saved``: the results of `solve` were saved."""
     if c.p.gate == "channel":
         run_channel(c, solved, channels)
     if not saved:

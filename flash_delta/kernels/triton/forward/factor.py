@@ -1,12 +1,12 @@
-"""Stage ``scores``, and what ``solve`` makes of it: a chunk as a map of the state, which the scan then only applies.
+"""Stage ``scores``, and a chunk's map of the state from it and ``solve``. The scan then only applies this map.
 
     Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
     X = A^T Kd     Kd = k e^{G_C - G}
 
-Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k, and the factors that the scan applies to
-accumulators, ``rates [slots, HV, 4, C]``: scale e^G of the rows that read, e^H of those that erase, b, and gamma.
-Norms are part of them. Grid (slots, H): q k^T is formed once for the value heads of a key head. (With a decay per
-channel `scan` works with P, Kd and A themselves.)
+Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k. Also writes the factors that the scan
+applies to accumulators, ``rates [slots, HV, 4, C]``: scale e^G for rows that read, e^H for rows that erase, b, and
+gamma. They include norms. Grid (slots, H): q k^T is computed once for all value heads of a key head. (With a decay per
+channel `scan` uses P, Kd and A directly.)
 """
 
 import triton
@@ -22,14 +22,14 @@ from flash_delta.kernels.triton.tiles import tile
 
 @triton.jit
 def decay(high_i, low_i, high_j, low_j):
-    """e^{G_i - G_j} for every pair, [C, C], at most 1; the large parts cancel before the small ones are added."""
+    """e^{G_i - G_j} for every pair, [C, C], at most 1. The large parts cancel before the small parts are added."""
     exponent = (high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :])
     return tl.exp(tl.minimum(exponent, 0.0))
 
 
 @triton.jit
 def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
-    """Of one chunk: G and H, each (high, low) [C], and (high, low) of the last G; ``vectors`` as `solve` wrote them."""
+    """G and H of one chunk, each (high, low) [C], and (high, low) of the last G, from the ``vectors`` of `solve`."""
     high, low = tl.load(vectors + i), tl.load(vectors + C + i)
     high_p, low_p = high, low
     if UNDECAYED:
@@ -88,7 +88,7 @@ def factor(
             y = tl.dot(y.to(ty), a, input_precision=PRECISION)
         tl.store(Y + head * C * C + square, y.to(ty))
         if ERASE:
-            decayed = (a * e_k[:, None]).to(ty)  # e_k in A is fewer numbers
+            decayed = (a * e_k[:, None]).to(ty)  # e_k is applied to A, which has fewer numbers
             x = tl.dot(tl.trans(decayed), kk, input_precision=PRECISION)
         else:
             x = kk * e_k[:, None]
@@ -96,7 +96,7 @@ def factor(
 
 
 def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
-    """``follows``: the launch before it was this call's."""
+    """``follows``: the launch before it belongs to the same call."""
     p, x = c.p, c.x
     launch_rule(
         c, factor, (x.q, x.k, x.cu_seqlens, *s, *f),

@@ -2,31 +2,31 @@
 
     R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
 
-With a decay per channel (CHANNEL) R is solved for here, U = A (b . R), and with rows decayed by channel (channel.py)
+With a decay per channel (CHANNEL) this kernel computes U = A (b . R), and rows are decayed by channel (channel.py):
 
     R = v - Kg S0             S1 = gamma . S0 + Kd^T U         O = scale Qg S0 + P U
 
-for `factor`'s X and Y would be 56 KB more to move a chunk and head: all that they save is one small product of five.
+`factor`'s X and Y would only save one small product of five. They would add 56 KB of memory traffic per chunk and head.
 
-The state is kept transposed, S^T [BV, K], in float32 accumulators that feed the next product from registers, and so
-are R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators, so that q and p are multiplied as
-they were given; what Qg and Kg give lacks norms only. One program walks a sequence with BV columns of one value head's
-state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last.
+The state is kept transposed, S^T [BV, K], in float32 accumulators. The next product reads them from registers, and also
+R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as given, and
+Qg and Kg lack only norms. One program walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N).
+With packed sequences there is one more, which writes zeros after the last sequence.
 
-On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots: at a stride, or one
-each, which serving/offsets.py takes on to its offset. An index that is no slot is never an address. A sequence without
-a slot that it needs is padding, and its outputs are zeros. With SHORT only longer sequences are walked: program z walks
-the one with z such sequences before it. Only the device knows how many there are. A launch is for ``least`` to ``most``
-of them; with fewer or more its programs exit at once. A launch for ``others`` also serves more than ``most``: its
-programs then walk several, one after the other.
+On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. Checkpoints are at
+a stride, or one for each sequence, which serving/offsets.py completes up to its offset. An index that names no slot is
+never used as an address. If a sequence lacks a slot that it needs, it is padding, and its outputs are zeros. With SHORT
+only longer sequences are walked: program z walks the one with z such sequences before it. Only the device knows how
+many there are. A launch is for ``least`` to ``most`` of them. With fewer or more its programs exit at once. A launch
+for ``others`` also serves more than ``most``. Its programs then walk several sequences, one after the other.
 
-For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), R and
-U = A (b . R), each ``[slots, HV, C, V']``. Without OUTPUT it is then a part of `scan_backward`.
+For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), and R
+and U, each ``[slots, HV, C, V']``. Without OUTPUT it is then a part of `scan_backward`.
 
-A long sequence may be walked in SEGMENTS of ``length`` tokens, side by side (segments.py): grid (V / BV, HV, slots of
-segments), each from the state in ``initial_state[slot]``, which `compose` has written. Before, only for MAP, every
-segment's map of the state is found, S_end = Phi S + B: grid ((V + K) / BV, ...), since the columns of Phi are those of
-a state that starts as the identity and meets no values.
+A long sequence may be walked in SEGMENTS of ``length`` tokens at the same time (segments.py). The grid is (V / BV, HV,
+slots of segments). Each segment starts from the state in ``initial_state[slot]``, which `compose` has written. Before
+that, a launch with MAP computes every segment's map of the state, S_end = Phi S + B. Its grid is ((V + K) / BV, ...).
+The columns of Phi are those of a state that starts as the identity and gets no values.
 """
 
 import triton
@@ -66,7 +66,7 @@ from flash_delta.problem import Slots
 
 @triton.jit
 def load_state(state, strides, n, hv, d, c, V: tl.constexpr, K: tl.constexpr, stored=True):
-    """S^T [BV, BK] in float32; strides: (sequence, head, key, value), as the caller's layout has them. 0 if it is not
+    """S^T [BV, BK] in float32. Strides are (sequence, head, key, value) of the caller's layout. 0 if it is not
     ``stored``."""
     at = state + n.to(tl.int64) * strides[0] + hv * strides[1] + d[:, None] * strides[3] + c[None, :] * strides[2]
     return tl.load(at, mask=(d < V)[:, None] & (c < K)[None, :] & stored, other=0.0).to(tl.float32)
@@ -80,9 +80,9 @@ def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr
 
 @triton.jit
 def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
-    """Of one chunk: scale e^G and e^H of its rows, b, and gamma; of a sequence without chunks, nothing is read.
+    """The factors of one chunk: scale e^G and e^H of its rows, b, and gamma. A sequence without chunks reads nothing.
 
-    With CHANNEL gamma is [1, BK]; what `channel` has not applied to rows, its rates say, and e_p is the keys', too.
+    With CHANNEL gamma is [1, BK]. Rates are the factors that `channel` has not applied; e_p is also for the keys.
     """
     at, some = rates + head * (4 * C) + i, i < chunks * C
     e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
@@ -96,7 +96,8 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
 
 @triton.jit
 def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
-    """Of sequence n the slot of its first state and whether there is one, that of its last, if it is no padding."""
+    """For sequence n: slot of the first state, whether there is one, slot of the last state, whether it is no
+    padding."""
     read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
     write = n
     if write_indices is not None:
@@ -106,7 +107,7 @@ def load_slots(read_indices, write_indices, has_initial_state, n, read_row, writ
 
 @triton.jit
 def find_offset(offsets, n, row, length):
-    """After how many tokens sequence n leaves its checkpoint, and whether it leaves one."""
+    """The number of tokens after which sequence n leaves its checkpoint, and whether it leaves one."""
     offset = tl.load(offsets + n.to(tl.int64) * row)
     wanted = (offset >= 0) & (offset <= length)
     return tl.where(wanted, offset, 0).to(tl.int32), wanted
@@ -114,8 +115,8 @@ def find_offset(offsets, n, row, length):
 
 @triton.jit
 def find_checkpoints(offsets, n, row, length, interval, columns, C):
-    """Chunks from checkpoint to checkpoint of sequence n, and how many it may leave. With offsets these are the chunks
-    up to its only one, and 1; or 0, if it leaves none (serving/offsets.py)."""
+    """The chunks between two checkpoints of sequence n, and the most checkpoints that it may leave. With offsets: the
+    chunks before its only checkpoint, and 1, or 0 if it leaves none (serving/offsets.py)."""
     if offsets is None:
         return interval, columns
     else:
@@ -127,7 +128,7 @@ def find_checkpoints(offsets, n, row, length, interval, columns, C):
 
 @triton.jit
 def find_part(m, interval, chunks, offsets):
-    """The first chunk of part m, and the one after its last; with offsets there are two parts."""
+    """The first chunk of part m, and the chunk after its last. With offsets there are two parts."""
     begin, end = m * interval, tl.minimum((m + 1) * interval, chunks)
     if offsets is not None:
         end = tl.where(m == 0, end, chunks)
@@ -136,7 +137,7 @@ def find_part(m, interval, chunks, offsets):
 
 @triton.jit
 def is_reached(m, interval, columns, length, offsets, C):
-    """Whether a checkpoint comes after part m; one at the end of a sequence may come after part of a chunk."""
+    """Whether a checkpoint comes after part m. A checkpoint at the end of a sequence may come after part of a chunk."""
     if offsets is None:
         return (m < columns) & ((m + 1) * interval * C <= length)
     else:
@@ -166,7 +167,7 @@ def find_long(rank, cu_seqlens, N, T, SHORT: tl.constexpr):
 
 @triton.jit
 def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr):
-    """What program z walks, as `find_segment` has it: a segment, or a sequence."""
+    """The segment or the sequence that program z walks, in the form of `find_segment`."""
     if SEGMENTS:
         return find_segment(z, length, cu_seqlens, N, T, C, PACKED)
     else:
@@ -182,7 +183,7 @@ def walk(
     INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of sequence n, or of segment z in it, the tokens from ``start`` to ``stop``, whose chunks begin in ``slot``."""
+    """Walks tokens ``start`` to ``stop`` of sequence n, or of segment z in it. Their chunks begin in ``slot``."""
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
     read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets = indices
     N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
@@ -196,15 +197,15 @@ def walk(
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if OUTPUT:
         o_rows = rows_of(o, o_strides, row, hv)
-    # Rows of the tensors that are chunk-major: those of this sequence's first chunk and this head, then HV * C further.
+    # Rows of tensors with slots: those of the sequence's first chunk and this head. The next is HV * C rows further.
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
-    first, stored, last, well = n, True, n, True  # where the states lie
+    first, stored, last, well = n, True, n, True  # where the states are
     if POOL:
         first, stored, last, well = load_slots(
             read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
         )
-    if MAP:  # none of a sequence's last segment, and of the first one, whose start is known, no Phi
+    if MAP:  # no map for a sequence's last segment; no Phi for the first one, whose first state is known
         well = (chunks > 0) & (n < N) & (ends == 0) & ((number > 0) | (w < V))
         stored, last = well & (number == 0), z
     if POOL or MAP or (SEGMENTS and SAVE):
@@ -214,14 +215,14 @@ def walk(
     Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
     vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, GIVEN_TMA)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
-    KEYS: tl.constexpr = KP if CHANNEL else K  # numbers in a row of what reads and erases
+    KEYS: tl.constexpr = KP if CHANNEL else K  # numbers in a row of the tensors that read and erase
     KEYS_TMA: tl.constexpr = TMA if CHANNEL else GIVEN_TMA
     if CHANNEL:
         q_rows, p_rows, q_stop = q + head * C * KP, p + head * C * KP, rows
         q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
-    # A third stage of all tiles does not fit with 128 value columns; P comes in registers: 258 us for 303 (docs/notes).
+    # For 128 value columns a third stage of all tiles does not fit. P in registers takes 258 us, not 303 (docs/notes).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
         qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
@@ -241,16 +242,16 @@ def walk(
     if SEGMENTS and not MAP:  # `compose` wrote it
         S = load_block(initial_state + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
     if MAP:
-        S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is what becomes of key j
+        S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is the image of key j
     if POOL:
         store_zeros(o_rows, o_strides, tl.where(well, stop, start), stop, w, V, C, BV)
-    # One chunk ahead, in registers: loaded in their own iteration they would be staged in shared memory, which took
-    # 0.8 of 2.2 us per chunk on an H200 (docs/notes).
+    # Loaded one chunk ahead, into registers. If they were loaded in their own iteration, they would go through shared
+    # memory, which took 0.8 of 2.2 us per chunk on an H200 (docs/notes).
     if AHEAD:
         y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
-    # From checkpoint to checkpoint: stored inside of the pipelined loop, one would take shared memory beside its tiles.
-    # Maps in parts, too: zeros that meet no values stay zeros, and where gates are strong Phi is soon nothing else.
+    # One loop from checkpoint to checkpoint. A checkpoint inside of a pipelined loop would need more shared memory.
+    # Maps also have parts: zeros that get no values stay zeros, and with strong gates Phi is soon all zeros.
     begin, end = 0, chunks
     interval, columns = find_checkpoints(checkpoint_offsets, n, checkpoint_column, stop - start, interval, columns, C)
     parts = (chunks + interval - 1) // interval if CHECKPOINTS or MAP else 1
@@ -305,7 +306,7 @@ def walk(
         store_state(final_state, final_strides, S, last, hv, d, c, V + K if MAP else V, K, well)
 
 
-NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16
+NUMBERS = [  # Triton would specialise values of 1 and multiples of 16
     "N", "T", "length", "least", "most", "others", "slots", "null_slot", "columns", "interval", "read_row", "write_row",
     "has_row", "checkpoint_row", "checkpoint_column",
 ]  # fmt: skip
@@ -333,10 +334,10 @@ def scan(
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if POOL and SHORT > 0:
         if others != 0:
-            lead(OVERLAP)  # into `decode`, which needs nothing of this
+            lead(OVERLAP)  # the next kernel is `decode`, which needs no results of this one
         n, count = find_long(z, cu_seqlens, N, T, SHORT)
         if (count < least) | ((count > most) & (others == 0)):
-            follow(OVERLAP)  # for the next launch, which waits for this one only
+            follow(OVERLAP)  # for the next launch, which waits only for this one
             return
         turns = tl.num_programs(2) - 1
         if z == turns:
@@ -353,7 +354,7 @@ def scan(
                     v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
                     SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
                 )  # fmt: skip
-        elif z < count:  # by itself: in a loop it spills, and takes 8 % longer (docs/notes)
+        elif z < count:  # outside of the loop, where it would spill and take 8 % longer (docs/notes)
             start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
             walk(
                 z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
@@ -376,7 +377,7 @@ def run_scan(
     c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor | None, r: Residual | None, *choice: Tile,
     slots: Slots | None = None,
 ) -> None:  # fmt: skip
-    """Stage output, too; with ``r``, what the backward pass needs. With ``slots`` states are theirs."""
+    """Launches scan and output. ``r``: for what the backward pass needs. ``slots``: where the states are on a pool."""
     p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
     initial, indices, counts = x.initial_state, (None,) * 5, (0,) * 4
     if slots is not None:

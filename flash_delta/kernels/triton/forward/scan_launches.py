@@ -1,4 +1,4 @@
-"""Which launches of `scan` walk the sequences of a call."""
+"""Decides which launches of `scan` walk the sequences of a call."""
 
 from collections.abc import Iterable
 from math import prod
@@ -14,11 +14,12 @@ from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.tiles import scan_tiles
 from flash_delta.problem import Inputs, Problem
 
-WAVES = 4  # of programs, where there are several tiles: the programs of a launch that exits take time, too
+WAVES = 4  # most waves of programs if there are several tiles, since programs that exit also take time
 
 
 def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
-    """Of a pool; ``every`` tile that any number of prompts may choose, or those of this call."""
+    """The launches on a pool. ``every``: with all tiles that any number of prompts may choose, or only those of this
+    call."""
     choices = scan_tiles("scan", p, chip, every=True)
     if every:
         return tuple(PoolLaunch(t, p.N) for t in choices)
@@ -35,7 +36,7 @@ def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
 
 
 def walks(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tuple[PoolLaunch, ...]:
-    """The launches of a scan; on a pool, for as many long sequences as there may be."""
+    """The launches of a scan. On a pool they are for as many long sequences as there may be."""
     if short(p) and not choice:
         return pool_scans(p, chip, every)
     return tuple(PoolLaunch(t, p.N) for t in choice or scan_tiles(kernel, p, chip, every))
@@ -46,23 +47,23 @@ def scan_grid(p: Problem, w: PoolLaunch) -> tuple[int, int, int]:
 
 
 def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
-    """What `run_scan` takes for descriptors in a call without gradients: 128 bytes for each that a program makes."""
+    """The bytes for descriptors of `run_scan` in a call without gradients: 128 for each descriptor of a program."""
     channel, most = p.gate == "channel", 0
     for w in walks("scan", p, chip, every=False):
         if w.tile.tma and wide((x.v, *outside(p, x))):
-            # X, Y, A to solve for U; v, o; what reads, what erases. Y comes in registers where the kernel says AHEAD.
+            # X, Y, A for U; v, o; the tensors that read and erase. With AHEAD the kernel loads Y into registers.
             given, keys = fits_tma(p, x.v, *outside(p, x)), 1 + (p.erase is not None)
             count = 2 + 2 * given + keys * (given or channel)
             count += channel * (p.erase is not None) - (channel and columns(p, w.tile) == 128)
-            count *= 1 + (short(p) > 0)  # a program's own sequence, and the loop over what others there are
-            most = max(most, 128 * count * prod(scan_grid(p, w)))  # a launch's are free when it is launched
+            count *= 1 + (short(p) > 0)  # a program's own sequence, and the loop over other sequences
+            most = max(most, 128 * count * prod(scan_grid(p, w)))  # a launch's descriptors are free when it is launched
     return most
 
 
 def copies(c: Call, t: Tile, *values: Tensor) -> dict[str, bool]:
-    """Whether the copy engine moves what lies in the workspace, and what the caller laid out: keys and ``values``.
+    """Whether the copy engine moves tensors of the workspace, and tensors of the caller: keys and ``values``.
 
-    Beside rows that are loaded number by number it moves nothing: these take the registers that it needs.
+    If rows have to be loaded number by number, it moves nothing, because these loads take the registers that it needs.
     """
     given = (*values, *outside(c.p, c.x))
     return {"TMA": t.tma and wide(given), "GIVEN_TMA": t.tma and fits_tma(c.p, *given)}
@@ -74,20 +75,20 @@ def wide(given: Iterable[Tensor]) -> bool:
 
 
 def walked(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
-    """What a scan reads of every chunk."""
+    """The tensors that a scan reads for every chunk."""
     return (*readers(c, ch), c.x.v, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
 
 
 def readers(c: Call, ch: Channels) -> tuple[Any, Any]:
-    """What reads and what erases, as the scans take it."""
+    """The tensors that read and erase, as arguments of the scans."""
     return (c.x.q, c.keys) if c.p.gate != "channel" else (ch.Qg, ch.Kg)
 
 
 def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
-    """What the scans apply to R or, with a decay per channel, to U; and the rates."""
+    """The tensors that scans apply to R or, with a decay per channel, to U; and the rates."""
     return tuple(f) if ch.P is None else (ch.Kd, ch.P, ch.rates)
 
 
 def outside(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
-    """Those of ``readers`` that the caller laid out."""
+    """The tensors of ``readers`` that come from the caller."""
     return (x.q, x.k if x.p is None else x.p) if p.gate != "channel" else ()

@@ -1,16 +1,16 @@
-"""A long sequence on few heads: walked in segments, side by side.
+"""Walks a long sequence on few heads in segments at the same time.
 
-A run of chunks maps the state it starts from, S_end = Phi S + B, exactly. Where a sequence's programs would leave most
-of a chip idle it is cut into segments of equal length (tiles.plan_segments says how long), and
+A run of chunks maps the state that it starts from exactly: S_end = Phi S + B. If a sequence's programs would leave most
+of a chip idle, the sequence is cut into segments of equal length, which tiles.plan_segments decides:
 
-    `scan` without output finds (Phi, B) of all segments but the last, B of the first one from the initial state;
-    `compose` gives every segment the state that it starts from, one after the other;
+    `scan` without output computes (Phi, B) of all segments except the last; the first B is from the initial state;
+    `compose` computes the state that every segment starts from, one after the other;
     `scan` walks all segments.
 
-(Phi, B) and starts are float32, so are the products of `compose`. Nothing is cut off by its decay: Phi is multiplied
-even where it has faded. Segments start at multiples of their length from a sequence's start, and a slot of segments
-finds its own as a slot of chunks does (chunk.py): no plan in memory, no length on the host, nothing that a length
-compiles.
+(Phi, B), the first states and the products of `compose` are float32. Nothing is left out because of its decay: Phi is
+multiplied even where it is nearly 0. Segments start at multiples of their length from a sequence's start. A program
+finds the segment of its slot as it finds a chunk (chunk.py). So there is no plan in memory and no length on the host,
+and a new length compiles nothing.
 
 The backward pass does the same from right to left (backward/segments.py).
 """
@@ -40,11 +40,11 @@ def compose(
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     BACK: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``starts [slots, HV, V, K]`` from ``values``, which are B^T, and from ``maps [slots, HV, V + K, K]``, in which
-    Phi^T comes after V rows. Grid (V / BV, HV, N).
+    """Computes ``starts [slots, HV, V, K]`` from ``values``, which are B^T, and from ``maps [slots, HV, V + K, K]``, in
+    which Phi^T comes after V rows. Grid (V / BV, HV, N).
 
-    BACK: right to left, with Phi. What comes into a sequence's last segment is ``initial_state``, and ``values`` are
-    what leaves a segment on its left.
+    BACK: right to left, with Phi. ``initial_state`` is then the gradient at the end of a sequence's last segment, and
+    ``values`` are the gradients that leave a segment on its left.
 
     It must not ``lead``: the kernels before and after it have descriptors (chunk.follow).
     """
@@ -75,11 +75,11 @@ def compose(
 
 
 NOTHING = (None,) * 8  # no states saved, and no slots of a pool
-PART = 32  # chunks after which a map is looked at: with 8 a pipeline that runs dry took 10 % (docs/notes)
+PART = 32  # chunks after which a map is checked for zeros; with 8, restarts of the pipeline took 10 % (docs/notes)
 
 
 class SegmentedScan(NamedTuple):
-    """How sequences are split, and what the kernels hand each other for it."""
+    """How sequences are split, and the tensors that the kernels pass to each other."""
 
     split: Segments
     maps: Tensor  # [slots, HV, V + K, K] float32: B^T, and after it Phi^T
@@ -100,9 +100,9 @@ def new_segmented_scan(p: Problem, split: Segments | None) -> SegmentedScan | No
 def run_segmented_scan(
     c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan | None
 ) -> None:
-    """What `run_scan` does, for a call that saves nothing, on states that are no pool's. Without ``w`` it does nothing.
+    """Does the same as `run_scan`, for a call that saves nothing and has no pool. Without ``w`` it does nothing.
 
-    While compiling it compiles all that calls of other sizes may launch, whatever ``w`` is.
+    While compiling it compiles everything that calls of other sizes may launch, for any ``w``.
     """
     if every(c):
         w = new_segmented_scan(c.p._replace(N=1, T=0), plan_endless(c.p, c.shape.chip))
@@ -144,8 +144,8 @@ def _run_scan(
     c: Call, w: SegmentedScan, pointers: tuple, t: Tile, initial: Tensor | None, final: tuple[int, ...], *,
     output: bool, follows: bool,
 ) -> None:  # fmt: skip
-    """A scan of segments: for their maps, which start from ``initial``, or for their output, which starts from what
-    `compose` has written. ``final``: strides of the states that it writes."""
+    """Launches a scan of segments. For maps it starts from ``initial``. For outputs it starts from the states of
+    `compose`. ``final``: strides of the states that it writes."""
     p, x = c.p, c.x
     width = p.V if output else p.V + p.K
     launch_rule(
@@ -157,5 +157,5 @@ def _run_scan(
 
 
 def by_value(t: Tensor) -> tuple[int, ...]:
-    """Strides of (slot, head, key, value) of states that lie as a scan keeps them."""
+    """Strides of (slot, head, key, value) of states in the layout of a scan."""
     return t.mT.stride()

@@ -1,18 +1,19 @@
-"""Stages ``cumulate`` and ``solve``: what the tokens of a chunk do to each other, for all value heads of a key head.
+"""Stages ``cumulate`` and ``solve``: gate sums and the inverse of a chunk, for all value heads of a key head.
 
-    G_i = g_1 + .. + g_i                g: the log decay, or made of its raw activation
+    G_i = g_1 + .. + g_i                g: the log decay, given or computed from its raw activation
     L_ij = p_i . k_j e^{H_i - G_j}      i > j;  H = G, or G_{i-1} where the erase reads the undecayed state
     A = (I + diag(b) L)^{-1}
 
-One warp builds A of 16 x 16 blocks, by doubling: with M = -diag(b) L and A the inverses of the blocks of s tokens on
-the diagonal, those of 2 s are ``A + A M A``, of M only what lies between the two halves. So nothing is ever larger than
-the inverse, whatever the keys. Small matrices come with their transposes: what a product leaves of B^T is, register for
-register, what a product takes for B. Decays are part of M, from later to earlier tokens only: none is above 1.
+One warp computes A in blocks of 16 x 16, by doubling. Let M = -diag(b) L, and let A be the inverses of the diagonal
+blocks of s tokens. Then the inverses of blocks of 2 s tokens are ``A + A M A``, where M has only the part between the
+two halves. So no intermediate number is larger than those of the inverse, for any keys. Small matrices come with their
+transposes, because the registers of a product's result B^T are those of the operand B of the next product. M contains
+decays only from later to earlier tokens, so none is above 1.
 
-G is summed in float64 and kept as two float32, whose differences are right although G is large. Writes, per chunk and
-value head, ``A [C, C]`` and the vectors ``[4, C]``: G, what float32 left of it (both with a gate), b, and the log decay
-(if g was raw); and per key head with a norm the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots, H), one warp.
-With a decay per channel (CHANNEL) `channel` has written L, b and the norms, and only A is left to do.
+G is summed in float64 and kept as two float32, so that differences are right even if G is large. Writes, per chunk and
+value head, ``A [C, C]`` and the vectors ``[4, C]``: G, its rest beyond float32 (both with a gate), b, and the log decay
+(if g was raw). With norms it also writes, per key head, the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots,
+H), one warp. With a decay per channel (CHANNEL), `channel` has written L, b and the norms, and only A is computed here.
 """
 
 import triton
@@ -34,14 +35,15 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
 
-LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0; a gate of -inf stays a number
+LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0, and a gate of -inf becomes a finite number
 
 
 @triton.jit
 def product(a, bt, c, PRODUCTS: tl.constexpr):
-    """``c + a b`` of [16, 16], with b given by its transpose, in float16 or in float32 of a given input precision.
+    """``c + a b`` of [16, 16], with b given as its transpose, in float16 or in float32 with an input precision.
 
-    b is transposed as float32, which stays in its registers; 16-bit numbers Triton would send through shared memory.
+    b is transposed in float32, which needs no exchange of registers. Triton would move 16-bit numbers through shared
+    memory.
     """
     b = tl.trans(bt)
     if PRODUCTS == "float16":
@@ -62,7 +64,8 @@ def pairs_of_tokens(M, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def doubled(A, At, M, level, PRODUCTS: tl.constexpr):
-    """From the inverses of the blocks of ``2^level`` tokens, and their transposes, those of twice as many."""
+    """The inverses of blocks of twice as many tokens, and their transposes, from those of blocks of ``2^level``
+    tokens."""
     half = tl.arange(0, 16) >> level
     below = tl.where((half[:, None] ^ half[None, :]) == 1, M, 0.0)
     step = product(At, below, tl.zeros([16, 16], tl.float32), PRODUCTS)  # (below A)^T
@@ -71,14 +74,14 @@ def doubled(A, At, M, level, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def inverses(M0, M1, PRODUCTS: tl.constexpr):
-    """Of two matrices [16, 16], ``(I - M)^{-1}`` and its transpose."""
+    """``(I - M)^{-1}`` and its transpose for two matrices M [16, 16]."""
     A0, T0 = pairs_of_tokens(M0, PRODUCTS)
     A1, T1 = pairs_of_tokens(M1, PRODUCTS)
     if PRODUCTS == "float16":
         for level in range(1, 4):
             A0, T0 = doubled(A0, T0, M0, level, PRODUCTS)
             A1, T1 = doubled(A1, T1, M1, level, PRODUCTS)
-    else:  # float32 has registers for one at a time
+    else:  # in float32 registers suffice for one at a time
         for level in range(1, 4):
             A0, T0 = doubled(A0, T0, M0, level, PRODUCTS)
         for level in range(1, 4):
@@ -102,7 +105,7 @@ def cumulate(
     C: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
     RAW_BETA: tl.constexpr,
 ):  # fmt: skip
-    """Writes the vectors of one value head, to which ``vectors`` points; returns b."""
+    """Writes the vectors of one value head, to which ``vectors`` points. Returns b."""
     i = tl.arange(0, C)
     live = token + i < stop
     if GATE:
@@ -126,10 +129,10 @@ def cumulate(
 
 @triton.jit
 def block_gates(scores, vectors, m: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, UNDECAYED: tl.constexpr):
-    """M of the tokens 16 m to 16 m + 15, [16, 16], and what the blocks beside it and below it are made of.
+    """M of the tokens 16 m to 16 m + 15, [16, 16], and the factors of the blocks beside it and below it.
 
-    ``row_i = -b_i e^{H_i - G_before}  [16, 1]`` and ``column_j = e^{G_last - G_j}  [1, 16]``; before and last: the last
-    tokens of the block before and of this one; and ``span = e^{G_last - G_before}``.
+    These are ``row_i = -b_i e^{H_i - G_before} [16, 1]``, ``column_j = e^{G_last - G_j} [1, 16]`` and
+    ``span = e^{G_last - G_before}``. "before" and "last" are the last tokens of the block before and of this block.
     """
     o = tl.arange(0, 16)
     at = vectors + 16 * m
@@ -159,7 +162,7 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_scores(L, C: tl.constexpr):
-    """What ``score_blocks`` returns, as `channel` wrote it."""
+    """The same blocks as those of ``score_blocks``, as `channel` wrote them."""
     scores = ()
     for i in tl.static_range(4):
         for j in tl.static_range(i + 1):
@@ -169,7 +172,7 @@ def load_scores(L, C: tl.constexpr):
 
 @triton.jit
 def load_rows(x, strides, token, stop, column, K: tl.constexpr, W: tl.constexpr):
-    """A chunk's rows, 16 and 16: four tiles [16, W]."""
+    """A chunk's rows as four tiles [16, W]."""
     tiles = ()
     for i in tl.static_range(4):
         tiles += (load_tile(x, strides, token + 16 * i, stop, column, K, 16, W),)
@@ -242,11 +245,12 @@ def solve(
             tl.store(norms + 2 * C + i, lengths)
     if ERASE:
         if not CHANNEL:
-            tl.debug_barrier()  # what was written above is read below, by other threads
+            tl.debug_barrier()  # other threads read below what was written above
             s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = score_blocks(
                 k_rows, p_rows, norms, token, stop, k_strides, p_strides, K, C, W, NORM, OWN_P, PRECISION
             )
-        # float16 is as fine as tf32: with keys 0.9-correlated and b up to 2, A is off by 3e-3, in bfloat16 by 2.5e-2
+        # float16 is as accurate as tf32. With 0.9-correlated keys and b up to 2, A is off by 3e-3, and in bfloat16 by
+        # 2.5e-2.
         PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16"
         zero = tl.zeros([16, 16], tl.float32)
         for member in range(HV // H):
@@ -273,7 +277,7 @@ def solve(
             store_block(a, A22, 2, 2, C)
             store_block(a, A32, 3, 2, C)
             store_block(a, A33, 3, 3, C)
-            # what the second 32 owe to the first
+            # the block between the second and the first 32 tokens
             c0 *= span1
             M21 = s21 * r2 * c1
             W20 = product(T10, M21, product(T00, s20 * r2 * c0, zero, PRODUCTS), PRODUCTS)

@@ -53,7 +53,7 @@ class RowContext:
         context: the same as a ContextParallel.
         group: the ranks.
         cu_seqlens: the bounds of this rank's parts of sequences, counted from 0, in int32; ``cu_seqlens_cpu`` on the
-        host.
+            host.
         conv1d_kernel_size: as given.
         pre_num_conv_tokens: how many tokens of its first sequence are on earlier ranks.
     """
