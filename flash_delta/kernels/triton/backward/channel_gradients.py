@@ -1,24 +1,24 @@
-"""What queries, keys and gates get where every key channel has a gate of its own, all chunks at once, in bfloat16.
+"""Gradients of queries, keys and gates with a gate per key channel, for all chunks at once, in bfloat16.
 
     dq = scale e^G . (dO S0^T) + sum over j <= i of dP_ij e^{G_i - G_j} . k_j
     dp = -e^G . (dV S0^T) + sum over j < i of dL_ij e^{G_i - G_j} . k_j
     dk = e^{G_C - G} . (U dS1^T) + sum over i >= j of e^{G_i - G_j} . (dP_ij q_i + dL_ij k_i)      (and dp, as p is k)
     dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
 
-`pairs` has written dPD and taken, the gradients of q_i . k_j and of p_i . k_j (its sign turned), with the norms in
-them, and the products with states: q and k are multiplied as they lie in memory, and with a norm y = r x what is
-accumulated is z = r dy (see gradients.py).
+`pairs` has written dPD and taken, which are the gradients of q_i . k_j and of p_i . k_j (with opposite sign), including
+norms. It has also written the products with states. So q and k are multiplied as they are in memory. With a norm y = r
+x, the accumulated gradient is z = r dy (see gradients.py).
 
-Tokens come in blocks of 16, and a tile is [W, 16]: W channels, a row of the accumulators each, of one block. So decayed
-copies go into the next product from registers, and what they are multiplied with, the same for all channels, waits in
-shared memory. As in `channel` the decay of a pair is split at G of the first token of the row's block,
-``(q_i e^{G_i - r}) (k_j e^{r - G_j})``: no factor is above 1 but within a block, where the second one is as large as a
-channel falls there.
+Tokens come in blocks of 16. A tile is [W, 16]: W channels of one block, each a row of the accumulators. So decayed
+copies are operands of the next product from registers. The other operands are the same for all channels and are in
+shared memory. As in `channel`, the decay of a pair is split at G of the first token of the row's block,
+``(q_i e^{G_i - r}) (k_j e^{r - G_j})``. No factor is above 1, except within a block, where the second factor may be as
+large as the inverse of a channel's decay in the block.
 
-What a pair adds to the gates between its tokens is the difference of two sums that begin at either one: the same three
-rounded numbers are multiplied in both, so that it cancels up to float32's rounding where a gate is not between them.
-That is good enough for bfloat16. Channels that fall by more than ``MILD`` within a block are left to
-`halved_gradients`, which reads in ``fallen`` how far they fell, and so are other types.
+A pair contributes to the gates between its tokens. This contribution is the difference of two sums, which begin at the
+two tokens. Both multiply the same three rounded numbers. So for other gates the difference is 0 up to float32's
+rounding, which is good enough for bfloat16. `halved_gradients` computes channels that decay by more than ``MILD``
+within a block, which it reads from ``fallen``, and all other types.
 
 Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` sums and finishes them.
 """
@@ -59,7 +59,7 @@ def load_channels(x, strides, token, left, c, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def in_order(x):
-    """As float32, in the layout of products: that with the unit matrix is exact."""
+    """x in float32, in the layout of products. The product with the unit matrix is exact."""
     if x.dtype == tl.float32:
         return x
     else:
@@ -69,7 +69,7 @@ def in_order(x):
 
 @triton.jit
 def chosen(x, I):
-    """Element I of a tuple of tiles, 0 after its last one."""
+    """Element I of a tuple of tiles, or 0 after the last element."""
     y = x[0] * 0.0
     for m in tl.static_range(len(x)):
         y = tl.where(m == I, x[m], y)
@@ -78,7 +78,7 @@ def chosen(x, I):
 
 @triton.jit
 def total(x, first: tl.constexpr, I):
-    """The sum of the elements from ``first`` up to before I of a tuple of vectors."""
+    """The sum of the elements ``first`` to I - 1 of a tuple of vectors."""
     y = x[0] * 0.0
     for m in tl.static_range(first, len(x)):
         y += tl.where(m < I, x[m], 0.0)
@@ -87,8 +87,8 @@ def total(x, first: tl.constexpr, I):
 
 @triton.jit
 def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """Of 16 tokens, of which ``left`` are there: the activations, their log decay in bits, and which are there."""
-    if BOUNDED and not RAW_GATE:  # times the unit matrix's zeros, -inf would be no number; what it is below, it stays
+    """For 16 tokens, of which ``left`` exist: the activations, their log decay in bits, and which tokens exist."""
+    if BOUNDED and not RAW_GATE:  # -inf times the unit matrix's zeros is NaN; LEAST is below any bound
         tile = tl.maximum(tile, LEAST)
     a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
     decay = log_decay(
@@ -99,7 +99,7 @@ def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDE
 
 @triton.jit
 def blocks_of(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """All blocks of a chunk, [W, 16] each."""
+    """All blocks of a chunk, each [W, 16]."""
     tiles = ()
     for I in tl.static_range(C // 16):
         tiles += (load_channels(x, strides, token + 16 * I, stop - token - 16 * I, c, K, W),)
@@ -108,14 +108,14 @@ def blocks_of(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr, C: t
 
 @triton.jit
 def scores_of(x, I, J: tl.constexpr, C: tl.constexpr):
-    """Of rows of block I, with columns of an earlier block J; 0 where that is none."""
+    """The scores of rows of block I with columns of an earlier block J, or 0 if J is not earlier."""
     r, c = tl.arange(0, 16)[:, None], 16 * J + tl.arange(0, 16)[None, :]
     return tl.load(x + (16 * I + r) * C + c, mask=(c < 16 * I) & (r >= 0), other=0.0)
 
 
 @triton.jit
 def store_rows(out, x, first, count, stride, K: tl.constexpr, W: tl.constexpr):
-    """``[W, 16]`` as the channels from ``first`` on of the first ``count`` tokens."""
+    """Stores ``[W, 16]`` as channels from ``first`` on of the first ``count`` tokens."""
     r, c = tl.arange(0, 16)[:, None], first + tl.arange(0, W)[None, :]
     some = r < count
     if K % W > 0:
@@ -125,14 +125,15 @@ def store_rows(out, x, first, count, stride, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """As bfloat16 would round it. A number that is rounded and looked at is converted alone, not two at once: slow."""
+    """x rounded as by bfloat16. This avoids the conversion, which is slow for numbers that are used again."""
     return leading((x.to(tl.int32, bitcast=True) + 32768).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
-    """Adds what rows of one block and columns of another say to each other: to rows, before their own decay and with
-    dp's sign turned, and to z and y, the columns' gradients and what they take from those of the gates."""
+    """Adds the products between rows of one block and columns of another. The rows' gradients are before their own
+    decay, with dp's sign turned. z and y are the columns' gradients, and what they subtract from the gates'
+    gradients."""
     columns = rounded(columns)
     ke = columns.to(dP.dtype)
     aq, ap = tl.dot(ke, tl.trans(dP), aq), tl.dot(ke, tl.trans(dL), ap)
@@ -147,10 +148,10 @@ def channel_gradients(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Stores dg of W channels of one chunk and value head, and the chunk's gradients of A_log and dt_bias, ``[slots,
-    HV, K]``. In dq and dk ``[slots, HV, C, K]`` it finds the products with states, and stores all of dq and dk of this
-    value head (with a norm, r dy)."""
-    BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
+    """Stores dg of W channels of one chunk and value head, and the chunk's gradients of A_log and dt_bias,
+    ``[slots, HV, K]``. It reads the products with states from dq and dk ``[slots, HV, C, K]``, and stores there all of
+    dq and dk of this value head (with a norm, r dy)."""
+    BLOCKS: tl.constexpr = (K + W - 1) // W  # blocks of channels
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP, BLOCKS)
     first = tl.program_id(0) % BLOCKS * W
     c, t = first + tl.arange(0, W), tl.arange(0, 16)
@@ -169,9 +170,9 @@ def channel_gradients(
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     stop = tl.minimum(stop, token + C)
     LAST: tl.constexpr = C // 16 - 1
-    # Right to left: what keys write after the chunk, the sum of the gates from a block on, and of every block but the
-    # last one the keys, decayed up to its end, and its gates' sum. No load passes a barrier, and operands of products
-    # have many: all that comes from memory is loaded at once.
+    # From right to left: what keys write after the chunk, and the sum of the gates from a block on; for every block
+    # except the last one, the keys decayed up to its end, and its sum of gates. The compiler moves no load over a
+    # barrier, and products have many barriers. So everything from memory is loaded at once.
     k_tiles = blocks_of(k, k_strides, token, stop, c, K, W, C)
     g_tiles = blocks_of(g, g_strides, token, stop, c, K, W, C)
     written_tiles = blocks_of(written, rows, token * 0, C, c, K, W, C)
@@ -187,15 +188,15 @@ def channel_gradients(
         rest += tl.sum(kk * in_order(written_tiles[m]), 1) * tl.exp2(D)
         lowest = tl.minimum(lowest, fall)
         if m < LAST:
-            keys, totals = (kk,) + keys, (fell,) + totals  # noqa: RUF005 (Triton knows no star)
+            keys, totals = (kk,) + keys, (fell,) + totals  # noqa: RUF005 (Triton has no star)
             z += (zero,)
             y += (zero,)
         D += fell
     tl.store(fallen + sums, lowest, mask=c < K)
     rest += tl.exp2(D) * tl.load(through + sums, mask=c < K, other=0.0)
     dA, dbias, D = none, none, none
-    # Block by block, right to left. What later rows give to a block's columns waits in z and y; not unrolled, so that
-    # tiles are fetched blocks ahead. Scores with blocks that are not earlier are 0.
+    # Block by block, right to left. z and y keep what later rows add to a block's columns. The loop is not unrolled, so
+    # that tiles are loaded some blocks ahead. Scores with blocks that are not earlier are 0.
     for back in range(C // 16):
         I = LAST - back
         at = token + 16 * I
@@ -222,7 +223,7 @@ def channel_gradients(
         z, y = later_z, later_y
         grown = s * -1.0
         if not BOUNDED:
-            grown = tl.minimum(grown, MILD + 1.0)  # what is larger is computed again
+            grown = tl.minimum(grown, MILD + 1.0)  # larger ones are computed again
         grown = tl.exp2(grown)
         dP, dL = load_block(dPD, 16 * I, 16 * I, C, C, 16, 16), load_block(taken, 16 * I, 16 * I, C, C, 16, 16)
         aq, ap, zz, yy = between(aq, ap, zero, chosen(y, I), qe, pe, kk * grown, grown, dP, dL)
@@ -247,8 +248,8 @@ def run_channel_gradients(
     c: Call, scores: Scores, heads: HeadGradients, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
     t: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Finds dg, dq and dk of every value head, and of every chunk the gradients of A_log and dt_bias, ``[slots, HV,
-    K]``. The caller sums those. For bfloat16."""
+    """Computes dg, dq and dk of every value head, and the gradients of A_log and dt_bias of every chunk, [slots, HV,
+    K], which the caller sums. For bfloat16."""
     p, x = c.p, c.x
     chosen = t or tile("channel_gradients", p, c.shape.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program

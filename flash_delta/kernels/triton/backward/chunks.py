@@ -1,4 +1,4 @@
-"""What a backward pass does with each chunk by itself, before and after the states are walked: which kernels run."""
+"""Decides which kernels of the backward pass work on single chunks, before and after the walk of the states."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Chunks(NamedTuple):
     """The kernels of a backward pass that work on one chunk at a time, before and after the states are walked."""
 
     name: str
-    hands: tuple[type, ...]  # the groups of tensors by which the kernels of ``find`` hand each other results
+    hands: tuple[type, ...]  # the groups of tensors that the kernels of ``find`` pass to each other
     prepare: Callable[[Call, tuple[Workspace, ...], bool], None]
     """Finds again what walks need of chunks. It gets the call, its memory, and whether nothing was saved."""
     find: Callable[[Call, tuple[Workspace, ...], Inputs], None]

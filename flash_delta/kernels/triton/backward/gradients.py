@@ -1,17 +1,17 @@
-"""What queries, keys and gates get, all chunks at once; dq and dk are written once, summed over a key head's heads.
+"""Gradients of queries, keys and gates, for all chunks at once. dq and dk are summed over a key head's value heads.
 
     dq = scale e^G . (dO S0^T) + dPD k                        dp = -e^H . (dV S0^T) - taken k         dV = b . dU~
     dk = e^{G_C - G} . (U dS1^T) + dPD^T q - taken^T p        (and dp, where p is k)
     dg_t = pairs_t + what reads and erases in rows from t on + what writes in rows before t + gamma <S0, dS1>
 
-`pairs` has written dPD, taken and pairs_t, with the norms in them: q, k and p are multiplied as they lie in memory.
-With a norm, y = r x has length 1, what is accumulated is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
+`pairs` has written dPD, taken and pairs_t, including norms. So q, k and p are multiplied as they are in memory. With a
+norm, y = r x has length 1, the accumulated gradient is z = r dy, and r (dy - y <y, dy>) = z - y <y, z>.
 
-`query_gradients` and `key_gradients`, grid (slots, H), leave the terms of dg in ``parts [slots, HV, 4, C]``: pairs_t +
-gamma <S0, dS1>, what is read, erased and written. `gates`, grid (slots, HV), sums them over just the rows that carry
-gate t, so that nothing cancels (docs/mathematics.md section 4), and undoes the raw gate; dA_log and ddt_bias ``[slots,
-HV]`` are left to be summed over slots. A kernel of its own, because a barrier does not make one thread's stores
-visible to another on AMD.
+`query_gradients` and `key_gradients`, grid (slots, H), write the terms of dg to ``parts [slots, HV, 4, C]``: pairs_t +
+gamma <S0, dS1>, and the terms of reading, erasing and writing. `gates`, grid (slots, HV), sums them only over the rows
+that contain gate t, so that nothing cancels (docs/mathematics.md section 4). It also runs the backward pass of the raw
+gate. The caller sums dA_log and ddt_bias ``[slots, HV]`` over slots. `gates` is a separate kernel because on AMD a
+barrier does not make one thread's stores visible to other threads.
 """
 
 import triton
@@ -49,7 +49,7 @@ def norm_backward(z, x, r):
 
 @triton.jit
 def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
-    """Adds ``t`` to the accumulator ``z``. With OWN_SUMS t began with 0, without it t began with z.
+    """Adds ``t`` to the accumulator ``z``. With OWN_SUMS t began with 0. Without it t began with z.
 
     Returns the new accumulator, what t has added to the row sums of x z, and ``before`` for the next call: without
     OWN_SUMS these are the row sums of x z so far.
@@ -70,7 +70,7 @@ def query_gradients(
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores dq of one chunk and key head, and in row 1 of ``parts`` what its queries read."""
+    """Stores dq of one chunk and key head, and the queries' terms of dg in row 1 of ``parts``."""
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
@@ -115,7 +115,8 @@ def key_gradients(
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores dk (and dp) of one chunk and key head, and in rows 2 and 3 of ``parts`` what its keys erase and write."""
+    """Stores dk (and dp) of one chunk and key head, and the terms of dg for erasing and writing in rows 2 and 3 of
+    ``parts``."""
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
@@ -141,9 +142,9 @@ def key_gradients(
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         rk = tl.load(norm + C)
-    # What is added to an accumulator has row sums. They are differences of the accumulator's own row sums, which costs
-    # float32 its last digits. So in float32 every summand has an accumulator of its own: float32 spills anyway. In 16
-    # bits that would spill 700 bytes (sm_90a, K = V = 128).
+    # The row sums of a summand are differences of the accumulator's row sums, which costs the last digits in float32.
+    # So in float32 every summand has its own accumulator, since float32 spills anyway. In 16 bits this would spill 700
+    # bytes (sm_90a, K = V = 128).
     OWN_SUMS: tl.constexpr = ty == tl.float32
     d = tl.arange(0, BV)
     z, zp = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -165,7 +166,7 @@ def key_gradients(
                 t = tl.dot((lam * -e_p[:, None]).to(ty), s0, t, input_precision=PRECISION)
             if GATE:
                 ds1 = load_block(dstates + head * STATE, w, 0, V, KP, BV, BK)
-                # <S0, dS1> is the trace of a product: neither has to go through registers
+                # <S0, dS1> is the trace of a product, so neither factor has to go through registers
                 rows = tl.dot(s0, tl.trans(ds1), input_precision=PRECISION)
                 through += tl.sum(tl.where(d[:, None] == d[None, :], rows, 0.0))
         if GATE:
@@ -212,8 +213,8 @@ def store_gate(
     sums, given, row, hv, head, token, stop, T, all_strides, HV: tl.constexpr, C: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Stores dg of one chunk and value head, given the gradients ``sums`` of log decays, and what the raw gate's
-    parameters get from it. ``decays``: where a raw gate's log decays lie."""
+    """Stores dg of one chunk and value head from the gradients ``sums`` of log decays, and its parts of the gradients
+    of the raw gate's parameters. ``decays``: where the log decays of a raw gate are."""
     g, A_log, dt_bias, decays, dg, dA_log, ddt_bias = given
     i = tl.arange(0, C)
     if RAW_GATE:
@@ -235,7 +236,7 @@ def gates(
     HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Stores dg of one chunk and value head, from its ``parts``. It also runs the raw gate's backward pass. Grid
+    """Stores dg of one chunk and value head, from its ``parts``. Also runs the backward pass of a raw gate. Grid
     (slots, HV)."""
     follow(OVERLAP)
     slot, hv = tl.program_id(0), tl.program_id(1)
@@ -253,10 +254,10 @@ def gates(
         return
     parts = parts + head * 4 * C + i
     reads, writes = tl.load(parts + C), tl.load(parts + 3 * C)
-    carrying = i[:, None] <= i[None, :]  # [t, i]: what reads in row i carries gate t, what writes there does not
+    carrying = i[:, None] <= i[None, :]  # [t, i]: the reading row i contains gate t, and the writing row i does not
     sums = tl.load(parts) + tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)
     if ERASE:
-        if UNDECAYED:  # row i erases with the gates before its own
+        if UNDECAYED:  # row i erases with only the gates before its own
             carrying = i[:, None] < i[None, :]
         sums += tl.sum(tl.where(carrying, tl.load(parts + 2 * C)[None, :], 0.0), 1)
     given = (g, A_log, dt_bias, vectors + head * 4 * C + 3 * C, dg, dA_log, ddt_bias)
@@ -288,7 +289,7 @@ def run_key_gradients(
 
 
 def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
-    """Finds dg, and of every chunk the gradients of A_log and dt_bias, ``[slots, HV]``. The caller sums those."""
+    """Computes dg, and the gradients of A_log and dt_bias of every chunk, ``[slots, HV]``, which the caller sums."""
     p, x = c.p, c.x
     pointers = (x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias)
     scalars = p.N, p.T, batch(x.g), tokens(x.g)

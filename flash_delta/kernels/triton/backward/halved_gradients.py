@@ -1,18 +1,18 @@
-"""What `channel_gradients` says, for any decay and any type: no factor is above 1, and no sum cancels.
+"""The same gradients as `channel_gradients`, for any decay and any type. No factor is above 1, and no sum cancels.
 
-A chunk is halved again and again, into parts of 32, 16, .. 1 tokens, and a pair's decay is split where its two tokens
-part, ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the earlier part. Between the halves of
-the chunk these factors are those that the state before and after the chunk is read and written with, except a half's
-whole decay.
+A chunk is halved again and again, into parts of 32, 16, .. 1 tokens. The decay of a pair is split at the level where
+its two tokens are in different parts: ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the
+earlier part. Between the two halves of the chunk, these factors are the same as for reading the state before the chunk
+and for writing the state after it, except for the decay of a whole half.
 
-A tile is [W, 32]: W channels, a row of the accumulators each, of half a chunk. So decayed copies go into the next
-product from registers, and what they are multiplied with, the same for all channels, waits in shared memory. Exponents
-are sums of just the gates that a factor carries, by products with ones, whatever came before; and a gate's gradient is
-summed over just what carries the gate: what rows add to dq and dp counts up to their own tokens, what columns add to dk
-from the token after them on, and tokens between the two get all of it.
+A tile is [W, 32]: W channels of half a chunk, each a row of the accumulators. So decayed copies are operands of the
+next product from registers. The other operands are the same for all channels and are in shared memory. Exponents are
+sums of only those gates that a factor contains, by products with ones. They do not depend on earlier gates. A gate's
+gradient is summed only over factors that contain the gate. What rows add to dq and dp counts for gates up to their own
+tokens. What columns add to dk counts for gates after their own tokens. Gates between the two parts get all of it.
 
-In bfloat16 only channels are computed that fell by more than ``MILD`` within some block of 16 tokens (``fallen``); all
-other programs end at once. Grid (slots K / W, HV), dq and dk as `channel_gradients` writes them.
+In bfloat16 it computes only channels that decay by more than ``MILD`` within some block of 16 tokens (``fallen``). All
+other programs end at once. The grid is (slots K / W, HV). dq and dk are like those of `channel_gradients`.
 """
 
 import torch
@@ -52,12 +52,12 @@ MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15
 
 @triton.jit
 def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
-    """``[W, 32]``: channels c of 32 tokens, of the last one again from ``stop`` on: all that it meets there is 0.
+    """``[W, 32]``: channels c of 32 tokens. From ``stop`` on, the last token is repeated, and is only multiplied by 0.
 
-    Not by a mask: those of loads and stores would be the same, and take registers from the first to the last of them.
+    There is no mask, because loads and stores would share it, and it would take registers from the first to the last.
     """
     o = tl.minimum(tl.arange(0, 32), stop - 1 - token)
-    at = steps(o, strides, 1)[None, :] + c[:, None] * strides[3]  # short: 64 bits would be registers
+    at = steps(o, strides, 1)[None, :] + c[:, None] * strides[3]  # 32 bits, since 64 bits take more registers
     at += x + steps(token.to(tl.int64), strides, 1)
     if K % W == 0:
         return tl.load(at)
@@ -67,7 +67,7 @@ def load_channels(x, strides, token, stop, c, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def store_channels(out, x, stride, count, c, K: tl.constexpr, W: tl.constexpr):
-    """Of the first ``count`` tokens."""
+    """Stores channels of the first ``count`` tokens."""
     o = tl.arange(0, 32)
     some = (o < count)[None, :]
     if K % W > 0:
@@ -80,8 +80,8 @@ def load_gates(
     raw, strides, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of 32 tokens the activations and their log decays, ``[W, 32]``; which tokens are there; and what ``parameters``
-    returns. ``raw``: g, A_log, dt_bias and the lower bound; ``strides``: of g."""
+    """For 32 tokens: the activations and their log decays, ``[W, 32]``; which tokens exist; and the results of
+    ``parameters``. ``raw``: g, A_log, dt_bias and the lower bound. ``strides``: those of g."""
     g, A_log, dt_bias, lower_bound = raw
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     live = (token + tl.arange(0, 32) < stop)[None, :]
@@ -94,25 +94,25 @@ def load_gates(
 
 @triton.jit
 def leading(x):
-    """The bits of a float32 that bfloat16 has, by a mask: a number that is rounded and looked at is converted alone,
-    not two at once, and that is slow."""
+    """The bits of a float32 that bfloat16 has, by a mask. This avoids a conversion, which is slow for numbers that are
+    used again."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def in_parts(x, PARTS: tl.constexpr):
-    """x in parts of 8 bits, whose products with zeros and ones are exact."""
+    """x split into parts of 8 bits. Their products with zeros and ones are exact."""
     parts = ()
     for _ in tl.static_range(PARTS - 1):
         part = leading(x)
         parts += (part.to(tl.bfloat16),)
         x -= part
-    return parts + (x.to(tl.bfloat16),)  # noqa: RUF005 (Triton knows no star)
+    return parts + (x.to(tl.bfloat16),)  # noqa: RUF005 (Triton has no star)
 
 
 @triton.jit
 def sum_of(parts, carried, out, PARTS: tl.constexpr):
-    """Column t: ``out`` and the sum of those whose row of ``carried [32, 32]`` has t."""
+    """For column t: ``out``, plus the sum of those whose row of ``carried [32, 32]`` contains t."""
     ones = carried.to(tl.bfloat16)
     for m in tl.static_range(PARTS):
         out = tl.dot(parts[m], ones, out)
@@ -126,27 +126,27 @@ def decay(gates, carried, PARTS: tl.constexpr):
 
 @triton.jit
 def add_sums(dg, x, carried, PARTS: tl.constexpr):
-    """Adds to every gate r those x whose column of ``carried`` has r."""
+    """Adds to every gate r those x whose column of ``carried`` contains r."""
     return sum_of(in_parts(x, PARTS), tl.trans(carried.to(tl.bfloat16)), dg, PARTS)
 
 
 @triton.jit
 def to_rows(aq, ap, ke, dP, dL, PRECISION: tl.constexpr):
-    """Adds what the columns ``ke`` say to the rows."""
+    """Adds the products with the columns ``ke`` to the rows' gradients."""
     aq = tl.dot(ke, tl.trans(dP), aq, input_precision=PRECISION)
     return aq, tl.dot(ke, tl.trans(dL), ap, input_precision=PRECISION)
 
 
 @triton.jit
 def to_columns(back, qe, pe, dP, dL, PRECISION: tl.constexpr):
-    """Adds what the rows say to the columns."""
+    """Adds the products with the rows to the columns' gradients."""
     back = tl.dot(qe, dP, back, input_precision=PRECISION)
     return tl.dot(pe, dL, back, input_precision=PRECISION)
 
 
 @triton.jit
 def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what every earlier part of ``half`` tokens and the later one after it say to each other."""
+    """Adds the products between every earlier part of ``half`` tokens and the later part after it."""
     r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
     middle = (t & -half) | half
     carried = ((middle < r) & (r <= t)) | ((t < r) & (r <= middle))  # by token t, gate r
@@ -166,7 +166,8 @@ def read_state(
     state, do, do_strides, dU, at, stop, I, column, reads, erases,
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What half I reads and erases in the state before the chunk: its products with dO and dU~, ``[W, 32]``."""
+    """Gradients of half I from reading and erasing in the state before the chunk: products with dO and dU~,
+    ``[W, 32]``."""
     x, y = tl.zeros([W, 32], tl.float32), tl.zeros([W, 32], tl.float32)
     for w in range(0, V, BV):
         s = tl.trans(load_block(state, w, column, V, pitch(K), BV, W))
@@ -181,7 +182,8 @@ def write_state(
     dstate, U, I, column, writes,
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What half I writes into the state after the chunk: the product of its gradient with U, ``[W, 32]``."""
+    """Gradients of half I from writing to the state after the chunk: the product of its gradient with U,
+    ``[W, 32]``."""
     x = tl.zeros([W, 32], tl.float32)
     for w in range(0, V, BV):
         d = tl.trans(load_block(dstate, w, column, V, pitch(K), BV, W))
@@ -191,7 +193,7 @@ def write_state(
 
 @triton.jit
 def state_sums(state, dstate, column, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Of every channel S0 . dS1, [W]."""
+    """S0 . dS1 of every channel, [W]."""
     x = tl.zeros([W], tl.float32)
     for w in range(0, V, BV):
         s, d = load_block(state, w, column, V, pitch(K), BV, W), load_block(dstate, w, column, V, pitch(K), BV, W)
@@ -201,7 +203,7 @@ def state_sums(state, dstate, column, K: tl.constexpr, W: tl.constexpr, V: tl.co
 
 @triton.jit
 def token_factors(norms, b, scale, I, C: tl.constexpr, NORM: tl.constexpr):
-    """Of half I of the chunk: what reads, erases and writes in the state are multiplied with."""
+    """The factors of half I of the chunk for reading, erasing and writing in the state."""
     i = 32 * I + tl.arange(0, 32)
     reads, erases, writes = tl.full([32], scale, tl.float32), -tl.load(b + i), tl.full([32], 1.0, tl.float32)
     if NORM:
@@ -212,7 +214,7 @@ def token_factors(norms, b, scale, I, C: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def load_scores(dPD, taken, I, J, C: tl.constexpr):
-    """dP and dL between the halves I and J."""
+    """dP and dL between halves I and J."""
     return load_block(dPD, 32 * I, 32 * J, C, C, 32, 32), -load_block(taken, 32 * I, 32 * J, C, C, 32, 32)
 
 
@@ -222,12 +224,12 @@ def half_chunk(
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of half I of a chunk: stores dq and dk, and returns the gradients of log decays, ``[W, 32]``.
+    """Stores dq and dk of half I of a chunk, and returns the gradients of its log decays, ``[W, 32]``.
 
-    ``read``, ``erased``: what `read_state` found. ``ke``, ``written``: the earlier half's keys, decayed up to its end,
-    and what its columns get from after that; ``past``: its decay; ``rest``: what is carried by all gates of this half.
-    Up to the later half's end ``written`` and ``rest`` are decayed there: it comes first, and adds what its rows say to
-    columns of the earlier one and read in the state.
+    ``read``, ``erased``: results of `read_state`. ``ke``: the earlier half's keys, decayed up to its end. ``written``:
+    what its columns get from later tokens. ``past``: its decay. ``rest``: a term that contains all gates of this half.
+    The later half runs first. It decays ``written`` and ``rest``, and adds what its rows give to columns of the earlier
+    half and read in the state.
     """
     r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
     c = column + tl.arange(0, W)
@@ -235,7 +237,7 @@ def half_chunk(
     zero = tl.zeros(q.shape, tl.float32)
     gates = in_parts(g, PARTS)
     dP, dL = load_scores(dPD, taken, I, I, C)
-    own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # no gate is between
+    own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # there is no gate in between
     e = decay(gates, r <= t, PARTS)
     zq, zk = e * read, e * erased
     if I == 1:
@@ -272,12 +274,12 @@ def halved_gradients(
     C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (K + W - 1) // W  # of channels
+    BLOCKS: tl.constexpr = (K + W - 1) // W  # blocks of channels
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP, BLOCKS)
     column = tl.program_id(0) % BLOCKS * W
     o, c = tl.arange(0, 32), column + tl.arange(0, W)
     ty: tl.constexpr = k.dtype.element_ty
-    PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # what e^-76 gets wrong is nothing
+    PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # an error of e^-76 does not matter
     head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
     strides = (T.to(tl.int64) * HV * K, HV * K, K, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
@@ -297,7 +299,7 @@ def halved_gradients(
         norms += (slot.to(tl.int64) * H + h) * 3 * C
     state = head * whole_rows(V) * pitch(K)
     states, dstates = states + state, dstates + state
-    # the earlier half first: its decay, and what it writes into the state
+    # first for the earlier half: its decay, and its gradients from writing to the state
     kk = load_channels(k, k_strides, token, stop, c, K, W)
     raw = (g, A_log, dt_bias, lower_bound)
     gi = load_gates(raw, g_strides, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
@@ -308,7 +310,7 @@ def halved_gradients(
     written = write_state(dstates, U, 0, column, writes, K, W, C, V, BV, PRECISION)
     rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
     dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
-    for step in range(2):  # not unrolled: instructions have a cache, too
+    for step in range(2):  # not unrolled, because instructions also need a cache
         I = 1 - step
         at = token + 32 * I
         qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
@@ -321,7 +323,7 @@ def halved_gradients(
             qq, kk, read, erased, dstates, U, gi, norms, b, dPD, taken, ke, written, past, through, rest,
             scale, dq, dk, column, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
         )  # fmt: skip
-        a, decays, live, rate, bias = load_gates(  # again: fewer registers
+        a, decays, live, rate, bias = load_gates(  # loaded again, which takes fewer registers
             raw, g_strides, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
         )
         if RAW_GATE:
@@ -335,7 +337,7 @@ def halved_gradients(
 
 
 def needs_halving(p: Problem) -> bool:
-    """Whether there may be channels that `channel_gradients` leaves to `halved_gradients`."""
+    """Whether `channel_gradients` may leave channels to `halved_gradients`."""
     return p.dtype != torch.bfloat16 or p.lower_bound is None
 
 
@@ -343,11 +345,11 @@ def run_halved_gradients(
     c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
     dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Finds what `run_channel_gradients` finds. In bfloat16 it comes after that one, and computes only the channels
-    that are left to it."""
+    """Computes the same as `run_channel_gradients`. In bfloat16 it runs after that, and computes only the channels that
+    were left to it."""
     p, x = c.p, c.x
     chosen = t or tile("halved_gradients", p, c.shape.chip)
-    W = min(chosen.BV, block(p.K))  # channels of one program; values come in blocks
+    W = min(chosen.BV, block(p.K))  # channels of one program; values are loaded in blocks
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
         s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,

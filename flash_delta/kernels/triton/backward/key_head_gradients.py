@@ -2,8 +2,8 @@
 
     dq = z = sum of dq over value heads;      with a norm y = r q, of r dy:  dq = z - y <y, z>
 
-A kernel of its own after `channel_gradients`, whose programs have a few channels each: row sums over all channels
-would have to wait for other programs. Grid (slots, H).
+This is a separate kernel after `channel_gradients`. Programs there have only a few channels each, so row sums over all
+channels would have to wait for other programs. Grid (slots, H).
 """
 
 import triton
@@ -20,7 +20,7 @@ from flash_delta.problem import Inputs
 
 @triton.jit
 def sum_heads(parts, first, HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
-    """``[C, BK]``: the sum over the value heads of a key head, of which ``first`` is the first."""
+    """``[C, BK]``: the sum over the value heads of a key head. ``first``: the first of them."""
     z = tl.zeros([C, BK], tl.float32)
     for member in range(HV // H):
         z += load_block(parts + (first + member) * C * K, 0, 0, C, K, C, BK).to(tl.float32)

@@ -1,20 +1,19 @@
-"""What the pairs of tokens of a chunk say, all chunks at once: gradients of their scores, of strengths and of values.
+"""Gradients from the pairs of tokens of a chunk, for all chunks at once: of scores, of strengths and of values.
 
     dP = tril(dO U^T)        dL = -tril(dV U^T, -1)        dV = b . dU~
     db = <dU~, R - L U>      dv = dV
     pairs_t = sum over j < t <= i of (dP . P + dL . L)_ij         its part of dg
 
-L U is not formed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL is made of the same product. Where the erase reads
-the undecayed state (Comba), row i of L carries the gates before its own only, and counts for i > t. With a decay per
-channel (CHANNEL) L is read, and what is written has no decay in it: `channel_gradients` applies it. For that kernel
-(STATES) the products with states are taken here, too, where their other factors are at hand,
+L U is not computed: <dU~_i, (L U)_i> is row i of L . (dU~ U^T), and dL needs the same product. If the erase reads the
+undecayed state (Comba), row i of L contains only the gates before its own, and counts for i > t. With a decay per
+channel (CHANNEL) L is read, and the results do not contain the decay, which `channel_gradients` applies. For that
+kernel (STATES) the products with states are also computed here, since their other factors are already loaded:
 
     dq = scale dO S0^T      dk = b . dU~ S0^T (the sign of dp turned)      written = U dS1^T      through = S0 . dS1
 
-Writes what `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient of the
-products q_i . k_j, and ``taken``, that of p_i . k_j with its sign turned. The norms' r_q r_k, r_p r_k are in them, so
-that `gradients` can take q, k and p as they were given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
-(slots, HV).
+Writes the factors that `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient
+of the products q_i . k_j, and ``taken``, that of p_i . k_j with opposite sign. They include the norms' r_q r_k, r_p
+r_k, so that `gradients` can use q, k and p as given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid (slots, HV).
 """
 
 import triton
@@ -43,9 +42,11 @@ from flash_delta.problem import Inputs
 
 @triton.jit
 def times_ones(x, ones, PARTS: tl.constexpr):
-    """The float32 product of x and a bfloat16 matrix of zeros and ones: x in parts of 8 bits, whose products are exact.
+    """The float32 product of x and a bfloat16 matrix of zeros and ones. x is split into parts of 8 bits, so it is
+    exact.
 
-    A difference of products (hence the turned sign): where one continues another, both warp groups get the same rows.
+    It is a difference of products, hence the turned sign. If one product continued another, both warp groups would get
+    the same rows.
     """
     part = x.to(tl.bfloat16)
     out = tl.dot(part, ones)
@@ -68,7 +69,8 @@ def state_products(
     dO, do_strides, U, dU, state, dstate, reads, erases, writes, token, stop, dq, dk, written, through,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """What the state before the chunk and the gradient of the one after it give to tokens, BK channels at a time."""
+    """The tokens' gradients from the state before the chunk and from the gradient of the state after it, BK channels at
+    a time."""
     c = tl.arange(0, BK)
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
@@ -160,7 +162,7 @@ def pairs(
     if ERASE:
         if GATE:
             M *= decay(high_p, low_p, high, low)
-        if CHANNEL:  # the norms are in L already
+        if CHANNEL:  # L already contains the norms
             db -= tl.sum(M * tl.load(L + at, mask=strict, other=0.0).to(tl.float32), 1)
         M = tl.where(strict, M * rp[:, None] * rk[None, :], 0.0)
         tl.store(taken + at, (M * b[:, None]).to(ty))
@@ -196,7 +198,7 @@ def run_pairs(
     p, x = c.p, c.x
     with_states = heads.written is not None
     chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
-    # Steps of loops over K. Of states 64 at least: narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
+    # Steps of loops over K. For states at least 64, since narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
     BK = min(chosen.BV, max(64, block(p.K)) if with_states else block(p.K))
     read = (
         x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens

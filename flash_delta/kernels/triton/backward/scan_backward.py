@@ -1,21 +1,21 @@
-"""The state's gradient walks from chunk to chunk, right to left: the mirror of ``scan``.
+"""Walks the state's gradient from chunk to chunk, right to left, as ``scan`` walks the state.
 
     dU~ = X dS1 + Y^T dO        dV = b . dU~
     dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^H . p)^T dV
 
-and with a decay per channel, where `scan` solves for U itself, dU~ = A^T (Kd dS1 + P^T dO).
+With a decay per channel, where `scan` computes U itself, dU~ = A^T (Kd dS1 + P^T dO).
 
 Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V'', K']`` (workspace.py), dU~
-``[slots, HV, C, V']`` and at last the gradient of the initial state. dS^T [BV, K] stays in registers. Grid (V / BV, HV,
-N).
+``[slots, HV, C, V']`` and finally the gradient of the initial state. dS^T [BV, K] stays in registers. The grid is (V /
+BV, HV, N).
 
-RECOMPUTE: what `scan` had not saved is written by as many programs before these. Neither walk needs what the other
-one writes, and each waits for its own products most of the time: side by side they take little longer than one.
+RECOMPUTE: as many programs before these run `scan` again and write what was not saved. Neither walk needs the results
+of the other, and each mostly waits for its own products. So both together take little longer than one.
 
-In SEGMENTS (segments.py) the grid has their slots instead of N. A segment starts from ``dfinal[slot]``, what comes into
-it from the right, and `scan` from ``initial_state[slot]``. With ENDS this is what finds the former: dS at the start of
-every segment except a sequence's first, if nothing comes into it from the right, or into a sequence's last one
-``dfinal``. It goes to ``dinitial[slot]``, and nothing else is written.
+In SEGMENTS (segments.py) the grid has slots of segments instead of N. A segment starts from ``dfinal[slot]``, the
+gradient that comes from the right, and `scan` starts from ``initial_state[slot]``. A launch with ENDS computes these
+gradients. It computes dS at the start of every segment except a sequence's first. For this, the gradient from the right
+is ``dfinal`` for a sequence's last segment, and 0 for the others. It writes dS to ``dinitial[slot]`` and nothing else.
 """
 
 from typing import Any
@@ -102,7 +102,7 @@ def scan_backward(
         stored = last & (n < N) if ENDS else True
         dS = load_state(dfinal, dfinal_strides, n, hv, d, c, V, K, stored)
     follow(OVERLAP)
-    if SEGMENTS and not ENDS:  # `compose` wrote it
+    if SEGMENTS and not ENDS:  # `compose` has written it
         dS = load_block(dfinal + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head + (chunks - 1) * HV, i, c, chunks, C, K, CHANNEL)
     for back in range(chunks):
@@ -142,7 +142,7 @@ def run_scan_backward(
     c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
     dinitial: Tensor | None, *choice: Tile, recompute: bool,
 ) -> None:  # fmt: skip
-    """``recompute``: writes ``r``, too, in programs of their own."""
+    """``recompute``: additional programs also write ``r``."""
     p, x = c.p, c.x
     ends = (x.initial_state, dfinal, *r, *chain, dinitial)
     strides_of = (states(p, x.initial_state), states(p, dfinal), states(p, dinitial))
@@ -157,8 +157,8 @@ def launch_walk(
     c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, ends: tuple[Tensor | None, ...],
     strides_of: tuple[Any, ...], t: Tile, walks: int, length: int, *, follows: bool, **constants: bool,
 ) -> None:  # fmt: skip
-    """``ends``: the tensors from ``initial_state`` to ``dinitial``; ``strides_of``: of the first two and the last.
-    ``walks``: sequences, or slots of segments."""
+    """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: for the strides of the first two
+    and the last. ``walks``: the number of sequences, or of slots of segments."""
     p, x = c.p, c.x
     pointers = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
     grid = (-(-p.V // columns(p, t)), p.HV, walks * (1 + constants["RECOMPUTE"]))

@@ -1,12 +1,12 @@
-"""The backward pass of a long sequence on few heads, in segments, side by side.
+"""The backward pass of a long sequence on few heads, in segments that run at the same time.
 
-The mirror of forward/segments.py. A run of chunks maps the gradient of the state at its end to that at its start,
-dS_start = Phi^T dS_end + D, with the Phi of the forward pass, exactly.
+It mirrors forward/segments.py. A run of chunks maps the gradient of the state at its end exactly to that at its start:
+dS_start = Phi^T dS_end + D, with the Phi of the forward pass.
 
-    `scan` finds the maps of the states again, and `compose` the states that segments start from, if `scan` is to be
-    run again for what it had not saved;
-    `scan_backward` finds D of all segments, in its form ENDS;
-    `compose` gives every segment what comes into it from the right;
+    `scan` computes the maps of the states again; if it also has to compute again what was not saved, `compose`
+    computes the states that segments start from;
+    `scan_backward` with ENDS computes D of all segments;
+    `compose` computes the gradient that comes into every segment from the right;
     `scan_backward` walks all segments.
 """
 
@@ -31,15 +31,15 @@ from flash_delta.kernels.triton.forward.segments import (
 from flash_delta.kernels.triton.tiles import Segments, back_tiles, plan_back_endless
 from flash_delta.problem import Problem
 
-NOTHING = (None,) * 5  # what is saved of chunks, and their gradients
+NOTHING = (None,) * 5  # tensors saved for chunks, and their gradients
 
 
 class SegmentedBack(NamedTuple):
-    """How sequences are split, and what the kernels hand each other for it."""
+    """How sequences are split, and the tensors that the kernels pass to each other."""
 
     walk: SegmentedScan
     D: Tensor  # [slots, HV, V, K] float32
-    ends: Tensor  # [slots, HV, V, K] float32: what comes into a segment from the right
+    ends: Tensor  # [slots, HV, V, K] float32: the gradient that comes into a segment from the right
 
 
 def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | None:
@@ -51,7 +51,7 @@ def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | No
 
 
 def memory_of(w: SegmentedBack | None) -> tuple[Tensor, ...]:
-    """All that is allocated for it."""
+    """All memory that is allocated for it."""
     return () if w is None else (w.walk.maps, w.walk.starts, w.D, w.ends)
 
 
@@ -59,13 +59,13 @@ def run_segmented_back(
     c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
     dinitial: Tensor | None, w: SegmentedBack | None, *, recompute: bool,
 ) -> None:  # fmt: skip
-    """What `run_scan_backward` does. Without ``w`` it does nothing, except while compiling: then it compiles all that
-    calls of other sizes may launch, whatever ``w`` is."""
+    """Does the same as `run_scan_backward`. Without ``w`` it does nothing. While compiling it compiles everything that
+    calls of other sizes may launch, for any ``w``."""
     if every(c):
         w = new_segmented_back(c.p._replace(N=1, T=0), plan_back_endless(c.p, c.shape.chip))
     if w is None:
         return
-    run_maps(c, ch, s, f, w.walk, follows=recompute)  # otherwise it is the first kernel of the call
+    run_maps(c, ch, s, f, w.walk, follows=recompute)  # without recompute it is the first kernel of the call
     if recompute:
         run_compose(c, w.walk)
     run_ends(c, ch, s, f, do, dfinal, w)

@@ -2,28 +2,29 @@
 
     S~ = e^g S      u = b (v - S~^T k)      S = S~ + k u^T      o = scale S^T q
 
-One program takes BV value columns of one value head of one row: grid (B HV V / BV). It reads its part of the row's
-state once, and writes it after every token whose slot ``write_indices`` names. The state is in registers, transposed,
-S^T [BV, BK]. After a convolution (AFTER, rows.py) a program asks for its state while the convolution still runs.
+One program has BV value columns of one value head of one row: grid (B HV V / BV). It reads its part of the row's state
+once, and writes it after every token whose slot ``write_indices`` names. The state is in registers and transposed, S^T
+[BV, BK]. After a convolution (AFTER, rows.py) a program loads its state while the convolution still runs.
 
-Between tokens the state has the pool's dtype, whether it is written or not. So the number of calls in which tokens
-come does not matter. Neither do the other arguments: products are rounded by themselves or are written as ``fma``, and
-the compiler contracts none. The compiled code only knows whether T is 1 (ALONE), and its arithmetic is the same for
-both (tests/test_compiler.py).
+Between tokens the state has the pool's dtype, whether it is written or not. So it does not matter how tokens are split
+into calls. Other arguments do not matter either: products are rounded by themselves or are written as ``fma``, and the
+compiler fuses none. The compiled code only depends on whether T is 1 (ALONE). The arithmetic is the same in both cases
+(tests/test_compiler.py).
 
-With SHORT the rows are packed sequences. It runs those of up to SHORT tokens, with float32 states in between as `scan`
-does; the programs of longer ones exit at once. A sequence without tokens copies its state. This is then the call's
-last kernel. It may run beside the others, since it shares only what all of them read. One more program, after the last
-row, waits for them.
+With SHORT the rows are packed sequences. The kernel runs sequences of up to SHORT tokens, with float32 states between
+tokens like `scan`. Programs of longer sequences exit at once. A sequence without tokens copies its state. This is then
+the last kernel of the call. It may run at the same time as the others, since it shares only inputs with them. One more
+program, after the last row, waits for them.
 
-With ``most`` they are drafts of up to so many tokens, with states of the pool's dtype in between. Longer ones are
-padding. Programs of one more row write zeros after the last one.
+With ``most`` the rows are drafts of up to so many tokens, with states of the pool's dtype between tokens. Longer rows
+are padding. Programs of one more row write zeros after the last row.
 
-With ``initial`` the rows start from slots of those states. The pool is then only written, in slots or, with
-``step_stride``, in rows that have a place for the state after every token. Without ``read_indices`` every row has the
-slot of its own number, which it reads and writes.
+With ``initial`` the rows start from slots of those states, and the pool is only written. It has slots or, with
+``step_stride``, rows with a place for the state after every token. Without ``read_indices`` row i reads and writes slot
+i.
 
-Indices are what the device says. An index that is no slot is never an address: ``live`` masks loads and stores.
+Only the device knows the indices. An index that names no slot is never used as an address: ``live`` masks loads and
+stores.
 """
 
 import triton
@@ -47,13 +48,14 @@ def load_index(table, row, column, strides, live=True):
 
 @triton.jit
 def as_slot(index, slots, live):
-    """A slot, and whether it is one. ``slots``: how many there are, and the index that stands for none."""
+    """The slot of an index, and whether it is one. ``slots``: how many slots there are, and the index that means
+    none."""
     return index.to(tl.int32), live & (index >= 0) & (index < slots[0]) & (index != slots[1])
 
 
 @triton.jit
 def load_slot(table, row, column, strides, slots, live):
-    """Nothing is read where ``live`` is not."""
+    """Loads an index of a slot. Without ``live`` nothing is read."""
     return as_slot(load_index(table, row, column, strides, live), slots, live)
 
 
@@ -71,7 +73,7 @@ def find_column(accepted, b, accepted_row, columns):
 def find_state(
     read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
 ):
-    """The slot that a row reads, whether there is a state in it, and whether there is a row."""
+    """The slot that a row reads, whether it has a state, and whether the row is not padding."""
     column, live = find_column(accepted, b, accepted_row, columns)
     slot = b
     if read_indices is not None:
@@ -85,14 +87,15 @@ def find_state(
 
 @triton.jit
 def state_at(tile, slot, slot_stride, t=0, step=None):
-    """``step``: between the states of a slot, if it has one for every token."""
+    """The address of a state. ``step``: the stride between the states of a slot, if it has one for every token."""
     at = tile + slot.to(tl.int64) * slot_stride
     return at if step is None else at + t * step
 
 
 @triton.jit
 def load_parent(parents, b, t, parents_row, parents_token):
-    """The token that token t continues, -1 for the row's state, and whether it can; else 30, whose bit no token has."""
+    """The token that token t continues, or -1 for the row's state, and whether this is valid. If not, it is 30, a bit
+    that no token has."""
     parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
     known = (parent >= -1) & (parent < t)
     return tl.where(known, parent, 30).to(tl.int32), known
@@ -100,13 +103,14 @@ def load_parent(parents, b, t, parents_row, parents_token):
 
 @triton.jit
 def load_state(at, live):
-    """To stay in the L2 cache as long as can be: it is usually written over in place, a moment later (docs/notes)."""
+    """Loads a state so that it stays in the L2 cache as long as possible. Usually it is overwritten soon
+    (docs/notes)."""
     return tl.load(at, mask=live, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
 def store_zeros(o, start, T, hv, d, HV: tl.constexpr, V: tl.constexpr):
-    """Of tokens of a packed row."""
+    """Stores zeros for tokens of a packed row."""
     for t in range(T):
         at = o + ((start + t) * HV + hv).to(tl.int64) * V + d
         tl.store(at, tl.zeros(d.shape, o.dtype.element_ty), mask=d < V)
@@ -114,24 +118,24 @@ def store_zeros(o, start, T, hv, d, HV: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def tile_of(pool, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
-    """Of a slot: of a head BV columns from w on, transposed."""
+    """Pointers to BV columns from w on of a head's state in a slot, transposed."""
     tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
     return tile + (tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1])
 
 
 @triton.jit
 def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr):
-    """As rows start from them, and as they are written."""
+    """The tile from which rows start, and the tile that is written."""
     tile = tile_of(pool, hv, w, c, BV, STRIDES)
     return (tile if initial is None else tile_of(initial, hv, w, c, BV, SOURCE)), tile
 
 
-NUMBERS = [  # Triton would specialise what is 1 or a multiple of 16, in tuples even if told not to
+NUMBERS = [  # Triton would specialise values of 1 and multiples of 16, in tuples even if told not to
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
     "k_token", "v_row", "v_token", "g_row", "g_token", "beta_row", "beta_token", "read_row",
     "read_column", "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
 ]  # fmt: skip
-# Servers slice these; to a load of one number an address is as good as any other.
+# Servers pass slices of these. For loads of single numbers, alignment does not matter.
 INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_state"]
 
 
@@ -150,9 +154,9 @@ def decode(
     BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """From one batch row and from one token to the next it is ``q_row`` and ``q_token`` units, whose length is
-    ``q_strides[0]``; and so on (launch_decode.counted). ALONE: T is 1. STRIDES: of (head, key, value) in the pool,
-    SOURCE: in ``initial``. ROLLING: a row without a slot for its window is none."""
+    """``q_row`` and ``q_token`` are the steps from one batch row and from one token to the next, in units of
+    ``q_strides[0]`` numbers, and so on (`counted`). ALONE: T is 1. STRIDES: those of (head, key, value) in the pool,
+    SOURCE: those in ``initial``. ROLLING: a row without a slot for its window is padding."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     WRITES: tl.constexpr = read_indices is None or write_indices is not None
     K_EVEN: tl.constexpr = K == BK
@@ -167,7 +171,7 @@ def decode(
     targets = slots if written_slots is None else (written_slots, null_slot)
     write_strides, read_stride = (write_row, write_token), slot_stride if source_stride is None else source_stride
     if SHORT > 0:
-        if b == N:  # after the last row: this kernel has not ended before the call's others
+        if b == N:  # after the last row, so that this kernel does not end before the others
             follow(OVERLAP)
             return
         start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
@@ -175,11 +179,11 @@ def decode(
     elif most is not None:
         start, stop, _ = bounds(b, cu_seqlens, N, T, 1, True)
         row, T, first_written = b * 0, stop - start, tl.minimum(first_written, stop - start - 1)
-        if b == N:  # what lies after the last row
+        if b == N:  # tokens after the last row
             follow(OVERLAP and AFTER)
             store_zeros(o, start, T, hv, d, HV, V)
             return
-    # Before what ends programs: where it is on its way together with the row's bounds.
+    # Loaded before programs may end, at the same time as the row's bounds.
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
@@ -192,7 +196,7 @@ def decode(
     if (T > SHORT and SHORT > 0) or (T < 1 and (SHORT == 0 or not WRITES)):
         follow(OVERLAP and AFTER)
         return
-    if SHORT > 0 and WRITES and T < 1:  # the state moves on as it is
+    if SHORT > 0 and WRITES and T < 1:  # the state is copied
         slot, live = row_slot, is_row
         if write_indices is not None:
             slot, live = load_slot(write_indices, b, 0, write_strides, targets, is_row)
@@ -209,9 +213,10 @@ def decode(
     source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
     if AFTER:
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)  # [BV, BK]
-        follow(OVERLAP)  # q, k and v are there
-    # All that the first token needs is asked for while the row's slot is on its way, before the loop, even of one turn:
-    # within a block of code the compiler puts loads off until they are wanted (docs/notes).
+        follow(OVERLAP)  # q, k and v are ready
+    # All that the first token needs is loaded while the row's slot is being loaded. It is loaded before the loop, even
+    # if the loop has one iteration, since within a block of code the compiler delays loads until their use
+    # (docs/notes).
     token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
     rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
     written_index = b if write_indices is None else load_index(write_indices, b, 0, write_strides)
@@ -219,7 +224,7 @@ def decode(
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)
     if SHORT > 0 or first.dtype != pool.dtype.element_ty:
         first = first.to(tl.float32)
-    alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row; bit t + 1: token t
+    alive = is_row.to(tl.int32)  # the token before is no padding; in a tree, bits: the row, then tokens
     last = first
     for t in range(T):
         if parents is not None:
@@ -249,16 +254,16 @@ def decode(
         last = S if SHORT > 0 else rounded.to(first.dtype)
         alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
         if parents is not None:
-            tl.debug_barrier()  # a later token's threads load what this one's stored
+            tl.debug_barrier()  # threads of a later token load what threads of this one stored
 
 
 def run_decode(c: Call, o: Tensor, *choice: Tile, after: bool = False) -> None:
-    """``c.more`` are the call's `Slots` and what is `Around`; a prefill's rows are its sequences. ``after``: the
-    convolution is launched before. No products are contracted: how depends on what else is compiled with them."""
+    """``c.more`` are the call's `Slots` and `Around`. In a prefill, rows are sequences. ``after``: the convolution is
+    launched before. Products and sums are not fused, since the compiler's choice would depend on the other code."""
     p, x, s = c.p, c.x, opened(c)[0]
     apart = s.write_pool is not None
     pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
-    one, beside = alone(p), short(p) > 0 and not p.recurrent  # the kernels of a prefill
+    one, beside = alone(p), short(p) > 0 and not p.recurrent  # beside: it runs with the kernels of a prefill
     units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta)]
     rows = p.N + (p.most_tokens > 0) if p.packed else p.B
     slot, *inner = states(p, pool[:, 0] if pool.dim() == 5 else pool)
@@ -279,7 +284,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile, after: bool = False) -> None:
 
 
 def first_written_of(c: Call) -> int:
-    """The first token after which a state is written: the last one where a row has one slot to write."""
+    """The first token after which a state is written. It is the last token if a row has one slot to write."""
     p, s = c.p, opened(c)[0]
     write, pool = s.write_indices, s.state_pool if s.write_pool is None else s.write_pool
     last_only = s.read_indices is None or (write is not None and write.dim() == 1 and pool.dim() == 4)
@@ -295,12 +300,12 @@ def rows_of(s: Slots) -> tuple[int, ...]:
 
 
 def token_stride(pool: Tensor | None, axes: int) -> int | None:
-    """Between what a row of a pool holds of its tokens; None if the pool has slots, which hold one state or window."""
+    """The stride between tokens in a row of a pool. None if the pool has slots, which hold one state or window."""
     return None if pool is None or pool.dim() == axes else pool.stride(1)
 
 
 def opened(c: Call) -> tuple[Slots, Around]:
-    """What ``c.more`` is of a call that serves."""
+    """The parts of ``c.more`` in a serving call."""
     return Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
 
 

@@ -1,15 +1,15 @@
-"""Checkpoints of a prefill at offsets of their own, one of every sequence.
+"""Checkpoints of a prefill at offsets, one for every sequence.
 
 The kernel that walks a sequence in chunks leaves its state after the last whole chunk before the offset, or at the end
-of the sequence if the offset is there. From that state on the tokens up to the offset, at most 63, are walked here one
-by one, with float32 states in between, as `decode` walks a short sequence. No output depends on it.
+of the sequence if the offset is there. From this state, the tokens up to the offset, at most 63, run here one by one,
+with float32 states between tokens, as `decode` runs a short sequence. No output depends on it.
 
-Two launches find their sequences by themselves. One comes before all other kernels of the call: it continues states
-that sequences start from, which the others may write over. The other one comes after all of them: it continues what
-lies in the checkpoint's slot, which is what the walk has left, or a sequence's first state, if that lies there. Neither
-overlaps with another kernel.
+There are two launches, which find their sequences by themselves. One comes before all other kernels of the call. It
+continues first states of sequences, which the other kernels may overwrite. The other launch comes after all kernels. It
+continues the state in the checkpoint's slot. This is the state that the walk has left, or a sequence's first state if
+that is in this slot. Neither launch overlaps with another kernel.
 
-One program takes BV value columns of one value head of one sequence: grid (N HV V / BV).
+One program has BV value columns of one value head of one sequence: grid (N HV V / BV).
 """
 
 import triton
@@ -44,14 +44,14 @@ def walk_to_offset(
     BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
     BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """BEFORE: the other kernels have not run yet. Of strides and units see `decode`."""
+    """BEFORE: the other kernels have not run yet. For strides and units see `decode`."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program, slots = tl.program_id(0), (slots, null_slot)
     w, hv, n = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
     h, c, d = hv // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     offset, wanted = find_offset(checkpoint_offsets, n, offset_row, stop - start)
-    walked = (start + offset == stop) & (stop - start > SHORT)  # to its end: all is done
+    walked = (start + offset == stop) & (stop - start > SHORT)  # walked to its end, so nothing is left
     begin = offset // C * C
     if (wanted == 0) | walked:
         return
@@ -59,7 +59,7 @@ def walk_to_offset(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
     )
     slot, well = load_slot(checkpoint_indices, n, 0, (checkpoint_row, 0), slots, well)
-    there = (begin > 0) | (stored & (slot == read))  # the state to continue lies in the slot
+    there = (begin > 0) | (stored & (slot == read))  # the state to continue is in the slot
     if (well == 0) | (there == BEFORE) | (there & (offset == begin)):
         return
     inside = (d < V)[:, None] & (c < K)[None, :]
@@ -73,7 +73,7 @@ def walk_to_offset(
         gs, betas = (g, g_strides, row, g_token), (beta, beta_strides, row, beta_token)
         K_EVEN: tl.constexpr = K == BK
         V_EVEN: tl.constexpr = V % BV == 0
-        # Keys stand for queries: no output is wanted. What a token needs is loaded a token ahead.
+        # Keys are passed as queries, since no output is needed. Each token is loaded one token ahead.
         token = load_token(ks, ks, vs, gs, betas, start + begin, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
         for t in range(start + begin, start + offset):
             qt, kt, vt, a, bt = token
@@ -87,7 +87,8 @@ def walk_to_offset(
 
 
 def run_walk_to_offset(c: Call, s: Slots, *, before: bool) -> None:
-    """Launches it before the other kernels of a call, or after them. Tiles are those of `decode`, whose sums it has."""
+    """Launches it before the other kernels of a call, or after them. The tiles are those of `decode`, since the sums
+    are the same."""
     p, x = c.p, c.x
     indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices, s.checkpoint_offsets)
     pointers = (x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, *indices, x.cu_seqlens)

@@ -1,19 +1,19 @@
-"""What a layer does around the rule with prompts on a pool: one launch before those of the rule, and one after them.
+"""Convolution and norm around the rule for prompts on a pool: one launch before the rule, and one after it.
 
-`convolve_prompts` puts q, k and v of all tokens through a short convolution and its SiLU (around/convolution.py), and
-leaves them, in their dtype, in memory of the call. A program walks down BT tokens of BD channels of q, of k or of v.
-Inputs before a sequence's first token are those of its window, in the slot that the sequence reads.
+`convolve_prompts` applies a short convolution and its SiLU (around/convolution.py) to q, k and v of all tokens. It
+writes the results, in their dtype, to memory of the call. A program walks through BT tokens of BD channels of q, of k
+or of v. Inputs before a sequence's first token are those of its window, in the slot that the sequence reads.
 
-`finish_prompts` takes the gated norm of o in place: a program has ROWS rows of V values. Its other programs write the
-windows, each BD channels of one: of a sequence's last inputs, or of those before one of its checkpoints. It comes last
-because a sequence may write the slot that it reads. One that is shorter than its window keeps inputs of the old one;
-that is why a program loads all that it writes before it stores anything.
+`finish_prompts` applies the gated norm to o in place. A program has ROWS rows of V values. Other programs of it write
+windows, each BD channels of one window: the last inputs of a sequence, or those before one of its checkpoints. This
+kernel comes last because a sequence may write the slot that it reads. A sequence that is shorter than its window keeps
+inputs of the old window. So a program loads everything that it writes before it stores anything.
 
-A window is the first INPUTS inputs of a slot, the oldest first; where it rolls, a slot has room for a draft after it.
+A window is the first INPUTS inputs of a slot, oldest first. A rolling slot also has room for a draft after its window.
 Inputs are rounded to the dtype of the windows' pool before anything is computed with them.
 
-Tokens of padding become zeros, and of tokens that no sequence has nothing reads q, k and v. The o of both is 0, and it
-stays 0 whatever their gate is.
+Padding tokens become zeros. Nothing reads q, k and v of tokens that belong to no sequence. The o of both is 0, and
+stays 0 for any gate.
 """
 
 from functools import partial
@@ -47,13 +47,13 @@ from flash_delta.problem import Inputs, Problem
 
 @triton.jit
 def offsets_of(strides, d, WIDTH: tl.constexpr):
-    """Of channels d, where all heads are one axis; strides: (token, head, channel)."""
+    """The offsets of channels d, where all heads are one axis. Strides are (token, head, channel)."""
     return (d // WIDTH).to(tl.int64) * strides[1] + (d % WIDTH).to(tl.int64) * strides[2]
 
 
 @triton.jit
 def tensor_of(part, q, k, v):
-    """By a branch: AMD's compiler chooses no pointers without one (Triton 3.6)."""
+    """Chooses a pointer by a branch, because AMD's compiler cannot choose pointers without one (Triton 3.6)."""
     x = q
     if part == 1:
         x = k
@@ -64,7 +64,7 @@ def tensor_of(part, q, k, v):
 
 @triton.jit
 def number_of(part, of_q, of_k, of_v):
-    """Without a branch, past which the compiler would carry numbers in another layout than that of loads."""
+    """Chooses a number without a branch, after which the compiler would use another layout than that of loads."""
     return tl.where(part == 0, of_q, tl.where(part == 1, of_k, of_v))
 
 
@@ -73,9 +73,8 @@ def find_channels(
     block, q, k, v, q_strides, k_strides, v_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of channels: whether they are q's (0), k's (1) or v's (2), which of its channels, how many it has, and
-    how many come before its first one among those of all; pointers to the first token's, and the numbers from token to
-    token."""
+    """For a block of channels: whether they belong to q (0), k (1) or v (2); which channels of it; how many it has; how
+    many channels of all come before its first one; pointers to the first token; and the stride between tokens."""
     KEYS: tl.constexpr = H * K
     BLOCKS: tl.constexpr = (KEYS + BD - 1) // BD
     part = tl.minimum(block // BLOCKS, 2)
@@ -88,7 +87,8 @@ def find_channels(
 
 @triton.jit
 def load_before(at, stride, windows, strides, slot, stored, t, start, channel, mask, INPUTS: tl.constexpr):
-    """The input of token t as a window holds it; before the sequence's first token that of its own one, or 0."""
+    """The input of token t, rounded as in a window. Before the sequence's first token it comes from the window, or is
+    0."""
     new = tl.load(at + t.to(tl.int64) * stride, mask=mask & (t >= start), other=0.0).to(windows.dtype.element_ty)
     old = load_state(windows, strides, slot, channel, INPUTS + t - start, mask & stored & (t < start))
     return new.to(tl.float32) + old
@@ -107,7 +107,7 @@ def convolve_prompts(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr,
     BLOCKS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS: of the channels of q, k and v together."""
+    """BLOCKS: the number of blocks of channels of q, k and v together."""
     block = tl.program_id(0) % BLOCKS
     n, _, start, stop, number = find_slot(tl.program_id(0) // BLOCKS, cu_seqlens, N, T, BT, True)
     token = start + number * BT
@@ -118,7 +118,7 @@ def convolve_prompts(
     )
     part, d, width, before, at, stride = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
     channel, inside, to = before + d, d < width, tensor_of(part, q_out, k_out, v_out) + d
-    known = inside & well  # of padding all numbers count as 0, and so do the results
+    known = inside & well  # padding counts as zeros, and so do its results
     taps, base = load_taps(weight, channel, known, W), None
     if bias is not None:
         base = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
@@ -142,8 +142,8 @@ def normalize_rows(
     o, gate, rows, stride, weight, row, M, eps, V: tl.constexpr, BV: tl.constexpr, ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some of the M rows of o, in place. ``rows``: where in the gate theirs begin, whose channels have the ``stride``.
-    OVERLAP: o is there when the kernel before this one has ended."""
+    """Normalises some of the M rows of o in place. ``rows``: where their rows of the gate begin. ``stride``: that of
+    the gate's channels. OVERLAP: o is ready when the kernel before this one has ended."""
     d = tl.arange(0, BV)
     inside = (row < M)[:, None] & (d < V)[None, :]
     z = tl.load(gate + rows[:, None] + d[None, :] * stride, mask=inside, other=0.0).to(tl.float32)
@@ -161,9 +161,9 @@ def find_window(
     n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T,
     slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column,
 ):  # fmt: skip
-    """Window m of sequence n: of checkpoint m, or after the last of these the sequence's last one. Returns the
-    sequence's first token, the one after the window, the slot that the sequence reads and whether it does, and the slot
-    that is written and whether it is."""
+    """Window m of sequence n: that of checkpoint m, or after all checkpoints that of the sequence's end. Returns the
+    sequence's first token, the token after the window, the slot that the sequence reads and whether it reads, and the
+    slot that is written and whether it is written."""
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     read, stored, write, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
@@ -186,7 +186,7 @@ def find_window(
 
 @triton.jit
 def load_window(at, stride, before, step, start, end, inside, stored, INPUTS: tl.constexpr):
-    """The last inputs before token ``end``; those before ``start`` are of the window ``before`` it, or 0."""
+    """The last inputs before token ``end``. Those before ``start`` come from the window ``before``, or are 0."""
     ty: tl.constexpr = before.dtype.element_ty
     window = []
     for i in tl.static_range(INPUTS):
@@ -212,8 +212,9 @@ def finish_prompts(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """First the programs of the norm, if there is one. ``columns``: of the checkpoints' table; 1 with offsets, where a
-    program writes a sequence's checkpoint and its last window: the checkpoint may lie in the slot that it reads."""
+    """The programs of the norm come first, if there is one. ``columns``: those of the checkpoints' table, or 1 with
+    offsets. With offsets one program writes both a sequence's checkpoint and its last window, since the checkpoint may
+    be in the slot that the sequence reads."""
     program = tl.program_id(0)
     if gate is not None:
         normed = tl.cdiv(T * HV, ROWS)
@@ -251,31 +252,31 @@ def finish_prompts(
             latest = load_window(at, stride, before, step, start, stop, inside, stored, INPUTS)
             tl.debug_barrier()
             store_window(latest, pool + last.to(tl.int64) * window_strides[0], step, inside & well, INPUTS)
-        tl.debug_barrier()  # a thread's inputs may be those that another one overwrites
+        tl.debug_barrier()  # other threads overwrite inputs that a thread has to read first
         store_window(window, pool + write.to(tl.int64) * window_strides[0], step, inside & live, INPUTS)
 
 
 def new_convolved(p: Problem) -> tuple[Tensor, ...]:
-    """Memory for q, k and v after the convolution, if there is one: in float32 for decoding. Prompts are one row, whose
-    stride says nothing: it is 0, so that no length changes what the rule's kernels are compiled for."""
+    """Memory for q, k and v after the convolution, if there is one. For decoding it is float32. Prompts are one row.
+    Its stride is 0, so that no length changes the compiled code of the rule's kernels."""
     sizes, dtype = ((p.H, p.K), (p.H, p.K), (p.HV, p.V)), torch.float32 if p.recurrent else p.dtype
     new, row = partial(torch.empty_strided, dtype=dtype, device=p.device), p.T if p.recurrent else 0
     return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes if p.taps)
 
 
 def convolved_bytes(p: Problem) -> int:
-    """Of that memory, as `run` rounds it."""
+    """The bytes of this memory, as `run` rounds them."""
     tensors = new_convolved(p._replace(device=torch.device("meta")))
     return sum(-(-t.nbytes // 256) * 256 for t in tensors)
 
 
 def with_convolved(x: Inputs, convolved: tuple[Tensor, ...]) -> Inputs:
-    """The inputs of the rule."""
+    """The inputs of the rule, with q, k and v after the convolution."""
     return x._replace(**dict(zip("qkv", convolved, strict=True))) if convolved else x
 
 
 def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
-    """Launches the convolution, if there is one. Returns the call of the rule alone, without what is around it."""
+    """Launches the convolution, if there is one. Returns the call of the rule, without convolution and norm."""
     p, x, s, around = c.p, c.x, *opened(c)
     if convolved:
         w, blocks = cut_of(c)
@@ -292,7 +293,7 @@ def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
 
 
 def run_after(c: Call, o: Tensor) -> None:
-    """Launches the norm and what writes windows, if there is one of these."""
+    """Launches the kernel for the norm and for writing windows, if there is a norm or a convolution."""
     p, x, s, around = c.p, c.x, *opened(c)
     if not p.taps and p.eps is None:
         return
@@ -314,7 +315,7 @@ def run_after(c: Call, o: Tensor) -> None:
 
 
 def cut_of(c: Call) -> tuple[Cut, int]:
-    """How the convolution is cut, and into how many blocks of q's, k's and v's channels."""
+    """How the convolution is divided, and the number of blocks of channels of q, k and v."""
     p = c.p
     widths = p.H * p.K, p.H * p.K, p.HV * p.V
     w = choose_cut("convolve", c.shape.chip, p.taps, max(widths), p.dtype)

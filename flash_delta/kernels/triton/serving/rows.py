@@ -1,15 +1,15 @@
-"""What a layer does around a decoding step: one launch before that of `decode`, and one after it.
+"""Convolution and norm around a decoding step: one launch before `decode`, and one after it.
 
-`convolve_rows` puts q, k and v of all tokens of all rows through a short convolution and its SiLU. A program has BD
-channels of q, of k or of v of one row, and goes from token to token. It keeps their window in registers and leaves what
-comes out of the convolution in memory of the call, in float32. It reads and writes the windows by the row's indices,
-as `decode` does the states. So `decode` has a program for every head, or for a part of one, however many heads share q
-and k.
+`convolve_rows` applies a short convolution and its SiLU to q, k and v of all tokens of all rows. A program has BD
+channels of q, of k or of v of one row, and goes from token to token. It keeps their window in registers, and writes the
+results to memory of the call, in float32. It reads and writes windows by the row's indices, as `decode` reads and
+writes states. So `decode` has a program for every head, or for a part of one, for any number of heads that share q and
+k.
 
-Windows are written where states are: after every token whose slot ``write_indices`` names; in a rolling slot after
-every token before the first one of padding.
+Windows are written whenever states are: after every token whose slot ``write_indices`` names. In a rolling slot they
+are written after every token before the first padding token.
 
-`normalize_outputs` takes the gated norm of o in place. Padding stays 0, whatever its gate is.
+`normalize_outputs` applies the gated norm to o in place. Padding stays 0 for any gate.
 """
 
 import triton
@@ -47,8 +47,8 @@ from flash_delta.kernels.triton.serving.prompts import (
 from flash_delta.kernels.triton.serving.window import convolve, load_window, push, store_window, window_after
 from flash_delta.problem import Problem
 
-CHANNELS, WARPS = 128, 1  # of a program of the convolution
-NUMBERS_OF_NORM = 1024  # of a program
+CHANNELS, WARPS = 128, 1  # per program of the convolution
+NUMBERS_OF_NORM = 1024  # per program
 
 NUMBERS = [  # see decode.py
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
@@ -67,8 +67,8 @@ def convolve_rows(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CONV: tl.constexpr,
     CONV_TARGET: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr, WRITES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Strides are counted as in `decode`. BLOCKS: of the channels of q, k and v together. ``slots``: how many
-    ``conv_pool`` has, ``written_slots`` its target."""
+    """Strides are counted as in `decode`. BLOCKS: the number of blocks of channels of q, k and v together. ``slots``:
+    the number of slots of ``conv_pool``. ``written_slots``: that of the pool that is written."""
     lead(OVERLAP)
     block, b = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
     row, start, slots = b, b * 0, (slots, null_slot)
@@ -94,7 +94,7 @@ def convolve_rows(
     first = load_window(windows, window_slot, column, before, d, width, stored, CONV)  # [BD, 4]
     if conv_target is not None:
         windows = (conv_target, conv_target_stride, conv_step_stride)
-    tl.debug_barrier()  # nothing is stored before all threads have loaded
+    tl.debug_barrier()  # all threads have to load before anything is stored
     window, alive = first, is_row.to(tl.int32)  # as in `decode`
     for t in range(T):
         if parents is not None:
@@ -114,7 +114,7 @@ def convolve_rows(
         tl.store(to + (row * T + start + t).to(tl.int64) * width, y.to(q_out.dtype.element_ty), mask=inside)
         alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
         if parents is not None:
-            tl.debug_barrier()  # a later token's threads load what this one's stored
+            tl.debug_barrier()  # threads of a later token load what threads of this one stored
 
 
 @triton.jit(do_not_specialize=["T", "M", "eps", "z_row", "z_token"])
@@ -122,7 +122,7 @@ def normalize_outputs(
     o, z, norm_weight, T, M, eps, z_row, z_token, z_strides, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     ROWS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the M rows of o; strides of the gate z are counted as in `decode`."""
+    """A program has ROWS of the M rows of o. Strides of the gate z are counted as in `decode`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, t = row // HV // T, row // HV % T
     count = b.to(tl.int64) * z_row + t.to(tl.int64) * z_token
@@ -131,7 +131,7 @@ def normalize_outputs(
 
 
 def run_rows(c: Call, o: Tensor, convolved: tuple[Tensor, ...], *choice: Tile) -> None:
-    """Launches a decoding step and what is around it. ``convolved``: memory for q, k and v after a convolution."""
+    """Launches a decoding step with convolution and norm. ``convolved``: memory for q, k and v after a convolution."""
     rule = _run_convolve_rows(c, convolved) if convolved else c
     run_decode(rule, o, *choice, after=bool(convolved))
     if c.p.eps is not None:
@@ -139,7 +139,7 @@ def run_rows(c: Call, o: Tensor, convolved: tuple[Tensor, ...], *choice: Tile) -
 
 
 def _run_convolve_rows(c: Call, convolved: tuple[Tensor, ...]) -> Call:
-    """Returns the call of the rule."""
+    """Launches the convolution. Returns the call of the rule."""
     p, x, s, around = c.p, c.x, *opened(c)
     apart, conv, target = s.write_pool is not None, around.conv_pool, around.conv_write_pool
     units = [counted(y, alone(p)) for y in x[:3]]
@@ -169,5 +169,5 @@ def _run_normalize_outputs(c: Call, o: Tensor) -> None:
 
 
 def windows_of(p: Problem, pool: Tensor) -> tuple[int, ...]:
-    """What window.py takes as CONV."""
+    """The tuple that window.py takes as CONV."""
     return p.taps, p.window, *pool.stride()[-2:], p.rolling

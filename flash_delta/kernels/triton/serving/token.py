@@ -1,4 +1,4 @@
-"""What a decoding step does with one token of a head: load it, activate it, move the state on by it."""
+"""One token of a head in a decoding step: load it, activate it, update the state."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,8 @@ from flash_delta.kernels.device.activation import strength
 
 @triton.jit
 def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Of one token and head, as they are; strides: (unit, head, channel). EVEN: none of ``c`` is after the last."""
+    """Loads the numbers of one token and head. Strides are (unit, head, channel). EVEN: all of ``c`` are valid
+    channels."""
     at = x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + c * strides[2]
     if EVEN:
         return tl.load(at)
@@ -19,7 +20,7 @@ def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.conste
 
 @triton.jit
 def load_number(x, strides, unit, head):
-    """Of one token and head; strides: (unit, head)."""
+    """Loads one number of one token and head. Strides are (unit, head)."""
     return tl.load(x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1])
 
 
@@ -28,7 +29,7 @@ def load_token(
     q, k, v, g, beta, t, h, hv, c, d, K: tl.constexpr, K_EVEN: tl.constexpr, V: tl.constexpr, V_EVEN: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Of token t, as they are. Each tensor comes with its strides, and with the units to its row and of a token."""
+    """Loads token t. Each tensor is given with its strides, the units to its row, and the units per token."""
     qt = load_numbers(q[0], q[1], q[2] + t * q[3], h, c, K, K_EVEN)  # [BK]
     kt = load_numbers(k[0], k[1], k[2] + t * k[3], h, c, K, K_EVEN)
     vt = load_numbers(v[0], v[1], v[2] + t * v[3], hv, d, V, V_EVEN)  # [BV]
@@ -44,7 +45,7 @@ def load_gate(
     A_log, dt_bias, hv, c, K: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What `log_decay` takes of a head's parameters."""
+    """A head's parameters for `log_decay`."""
     rate, bias = 1.0, 0.0
     if CHANNEL:
         rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
@@ -72,7 +73,7 @@ def reciprocal_length(x):
 
 @triton.jit
 def read_by(S, x):
-    """S^T x [BV], of [BV, BK] and [BK]."""
+    """S^T x [BV], from [BV, BK] and [BK]."""
     return tl.sum(S * x[None, :], 1)
 
 

@@ -2,12 +2,13 @@
 
     y_t = silu(bias + sum_{i<W} weight[i] x_{t-(W-1)+i})
 
-A window [C, 4] holds the last four inputs of C channels, the latest last, so W is 4 at most. CONV: the taps W; the
-inputs L of a window in a slot, W - 1 or more and 4 at most; the pool's strides of (channel, input); whether slots are
-rolling. What windows in slots do not hold is 0, and no convolution reads it. Channels are those from ``start`` on.
+A window [C, 4] holds the last four inputs of C channels, the latest last. So W is at most 4. CONV is a tuple: the taps
+W; the number L of inputs of a window in a slot, W - 1 to 4; the pool's strides of (channel, input); whether slots are
+rolling. Inputs that windows in slots do not have are 0, and no convolution reads them. Channels are those from
+``start`` on.
 
-A rolling slot holds the inputs before a draft and those of its tokens, one after the other. L is W - 1: the window that
-begins at input n ends with that of token n.
+A rolling slot holds the inputs before a draft, and then those of its tokens. L is W - 1, and the window that begins at
+input n ends with the input of token n.
 """
 
 import triton
@@ -18,8 +19,8 @@ from flash_delta.kernels.device.activation import silu, spread
 
 @triton.jit
 def place(windows, slot, n, start, c, width, CONV: tl.constexpr):
-    """Where window ``n`` lies in a slot, and which of it. ``windows``: their pool, its stride of slots, and the stride
-    of a slot's windows; None: there is one, unless the slot is rolling."""
+    """The addresses of window ``n`` in a slot, and which of its numbers exist. ``windows``: their pool, its stride of
+    slots, and the stride of a slot's windows. If that is None, there is one window, unless the slot is rolling."""
     i = CONV[1] - 4 + tl.arange(0, 4)
     inside = (c < width)[:, None] & (i >= 0)[None, :]
     if CONV[4]:
@@ -40,28 +41,28 @@ def load_window(windows, slot, n, start, c, width, live, CONV: tl.constexpr):
 @triton.jit
 def store_window(window, windows, slot, n, start, c, width, live, CONV: tl.constexpr):
     at, inside = place(windows, slot, n, start, c, width, CONV)
-    if CONV[4]:  # the others are there since the token before
+    if CONV[4]:  # the others were written with the token before
         inside = inside & ((tl.arange(0, 4) == 3) | (n == 0))[None, :]
     tl.store(at, window, mask=inside & live)
 
 
 @triton.jit
 def window_after(parent, first, windows, slot, start, c, width, live, CONV: tl.constexpr):
-    """Of a tree: the window that token ``parent`` left in its slot; for -1 the row's ``first``."""
+    """For a tree: the window that token ``parent`` left in its slot, or for -1 the row's ``first`` window."""
     window = load_window(windows, slot, parent, start, c, width, live, CONV)
     return tl.where(parent < 0, first, window)
 
 
 @triton.jit
 def push(window, x):
-    """The window with ``x`` after it, which from then on counts as it is stored."""
+    """The window with ``x`` added, rounded as it will be stored."""
     i = tl.broadcast_to(tl.arange(0, 4)[None, :], window.shape)
     return tl.where(i == 3, x.to(window.dtype)[:, None], tl.gather(window, tl.minimum(i + 1, 3), 1))
 
 
 @triton.jit
 def convolve(window, weight, bias, start, c, width, CONV: tl.constexpr):
-    """Of the window's latest input, in float32."""
+    """The convolution at the window's latest input, in float32."""
     i, inside = CONV[0] - 4 + tl.arange(0, 4), c < width
     at = weight + (start + c)[:, None] * CONV[0] + i[None, :]
     w = tl.load(at, mask=inside[:, None] & (i >= 0)[None, :], other=0.0)
