@@ -1,20 +1,21 @@
-"""The ``hopper`` backend: the delta rule with one decay per value head, for sm_90a; and with one per channel, in part.
+"""The ``hopper`` backend for sm_90a: the delta rule with one decay per value head, and in part with one per channel.
 
-`rates` sums up the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are
-walked in segments, at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
-`walk_segments`. Heads of 256 leave no room for an inverse beside states and chunks. For them `factor_chunks` comes
-first, and `walk_segments` takes whole sequences. Values wider than keys are walked as several heads (columns.py).
-Prompts on a pool are walked by the loop, which reads and writes the slots. A single prompt may be walked in segments
-(segments/prompt_state.py).
+`rates` sums the gates, and one more kernel does all the rest (forward/loop.py). Four kernels walk long sequences on few
+heads in segments at the same time (segments/): `factor_chunks`, `find_maps`, `compose_maps` and `walk_segments`. Heads
+of 256 leave no memory for an inverse beside states and chunks. For them `factor_chunks` runs first, and `walk_segments`
+walks whole sequences. Values wider than keys are walked as several heads (columns.py). The loop also walks prompts on a
+pool, and reads and writes the slots. A single prompt may be walked in segments (segments/prompt_state.py).
 
-With a decay per channel one kernel does it all for many states, and for few where gates forget (channel/loop.py). Else
-`prepare` finds all that a chunk's tokens are to each other, in both passes. `walk_channels` walks where there are few
-states, or `scan` of the ``triton`` backend does (channel/). That backend also walks the states back. After it
-`chunk_back` finds the gradients of each chunk (channel_backward/). Prompts on a pool are walked by the same loop, but
-only for who asks for this backend: that has not run on a GPU yet (channel/prefill.py).
+With a decay per channel, one kernel does everything if there are many states, or few states and gates that forget
+(channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk, in both passes.
+`walk_channels` walks the states if there are few, and otherwise `scan` of the ``triton`` backend does (channel/). That
+backend also walks the states' gradients. After it `chunk_back` computes the gradients of each chunk
+(channel_backward/). The same loop walks prompts on a pool, but only if a call asks for this backend by name: this has
+not run on a GPU yet (channel/prefill.py).
 
-The backward pass in bfloat16 for heads of 64 and 128 is by hand, too (backward/). For others forward saves what the
-kernels of ``triton`` would have saved, and that backend runs the backward pass. It also runs all that this one cannot.
+The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls the forward
+pass saves what the kernels of ``triton`` would save, and that backend runs the backward pass. It also runs everything
+that this backend cannot run.
 """
 
 from functools import partial
@@ -64,8 +65,8 @@ from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slo
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
 WIDTHS = (64, 128, 256)
-PROMPT_HEADS = 0.18  # per multiprocessor: from there on prompts on a pool, of which few are split, keep the card busy
-WHOLE = 256  # heads too wide for the loop: `factor_chunks` first, then a walk of whole sequences
+PROMPT_HEADS = 0.18  # per multiprocessor; with more heads, prompts on a pool, of which few are split, fill the chip
+WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a walk of whole sequences
 MOST_VALUES = 512
 NARROWEST_PADDED = 60  # columns
 
@@ -91,7 +92,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.needs_grad and problem.disable_recompute:
         if wide.V != wide.K:
             return "with disable_recompute K and V have to be the same"
-        if wide is not problem and by_hand.unsupported(problem):  # `triton` would take what is kept for its own width
+        if wide is not problem and by_hand.unsupported(problem):  # `triton` would use what is kept for its own width
             return f"with disable_recompute it pads heads in torch.bfloat16 only, the tensors are {problem.dtype}"
     if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {triton.DECODED}"
@@ -113,15 +114,15 @@ def _unsupported_pool(p: Problem) -> str | None:
 
 
 def preference(p: Problem) -> tuple[int, str | None]:
-    """Before ``triton``, or after it and why. No length and no number of sequences may change that: the other backend
-    would have to be compiled in the middle of the work.
+    """Before ``triton``, or after it with a reason. It must not depend on lengths or on the number of sequences, or
+    else the other backend would be compiled later, during the work.
 
-    As measured on an H200 (training with a decay per channel: on an H100), with 132 multiprocessors (docs/notes): this
-    backend is ahead of ``triton``, except for one sequence of some 2,000 tokens on few heads of 128. On a pool it walks
-    half a state's chunk in 1.73 us, for which ``triton`` takes 1.23 with 16 heads and 1.80 with 24.
+    From measurements on an H200 (for training with a decay per channel on an H100), with 132 multiprocessors
+    (docs/notes): this backend is faster than ``triton``, except for one sequence of some 2,000 tokens on few heads of
+    128. On a pool it walks half a state's chunk in 1.73 us. ``triton`` takes 1.23 us with 16 heads and 1.80 us with 24.
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
-        return 0, "its multiprocessors or the heads are not known"  # while torch.compile traces, or on "meta"
+        return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"
     if p.pool is not None and p.gate == "channel":
         return 0, channel_prefill.UNTRIED
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
@@ -131,8 +132,8 @@ def preference(p: Problem) -> tuple[int, str | None]:
 
 
 def _slow_padding(p: Problem) -> str | None:
-    """Why padded heads are not ahead of ``triton``, as measured on an H100 (docs/notes): training is at every width
-    that was measured. The forward pass alone is not where that backend uses the copy engine."""
+    """Why padded heads are not faster than ``triton``, or None. Measured on an H100 (docs/notes): training is faster at
+    every measured width. A forward pass alone is not faster where ``triton`` uses the copy engine."""
     if min(p.K, p.V) < NARROWEST_PADDED:
         return f"heads of {_widths(p)} were not measured padded"
     by_copy_engine = p.K % 8 == 0 and p.V % 8 == 0 and max(p.K, p.V) > 64
@@ -142,8 +143,9 @@ def _slow_padding(p: Problem) -> str | None:
 
 
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
-    """Of columns as heads nothing is saved: the backward pass, which has whole heads, computes it again."""
-    fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
+    """Empty tensors like those that ``forward`` saves. If columns run as heads, nothing is saved, since the backward
+    pass needs whole heads. It computes everything again."""
+    fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
     if p.gate == "channel" and not by_channel.saves(fixed):
         return ()
     wide = padded(fixed)
@@ -211,7 +213,8 @@ def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
 def _new_copies(
     p: Problem, x: Inputs, o: Tensor, final: Tensor
 ) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """Copies, if heads are padded; then where kernels write o and final states; and what of that is not given."""
+    """Copies, if heads are padded; the tensors where kernels write o and final states; and those of them that are
+    new."""
     copies = new_padded(p, x)
     if copies is None:
         return None, (o, final), ()
@@ -220,7 +223,7 @@ def _new_copies(
 
 
 def _every_walk(p: Problem, processors: int) -> tuple[Walk | None, Tensor]:
-    """For what compiles all that a call may launch."""
+    """The walk for compiling everything that a call may launch."""
     one = p._replace(N=1, T=1)
     return _new_walk(one, split_endless(p, processors)), new_rates(one)
 
@@ -228,7 +231,8 @@ def _every_walk(p: Problem, processors: int) -> tuple[Walk | None, Tensor]:
 def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
-    """Gradients of every input. ``saved``: what ``forward`` has saved; without it ``triton`` computes all again."""
+    """Gradients of every input. ``saved``: what ``forward`` has saved. Without it ``triton`` computes everything
+    again."""
     name = triton.name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
@@ -237,7 +241,7 @@ def backward(
         return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
-    if pads(p):  # whose copies may be of anything
+    if pads(p):  # copies can be made of any layout
         given = triton.with_flat_parameters(x), do, dfinal
     else:
         given = as_taken(x), described(do), plain_state(dfinal)
@@ -249,8 +253,9 @@ def backward(
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous; the pools are written in place. `decode` runs the short sequences, beside the others."""
-    if p.N * p.T == 0:  # at most states are copied, or zeros written, which is no work for this loop
+    """``o``, contiguous. The pools are written in place. `decode` runs the short sequences at the same time as the
+    others."""
+    if p.N * p.T == 0:  # at most states are copied or zeros are written, which this loop cannot do
         return triton.prefill(p, x, s, around, known)
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
@@ -290,13 +295,13 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 
 def _for_backward(p: Problem) -> Workspace:
-    """What forward saves: for the backward pass by hand, or for that of ``triton``."""
+    """What the forward pass saves, for the hand-written backward pass or for that of ``triton``."""
     own = p.gate != "channel" and by_hand.unsupported(p) is None
     return by_hand.for_backward(p) if own else triton.for_backward(p)
 
 
 def _lengths(p: Problem) -> Lengths:
-    """How both passes are split; the second is None where it is not by hand."""
+    """How both passes are split. The second length is None if the backward pass is that of ``triton``."""
     processors = chip_of(p.device).processors
     if p.needs_grad and by_hand.unsupported(p) is None:
         return split_training(p, processors)
@@ -304,12 +309,12 @@ def _lengths(p: Problem) -> Lengths:
 
 
 def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk | None:
-    """What a walk of segments, or of sequences with wide heads, needs; None where the loop does all."""
+    """What a walk of segments, or of sequences with wide heads, needs. None if the loop does everything."""
     return None if length is None and p.K != WHOLE else new_walk(p, length, A, maps)
 
 
 def _memory(prompt: Prompt | None) -> tuple[Tensor, ...]:
-    """All that is allocated for a prompt in segments."""
+    """All memory that is allocated for a prompt in segments."""
     return () if prompt is None else (*prompt.walk[1:], *prompt[1:])
 
 
@@ -324,7 +329,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 
 
 def remark(p: Problem) -> str | None:
-    """What `explain` adds: whether sequences are split, and who runs the backward pass."""
+    """What `explain` says: whether sequences are split, and which backend runs the backward pass."""
     if p.gate == "channel":
         return by_channel.remark(p)
     wide, said = padded(p), []

@@ -1,4 +1,4 @@
-"""Descriptors: how the copy engine is told where tensors lie and which tiles it moves."""
+"""Descriptors, which tell the copy engine where tensors are and which tiles it moves."""
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from flash_delta.problem import Inputs, Problem
 
 
 def token_stride(t: Tensor) -> int:
-    """How many tokens it is from one batch row to the next."""
+    """The number of tokens from one batch row to the next."""
     return t.stride(0) // t.stride(1)
 
 
 def strides(*tokens: Tensor) -> tuple[int | tuple[int, ...], ...]:
-    """Of each tensor the `token_stride`; then, as one tuple, of each the numbers from head to head."""
+    """The `token_stride` of each tensor; then, as one tuple, the stride between heads of each tensor."""
     return (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
 
 
@@ -27,12 +27,13 @@ def described(t: Tensor) -> Tensor:
 
 
 def plain_state(t: Tensor | None) -> Tensor | None:
-    """In float32 and without gaps."""
+    """The states in float32 and without gaps."""
     return None if t is None else t.float().contiguous()
 
 
 def as_taken(x: Inputs, *more: str) -> Inputs:
-    """``x`` if kernels can take it, otherwise with copies of some. ``more``: described beside q, k and v."""
+    """``x`` if kernels can take it, otherwise with copies of some tensors. ``more``: tensors that also need
+    descriptors, besides q, k and v."""
     copies = {name: described(getattr(x, name)) for name in ("q", "k", "v", *more)}
     copies["initial_state"] = plain_state(x.initial_state)
     copies = {name: t for name, t in copies.items() if t is not getattr(x, name)}
@@ -46,8 +47,8 @@ def describable(t: Tensor) -> bool:
 
 
 def ragged(t: Tensor, width: int, height: int = C) -> Descriptor:
-    """Describes the tokens of all heads so that the copy engine clips at the end of any sequence: loads from behind
-    the end give zeros, and stores there do nothing.
+    """Describes the tokens of all heads so that the copy engine clips at the end of any sequence. Loads after the end
+    give zeros, and stores there do nothing.
 
     The copy engine clips at the end of axis 2, which has 2^30 elements. In a sequence that ends before row e, row e - i
     has the coordinates ``[2^30, e, 2^30 - i]``. This is the right address because the strides of the first and the
@@ -61,7 +62,7 @@ def ragged(t: Tensor, width: int, height: int = C) -> Descriptor:
 
 
 def lines(t: Tensor) -> Descriptor:
-    """Describes a matrix line by line: of rates there are four vectors in one."""
+    """Describes a matrix line by line. A line of rates has four vectors."""
     return Descriptor(t, t.shape, t.stride(), [1, t.shape[1]], layouts.LINES.value)
 
 
@@ -71,7 +72,7 @@ def squares(t: Tensor) -> Descriptor:
 
 
 def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
-    """Describe what is saved of chunks for the backward pass; states are written ``keys`` columns at a time."""
+    """Describes what is saved for the backward pass. States are written ``keys`` columns at a time."""
     return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))
 
 

@@ -1,7 +1,7 @@
-"""Which states of a sequence are left in slots of a pool on the way, as the loop and the walk in segments find it.
+"""Finds which states of a sequence are left in slots of a pool, for the loop and for the walk in segments.
 
-Roles take all that they need for it as one tuple, ``kept``: the table of slots, NUMBERS, and then the offsets if there
-are any. It is None if no checkpoints are left.
+Roles get everything that they need for it as one tuple, ``kept``: the table of slots, NUMBERS, and then the offsets if
+there are any. It is None if there are no checkpoints.
 """
 
 from typing import Any
@@ -15,13 +15,14 @@ from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["slots", "null_slot", "columns", "interval", "checkpoint_row", "checkpoint_column"]
 POINTERS = ["checkpoints", "offsets"]
-NONE = (None, None, *(0 for _ in NUMBERS))  # the arguments of a kernel that leaves none
+NONE = (None, None, *(0 for _ in NUMBERS))  # the arguments of a kernel without checkpoints
 
 
 @gluon.jit
 def find_offset(kept, n, length, STEP: gl.constexpr = C):
-    """After how many tokens, whole chunks of them, a walk leaves the checkpoint of sequence n that has an offset; 0 if
-    it leaves none (triton/serving/offsets.py), or if there are no offsets. STEP: tokens that it takes at a time."""
+    """The number of tokens, in whole chunks, after which a walk leaves the checkpoint of sequence n at an offset. 0 if
+    it leaves none (triton/serving/offsets.py), or if there are no offsets. STEP: tokens that the walk takes at a
+    time."""
     tokens = n * 0
     if kept is not None and len(kept) > 7:
         row, offsets = kept[6], kept[7]
@@ -35,8 +36,8 @@ def find_offset(kept, n, length, STEP: gl.constexpr = C):
 
 @gluon.jit
 def find_checkpoint(kept, n, tokens, length, offset):
-    """The slot for the state of sequence n after so many ``tokens``; -1 if it is not wanted. ``offset``: as
-    `find_offset` has it."""
+    """The slot for the state of sequence n after so many ``tokens``, or -1 if it is not wanted. ``offset``: the result
+    of `find_offset`."""
     table, slots, null, columns, interval, row, column = kept[:7]
     slot = n * 0 - 1
     if len(kept) > 7:
@@ -52,7 +53,7 @@ def find_checkpoint(kept, n, tokens, length, offset):
 
 
 def checkpoint_arguments(p: Problem, s: Slots) -> tuple[Any, ...]:
-    """What a kernel takes for POINTERS and NUMBERS."""
+    """The arguments of a kernel for POINTERS and NUMBERS."""
     tables = (s.checkpoint_indices, s.checkpoint_offsets)
     interval = min(p.checkpoint_every, p.T + C.value)
     return *tables, len(s.state_pool), p.null_slot, count_checkpoints(s), interval, *checkpoint_table(*tables)

@@ -1,7 +1,7 @@
 """Values wider than keys: a head with V = n K is walked as n heads, each with K of its value columns.
 
-The columns of a state do not depend on each other. The n heads have the same keys and gates, and find A each for
-itself. Values and outputs are seen otherwise, without a copy; gates and initial states are small, and are copied.
+The columns of a state do not depend on each other. The n heads have the same keys and gates, and each computes A by
+itself. Values and outputs are views with other shapes. Gates and initial states are small, and are copied.
 """
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from flash_delta.problem import Inputs, Outputs, Problem
 
 
 def as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
-    """The same call with heads of K columns. States are [N, HV n, K, K], values first."""
+    """The same call with heads of K columns. States are [N, HV n, K, K] with values first."""
     n = p.V // p.K
     state = x.initial_state
     if state is not None:
@@ -27,7 +27,7 @@ def as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
 
 
 def joined(p: Problem, out: Outputs) -> Outputs:
-    """What the call with whole heads returns."""
+    """The results of the call with whole heads."""
     final = out.final_state.view(p.N, p.HV, p.V, p.K)
     return Outputs(out.o.view(p.B, p.T, p.HV, p.V), final if p.state_v_first else final.mT.contiguous())
 

@@ -7,7 +7,7 @@ C = gl.constexpr(64)  # tokens of a chunk
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
 NARROW_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [64, 32]
 BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # [4, 16, 16]: one block per warp
-# In shared memory, as wgmma and the copy engine want them.
+# In shared memory, as wgmma and the copy engine need them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `boxes.ragged` describes it
@@ -17,9 +17,9 @@ STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
 ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `boxes.pool` describes a pool of float32,
 ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # a pool of 16 bits whose rows are values,
 ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # and one whose rows are keys
-LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row: several would not lie one after the other
+LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row; several rows would not be contiguous
 PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-# Numbers by which roles tell each other something.
+# Layouts of numbers that roles pass to each other.
 FLAGS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of a warp group
 TOKENS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))  # [1, 64] of one warp

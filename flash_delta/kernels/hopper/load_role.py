@@ -1,5 +1,5 @@
-"""The role that loads, in the loop, `find_maps` and `walk_segments`. It is one warp, which asks the copy engine for the
-tiles of one chunk after the other. A tensor that a kernel does not load has None for a descriptor."""
+"""The role that loads, in the loop, `find_maps` and `walk_segments`. It is one warp. It starts copies of the tiles of
+one chunk after the other. If a kernel does not load a tensor, its descriptor is None."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,8 +15,8 @@ from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, fi
 
 @gluon.jit
 def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
-    """Where the chunks of an item of work are: value head, batch row, the sequence's first token and its length, the
-    first chunk's token in the sequence, the number of chunks, the first chunk's slot; and whether v is needed."""
+    """The chunks of an item of work: value head, batch row, the sequence's first token and length, the first chunk's
+    token in the sequence, the number of chunks, the first chunk's slot; and whether v is needed."""
     if SEGMENTS:
         cu_seqlens, T, length, N = work
         if flags is None:
@@ -37,7 +37,7 @@ def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexp
 
 @gluon.jit
 def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDTH: gl.constexpr, VALUES: gl.constexpr):
-    """Asks for the tiles of one chunk, to land in slot s, and tells ``bar`` how many bytes are to come."""
+    """Starts copies of the tiles of one chunk to slot s, and tells ``bar`` how many bytes will arrive."""
     q_desc, k_desc, v_desc, r_desc, a_desc = descs
     sq, sk, sv, sv2, sr, sa = tiles
     hv, row, start, size, token, index = where
@@ -65,7 +65,7 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
             load_box(q_desc, row * batches[0] + start, size, token, h * heads[0], bar, sq.index(s), WIDTH)
         if r_desc is not None:
             if first:
-                gdc_wait()  # the kernels before this one have ended: what they wrote is there
+                gdc_wait()  # the kernels before this one have ended, and their results can be read
             load_rates(r_desc, index, bar, sr, s)
         if a_desc is not None:
             tma_load(a_desc, [index * C, 0], bar, sa.index(s))
@@ -73,8 +73,8 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
 
 @gluon.jit
 def end_early(flags, bar, c):
-    """Whether all state groups of a map have reported that Phi is zero. If so, tells them that chunk c, which is not
-    loaded, was the last."""
+    """Whether all state groups of a map have reported that Phi is zero. If so, tells them that chunk c is not loaded
+    and is the last one."""
     ended = gl.max(flags.index(0).load(LANES) * flags.index(1).load(LANES), 0) > 0
     if ended:
         flags.index(2).store(gl.full([32], 0, gl.int32, LANES) + c)
@@ -87,16 +87,15 @@ def load_role(
     given, HV, column, WIDTH: gl.constexpr, VALUES: gl.constexpr, NS: gl.constexpr, SLOTS: gl.constexpr,
     PACKED: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Fills a ring of so many SLOTS with k and rates, q, A, and VALUES columns of v from ``column`` on. Where there is
-    an ``sv2``, it gets the second 64 of those columns.
+    """Fills a ring of so many SLOTS with k and rates, q, A, and VALUES columns of v from ``column`` on. If there is an
+    ``sv2``, it gets the second 64 of these columns.
 
-    given: (descs, tiles, flags, bars, work, strides), of which descs and tiles are as `load_chunk` has them.
-    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items,
-    pool), as in work_items.py.
-    strides: of (q, k, v) the tokens from one batch row to the next, of each the numbers from head to head, and the
-    value heads per key head.
-    bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
-    flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk; None elsewhere.
+    given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`. work: with SEGMENTS
+    (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items, pool), as in
+    work_items.py. strides: for (q, k, v) the tokens between batch rows, for each the stride between heads, and the
+    value heads per key head. bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's
+    longest ring, NS. flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk;
+    otherwise None.
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars

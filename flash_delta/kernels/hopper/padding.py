@@ -1,8 +1,8 @@
-"""Heads of other widths than 64 and 128: they are run as heads of the next of these, with zeros in the columns above.
+"""Heads of other widths than 64 and 128. They run as heads of the next of these widths, with zeros in added columns.
 
-Zeros in q and k change no product, value columns of zeros stay zeros, and so do the rows and columns of a state that
-belong to them. `widen` copies what is given, all of it in one launch, and `narrow` copies what is wanted of what was
-found. The copies belong to one call: the backward pass makes its own.
+Zeros in q and k change no product. Value columns of zeros stay zeros, and so do the added rows and columns of a state.
+`widen` copies all inputs in one launch, and `narrow` copies the wanted results back. The copies belong to one call. The
+backward pass makes its own copies.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ NO_STRIDES = (0, 0, 0, 0)
 
 
 class Padded(NamedTuple):
-    """Copies in the width that is run; None of what is not there."""
+    """Copies of the width that is run. None if a tensor does not exist."""
 
     q: Tensor  # [B, T, H, W]
     k: Tensor  # [B, T, H, W]
@@ -34,7 +34,7 @@ class Padded(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What kernels find, in that width; or without the columns above. None of what is not wanted."""
+    """The results of kernels, in that width or without the added columns. None if a result is not wanted."""
 
     rows: tuple[Tensor | None, Tensor | None, Tensor]  # dq and dk; o or dv
     state: Tensor | None  # the final states, or the gradient of the initial ones
@@ -48,7 +48,7 @@ def pads(p: Problem) -> bool:
 
 
 def padded(p: Problem) -> Problem:
-    """The call that is run in the place of ``p``; ``p`` itself where its heads are not padded."""
+    """The call that is run instead of ``p``. It is ``p`` itself if heads are not padded."""
     if not pads(p):
         return p
     width = WIDTHS[0] if max(p.K, p.V) <= WIDTHS[0] else WIDTHS[1]
@@ -56,7 +56,7 @@ def padded(p: Problem) -> Problem:
 
 
 def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor | None = None) -> Padded | None:
-    """Memory for the copies of a call; None where it needs none."""
+    """Memory for the copies of a call, or None if it needs none."""
     wide = padded(p)
     if wide is p:
         return None
@@ -68,7 +68,7 @@ def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor |
 
 
 def gradients_in(copies: Padded, d: Inputs) -> Inputs:
-    """Memory for the gradients ``d`` of that width; those that have no columns are found where they are wanted."""
+    """Memory for the gradients ``d`` of that width. Gradients without columns are written directly to ``d``."""
     q, k, v = (torch.empty_like(t) for t in copies[:3])
     initial = None if copies.initial_state is None else torch.empty_like(copies.initial_state)
     return d._replace(q=q, k=k, v=v, initial_state=initial)
@@ -83,8 +83,8 @@ def copy_rows(
     x, strides, to, A, B, H: tl.constexpr, TO_H: tl.constexpr, WIDTH: tl.constexpr, TO: tl.constexpr, BW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if they are there; zeros where x has
-    nothing."""
+    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if they exist. The rest is filled with
+    zeros."""
     if to is not None:
         row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BW)
         line, h = row // TO_H, row % TO_H
@@ -103,7 +103,7 @@ def widen(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, TO: tl.constexpr,
     PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, tensors): in PLACES stands which program_id(1) a tensor has, -1 if it is not there."""
+    """Grid (blocks, tensors). PLACES has the program_id(1) of each tensor, or -1 if it does not exist."""
     part = tl.program_id(1)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
@@ -127,7 +127,7 @@ def narrow(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, FROM: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, tensors): program_id(1) is 0 for v, 1 for the states, 2 for q, 3 for k."""
+    """Grid (blocks, tensors). program_id(1) is 0 for v, 1 for the states, 2 for q, 3 for k."""
     part, T64 = tl.program_id(1), T.to(tl.int64)
     HEIGHT: tl.constexpr = V if V_FIRST else K
     WIDTH: tl.constexpr = K if V_FIRST else V
@@ -143,7 +143,7 @@ def narrow(
 
 
 def run_widen(c: Call, copies: Padded | None) -> Call:
-    """Launches `widen`, if heads are padded. Returns the call that is run in the place of ``c``."""
+    """Launches `widen`, if heads are padded. Returns the call that is run instead of ``c``."""
     if copies is None:
         return c
     p, x, (do, dfinal) = c.p, c.x, (*c.more, None, None)[:2]
@@ -160,7 +160,7 @@ def run_widen(c: Call, copies: Padded | None) -> Call:
 
 
 def run_narrow(c: Call, found: Found, wanted: Found) -> None:
-    """Launches `narrow`, if heads are padded. ``c``: the call as it was given. ``wanted`` is contiguous."""
+    """Launches `narrow`, if heads are padded. ``c``: the original call. ``wanted`` is contiguous."""
     p = c.p
     if not pads(p):
         return
@@ -171,6 +171,6 @@ def run_narrow(c: Call, found: Found, wanted: Found) -> None:
 
 
 def _blocks(tensors: tuple[Tensor | None, ...]) -> int:
-    """Programs for the rows of any of ``tensors``."""
+    """The number of programs for the rows of any of ``tensors``."""
     most = max(t.numel() // t.shape[-1] for t in tensors if t is not None)
     return -(-most // PADDING_ROWS)

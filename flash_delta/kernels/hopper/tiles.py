@@ -1,7 +1,7 @@
 """The launch numbers of the loop and of the walk in segments.
 
-A multiprocessor has 227 KB of shared memory, and 512 registers per thread to share out among the warp groups of a
-program. Tiles other than these fail the compile gate or do not fit."""
+A multiprocessor has 227 KB of shared memory, and 512 registers per thread, which the warp groups of a program share.
+Other tiles than these fail the compile gate or do not fit."""
 
 from typing import NamedTuple
 
@@ -19,29 +19,29 @@ class LoopTile(NamedTuple):
     values: int  # slots in the ring of v
     maps: int  # slots in the ring of A and P
     outputs: int  # buffers of o per state group
-    registers: int  # of each of two state groups, or of each of two factor groups; the one other group gets the rest
+    registers: int  # for each of two state groups, or of two factor groups; the other group gets the rest
 
 
 WIDE, NARROW = LoopTile(2, 1, 4, 2, 2, 1, 200), LoopTile(1, 2, 4, 3, 2, 2, 136)
 SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144)  # for heads of 64: one warp group has a whole state
-# What is saved of every chunk (SAVE in loop.py) goes to memory through o's buffers, so there are more of these, and
-# fewer slots in other rings. WIDE has neither the memory nor the registers for it (Triton 3.9: C7512).
+# What is saved for every chunk (SAVE in loop.py) goes to memory through o's buffers. So there are more of these, and
+# fewer slots in other rings. WIDE has neither the memory nor the registers for this (Triton 3.9: C7512).
 SAVING = {64: LoopTile(1, 2, 4, 4, 4, 4, 144), 128: LoopTile(1, 2, 4, 2, 2, 3, 128)}
 RATES = triton.Tile(1, 3)  # `rates` with gates only
-RATES_OF_ROWS = triton.Tile(4, 3)  # with whole rows, too: of q and k for norms, or wide rows of zeros
+RATES_OF_ROWS = triton.Tile(4, 3)  # also with whole rows: of q and k for norms, or wide rows of zeros
 
 
 def compose_tile(p: Problem, chip: Chip) -> triton.Tile:
-    """Every program of a head reads all of its maps. So where programs of 16 columns would be more than there are
-    multiprocessors, they have 32."""
+    """The tile of `compose_maps`. Every program of a head reads all maps of the head. So programs have 32 columns if
+    there would be more programs of 16 columns than multiprocessors."""
     return triton.Tile(8, 3, 32) if 16 * chip.processors < p.HV * p.V else triton.Tile(4, 3, 16)
 
 
 def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
-    """Half a state per program as long as all programs can run at once: on an H200 a chunk then takes 1.8 us, and 3.1
-    with a whole state.
+    """The tiles of the loop. A program has half a state as long as all programs can run at once. On an H200 a chunk
+    then takes 1.8 us, and with a whole state 3.1 us.
 
-    every: the tiles that any number of states may select. saving: what the backward pass needs goes to memory.
+    every: the tiles that any number of states may select. saving: the loop writes what the backward pass needs.
     """
     if saving:
         return (SAVING[p.K],)
@@ -64,7 +64,7 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[
 
 # The kernels of a walk in segments.
 FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
-MEMBERS = 2  # value heads per program of `factor_chunks` at most; they share k
+MEMBERS = 2  # most value heads per program of `factor_chunks`; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
 HAND_OVER = triton.Tile(4, 3, 4096)
 PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies heads to another width
@@ -72,32 +72,33 @@ PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies h
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
 # With a decay per channel.
-PREPARE = {"launch_pdl": False}  # the first kernel of its call: it would not wait for the one before
-PREPARES = 2  # programs share a multiprocessor
+PREPARE = {"launch_pdl": False}  # the first kernel of its call must not start before the previous kernel ends
+PREPARES = 2  # programs per multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
 
 
 class ChannelTile(NamedTuple):
-    HALVES: int  # of the value columns of a state: what a program has
+    HALVES: int  # how many halves of a state's value columns a program has
     GATES: int  # registers of the role that gates
-    FACTORS: int  # and of the one that factors; the one that carries the state gets the rest
+    FACTORS: int  # and of the role that factors; the role that carries the state gets the rest
 
 
 CHANNEL_WHOLE, CHANNEL_HALF = ChannelTile(2, 128, 104), ChannelTile(1, 168, 136)
 
 
 def channel_tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[ChannelTile, ...]:
-    """Half a state per program as long as all programs can run at once: on an H100 8,192 tokens then take 0.54 ms, and
-    0.65 with a whole state. every: the tiles that any number of states may select."""
+    """The tiles of the loop with a decay per channel. A program has half a state as long as all programs can run at
+    once. On an H100 8,192 tokens then take 0.54 ms, and with a whole state 0.65 ms. every: the tiles that any number of
+    states may select."""
     if every:
         return CHANNEL_WHOLE, CHANNEL_HALF
     return (CHANNEL_HALF if 2 * sequences_of(p)[0] * p.HV <= chip.processors else CHANNEL_WHOLE,)
 
 
 def channel_prompt_loops(p: Problem, chip: Chip, *choice: ChannelTile, every: bool) -> tuple[PoolLaunch, ...]:
-    """The launches of that loop on a pool. Whether both tiles give the same bits was not measured. So there is only one
-    where no sequence may change a bit of another one's."""
+    """The launches of this loop on a pool. Whether both tiles give the same bits was not measured. So there is only one
+    tile if no sequence may change a bit of another sequence."""
     choices = choice or ((CHANNEL_WHOLE,) if p.batch_invariant else (CHANNEL_WHOLE, CHANNEL_HALF) if every else ())
     if choices:
         return tuple(PoolLaunch(t, max(1, p.N)) for t in choices)
@@ -106,17 +107,17 @@ def channel_prompt_loops(p: Problem, chip: Chip, *choice: ChannelTile, every: bo
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:
-    """Whether `walk_channels` walks the states, with half a state per program: where half of the multiprocessors have
-    one. On an H200 8,192 tokens of 32 heads then take 0.334 ms and not 0.354; of 64 heads they take 0.527 and 0.514.
-    No other sequence may decide where it would change bits."""
+    """Whether `walk_channels` walks the states, with half a state per program. It does so if programs fill at most half
+    of the multiprocessors. On an H200 8,192 tokens of 32 heads then take 0.334 ms instead of 0.354. With 64 heads they
+    take 0.527 and 0.514. With ``batch_invariant`` it never does, since other sequences would decide."""
     return not p.batch_invariant and chip.processors >= 4 * p.N * p.HV
 
 
 def loops_channels(p: Problem, chip: Chip) -> bool:
-    """Whether `channel_loop` does it all: where enough multiprocessors have a program in every round. On an H100 8,192
-    tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole one, however many heads
-    there are; `prepare` and a walk take 0.66 ms or more for 64 heads and 1.01 for 96. An H200 is faster at the latter.
-    No other sequence may decide where it would change bits."""
+    """Whether `channel_loop` does everything. It does so if enough multiprocessors have a program in every round. On an
+    H100 8,192 tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole state, for any
+    number of heads. `prepare` and a walk take at least 0.66 ms for 64 heads and 1.01 ms for 96. An H200 is faster at
+    the latter. With ``batch_invariant`` it never does, since other sequences would decide."""
     states = sequences_of(p)[0] * p.HV
     rounds = -(-states // chip.processors)
     halves = 2 * states <= chip.processors and 9 * states > 4 * chip.processors
@@ -124,12 +125,13 @@ def loops_channels(p: Problem, chip: Chip) -> bool:
 
 
 def loop_parts(p: Problem, chip: Chip) -> int:
-    """Into how many parts the loop cuts sequences where gates forget: as many as run at once, of 512 tokens or more."""
+    """The number of parts into which the loop cuts sequences if gates forget: as many as run at once, of at least 512
+    tokens each."""
     return max(1, min(chip.processors // (p.N * p.HV), p.T // (512 * (p.N if p.packed else 1))))
 
 
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
-WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # of each state group
+WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)

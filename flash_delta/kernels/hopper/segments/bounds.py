@@ -1,7 +1,7 @@
-"""Where the segments of sequences are. Every program finds its own, as it finds chunks (device/chunk.py).
+"""Finds the segments of sequences. Every program finds its own segment, as it finds chunks (device/chunk.py).
 
-device/chunk.py has functions of the same names in Triton. These are apart because they search otherwise, one number
-after the other, which needs no layout, and because the tests run Gluon kernels in plain Python (gluon_emulator.py).
+device/chunk.py has functions of the same names in Triton. There are separate ones here for two reasons. They search one
+number after the other, which needs no layout. And the tests run Gluon kernels in plain Python (gluon_emulator.py).
 """
 
 from triton.experimental import gluon
@@ -15,13 +15,13 @@ LEAST = gl.constexpr(2.0**-126)
 
 @gluon.jit
 def load_bound(cu_seqlens, n, T):
-    """Where sequence n begins, which is where the one before it ends. Wrong bounds are moved into the row."""
+    """Where sequence n begins, which is where the sequence before it ends. Wrong bounds are moved into the row."""
     return gl.minimum(gl.maximum(gl.load(cu_seqlens + n), 0), T).to(gl.int32)
 
 
 @gluon.jit
 def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
-    """The first token of sequence n and the one after its last, in its batch row."""
+    """The first token of sequence n and the token after its last, in its batch row."""
     start, stop = n * 0, n * 0 + T
     if PACKED:
         start = load_bound(cu_seqlens, n, T)
@@ -47,7 +47,7 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
     first, row = n * ((T + length - 1) // length), n
     if PACKED:
         low, high = slot * 0, slot * 0 + N - 1
-        while low < high:  # the last sequence whose slots begin here or before
+        while low < high:  # finds the last sequence whose slots begin here or before
             middle = (low + high + 1) // 2
             if load_bound(cu_seqlens, middle, T) // length + middle <= slot:
                 low = middle
@@ -56,7 +56,7 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
         n, row = low, slot * 0
         first = load_bound(cu_seqlens, n, T) // length + n
     start, stop = extent(n, cu_seqlens, T, PACKED)
-    number = gl.maximum(slot - first, 0)  # below 0 if bounds go down, or begin above 0
+    number = gl.maximum(slot - first, 0)  # below 0 if bounds decrease, or begin above 0
     token = start + number * length
     last = (token + length >= stop) & ((token < stop) | (number == 0))
     return n, row, token, start, stop, number, last
@@ -81,8 +81,8 @@ def find_chunks(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
 
 @gluon.jit
 def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
-    """What `find_chunks` says, with two changes: there are no chunks if this map is not needed, and instead of whether
-    the segment is the last one it says whether the map is Phi (1) or B (0)."""
+    """The results of `find_chunks` with two changes. There are no chunks if this map is not needed. And instead of
+    whether the segment is the last one, it returns whether the map is Phi (1) or B (0)."""
     keys = 1 - gl.program_id(1)
     n, row, start, size, token, chunks, slot, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     if last | ((number == 0) & (keys > 0)):
@@ -92,8 +92,9 @@ def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
 
 @gluon.jit
 def without_faded(token, chunks, slot, keys, left):
-    """Of a map: the first token, the number and the first slot of the chunks that it has to walk, and how many chunks
-    come before those. ``left``: how many chunks have not faded at the segment's end. If some have, Phi is zero."""
+    """For a map: the first token, the number and the first slot of the chunks that it has to walk, and how many chunks
+    come before those. ``left``: how many chunks have not decayed at the segment's end. If some have decayed, Phi is
+    zero."""
     skipped = gl.maximum(chunks - left, 0)
     chunks = gl.where((keys > 0) & (skipped > 0), 0, chunks - skipped)
     return token + skipped * C, chunks, slot + skipped, skipped
@@ -101,8 +102,9 @@ def without_faded(token, chunks, slot, keys, left):
 
 @gluon.jit
 def count_left(rates, hv, HV, slot, chunks, FROM_END: gl.constexpr):
-    """How many of a segment's chunks, counted from its end or from its start, have an effect there: what they leave has
-    not decayed by 2^-184. In float32 anything below 2^35 is zero after that. ``slot``: of its first chunk."""
+    """How many of a segment's chunks, counted from its end or from its start, have an effect there, which means that
+    they have not decayed by 2^-184. After such a decay, numbers below 2^35 are zero in float32. ``slot``: that of the
+    segment's first chunk."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, BY_WARP))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, BY_WARP))
     count, decayed, going = chunks * 0, 0.0, chunks > 0

@@ -1,5 +1,5 @@
-"""The first kernel of a walk in segments: A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps` and
-`walk_segments`. With KEEP the factor diag(b) at the end is left out, as the backward pass needs it.
+"""The first kernel of a walk in segments. It computes A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps`
+and `walk_segments`. With KEEP the factor diag(b) at the end is left out, because the backward pass needs it so.
 
 A program has one warp group. Four programs share a multiprocessor, so that some compute while others wait.
 Grid (slots, HV / members): a program takes ``members`` value heads, which share k.
@@ -56,26 +56,26 @@ def factor_chunks(
     bar = full.index(0)
     mbarrier.expect(bar, C * WIDTH * 2)
     load_box(k_desc, row * k_batch + start, stop - start, token - start, hv // group * heads[0], bar, sk, WIDTH)
-    gdc_wait()  # `rates` has ended: what it wrote is there
+    gdc_wait()  # `rates` has ended, and its results can be read
     at = slot * HV + hv
     mbarrier.expect(rfull.index(0), 8 * C * 4)
     load_rates(r_desc, at, rfull.index(0), sr, 0)
     zero = gl.zeros([C, C], gl.float32, ROWS)
-    mbarrier.wait(bar, 0)  # signalled by the copy engine: k is there
+    mbarrier.wait(bar, 0)  # signalled by the copy engine: k has arrived
     for member in range(members):
         s = member % 2
         scores = warpgroup_mma(sk, sk.permute([1, 0]), zero, use_acc=False, is_async=True)
         if member + 1 < members:
             mbarrier.expect(rfull.index(1 - s), 8 * C * 4)
             load_rates(r_desc, at + member + 1, rfull.index(1 - s), sr, 1 - s)
-        mbarrier.wait(rfull.index(s), (member // 2) & 1)  # signalled by the copy engine: this head's rates are there
+        mbarrier.wait(rfull.index(s), (member // 2) & 1)  # signalled by the copy engine: this head's rates arrived
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
         strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         M = scores * decay * strength
         left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
-        tma.store_wait(0)  # the copy engine has read A of the head before
-        barrier()  # all warps of the program: none writes before that, and `invert` has ended in all of them
+        tma.store_wait(0)  # the copy engine has read A of the previous head
+        barrier()  # all warps of the program: none writes earlier, and `invert` has ended in all of them
         sa.slice(0, 32, 1).store(left.to(ty))
         sa.slice(32, 32, 1).store(right.to(ty))
         fence_async_shared()

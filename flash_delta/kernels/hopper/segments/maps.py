@@ -1,22 +1,22 @@
-"""The map of every segment, S_end = Phi S + B, and from these maps the state that every segment starts from.
+"""Computes the map of every segment, S_end = Phi S + B, and from these maps the state that every segment starts from.
 
 `find_maps` needs A (factor.py). Its roles:
 
     load     loads k, rates and A of a chunk, and v if the map is B, into a ring of NS slots: one warp
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
 
-A program finds either Phi or B of a segment. Phi is what becomes of the identity if there are no values. B is what
-becomes of zero; in a sequence's first segment it starts from the initial state instead, and is the state at the end. So
-the first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or one
-for heads of 64.
+A program computes either Phi or B of a segment. Phi is the image of the identity without values. B is the image of
+zero. In a sequence's first segment, B starts from the initial state instead, and is then the state at the end. So the
+first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or one for
+heads of 64.
 
-What has decayed to zero at the end of a segment needs no walk. The sums of gates tell so beforehand: B begins where
-chunks start to matter, and if some do not, Phi is zero. Also, once Phi is zero it stays zero, so its program ends,
-with the same bits as if it had gone on. Programs of Phi are launched first, and others take the place of those that
-end early.
+Chunks that have decayed to zero at the end of a segment need no walk. The sums of gates show this beforehand: B begins
+where chunks start to matter, and if some do not matter, Phi is zero. Also, once Phi is zero it stays zero. Then its
+program ends, with the same bits as without this. Programs of Phi are launched first, so that other programs follow
+those that end early.
 
 `compose_maps` multiplies numbers that are two bfloat16 each, and leaves out the smallest of the four products. Its
-error is 2^-16; the walk itself rounds to 2^-9.
+error is 2^-16. The walk itself rounds to 2^-9.
 """
 
 import triton
@@ -49,7 +49,7 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 from flash_delta.kernels.triton.forward.scan import load_state as load_rows
 from flash_delta.kernels.triton.forward.scan import store_state as store_rows
 
-PART = gl.constexpr(8)  # after so many chunks a state group looks whether Phi is zero
+PART = gl.constexpr(8)  # after so many chunks a state group checks whether Phi is zero
 NEVER = gl.constexpr(2**30)
 
 
@@ -73,12 +73,12 @@ def map_role(
     index = gl.program_id(0)  # slot * HV + value head
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_ROWS))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE_ROWS))[None, :]
-    kept = (skipped == 0) & (keys > 0)  # the identity; what has faded is zero
+    kept = (skipped == 0) & (keys > 0)  # the identity; decayed rows are zero
     S = gl.where((i + v + gl.where(kept, 0, WIDTH)) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
     if INITIAL and ((number == 0) & (keys == 0) & (skipped == 0)):
         head = (n * HV + place(HV)[1]) * WIDTH
         S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
-    mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk is there
+    mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk arrived
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
     E = warpgroup_mma_wait(0, deps=[E])
@@ -100,9 +100,9 @@ def map_role(
             S = warpgroup_mma(gl.convert_layout(U, wide_operand), sk.index(s), S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S])
             mbarrier.arrive(done.index(s), count=1)
-            # Starts the next chunk. After the last one E is of stale tiles, and not used.
+            # Starts the next chunk. After the last chunk E comes from old tiles, and is not used.
             sb = gl.convert_layout(S.to(ty), operand)
-            # Signalled by the copy engine: the next chunk is there.
+            # Signalled by the copy engine: the next chunk has arrived.
             mbarrier.wait(full.index(later), ((t + 1) // NS) & 1, pred=t + 1 < chunks)
             E = warpgroup_mma(sb, sk.index(later).permute([1, 0]), zero, use_acc=False, is_async=True)
             E = warpgroup_mma_wait(0, deps=[E])
@@ -120,12 +120,12 @@ def map_role(
 
 @gluon.jit
 def leave(flags, which, full, done, t, chunks, NS: gl.constexpr):
-    """A state group whose part of Phi is zero reports this, and frees the chunks that come after it without reading
-    them. When both groups are here, the load role ends, and says at which chunk."""
+    """A state group whose part of Phi is zero reports this, and then frees all later chunks without reading them. When
+    both groups have reported it, the load role ends, and says at which chunk."""
     flags.index(which).store(gl.full([32], 1, gl.int32, THREADS))
     going = t < chunks
     while going:
-        # Signalled by the copy engine: the chunk is there. At the end by the load role, which has not loaded it.
+        # Signalled by the copy engine: the chunk has arrived. At the end by the load role, without a load.
         mbarrier.wait(full.index(t % NS), (t // NS) & 1)
         end = gl.max(flags.index(2).load(THREADS), 0)
         mbarrier.arrive(done.index(t % NS), count=1)
@@ -135,7 +135,7 @@ def leave(flags, which, full, done, t, chunks, NS: gl.constexpr):
 
 @gluon.jit
 def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
-    """Stores S as the sum of two bfloat16: WIDTH rows of the larger parts, then WIDTH rows of the smaller ones."""
+    """Stores S as the sum of two bfloat16: WIDTH rows of the larger parts, then WIDTH rows of the smaller parts."""
     high = S.to(gl.bfloat16)
     low = (S - high.to(gl.float32)).to(gl.bfloat16)
     COUNT: gl.constexpr = WIDTH // 64
@@ -158,7 +158,7 @@ def find_maps(
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
     _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED)
-    gdc_wait()  # `rates` has ended; and who waits for this kernel waits for those before it, too
+    gdc_wait()  # `rates` has ended, so a kernel that waits for this one also waits for earlier kernels
     if chunks == 0:  # a sequence of one segment needs no map
         return
     left = count_left(rates, place(HV)[1], HV, slot, chunks, True)
@@ -178,7 +178,7 @@ def find_maps(
     flags.index(2).store(gl.full([32], NEVER, gl.int32, THREADS))
     fence_async_shared()
     barrier()  # all warps of the program: the barriers are initialised, and the flags set
-    first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
+    first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     bars, work = (full, done), (cu_seqlens, T, length, N)
     strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
     shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, left, HV)
@@ -202,10 +202,11 @@ def compose_maps(
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     BACK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``starts [slots, HV, V, K]`` of B [slots, HV, V, K] and Phi [slots, HV, 2, K, K]. Grid (V / BV, HV, N).
+    """Computes ``starts [slots, HV, V, K]`` from B [slots, HV, V, K] and Phi [slots, HV, 2, K, K]. Grid (V / BV, HV,
+    N).
 
-    BACK: right to left, by the transposes of Phi. What comes out of the last segment is ``initial_state``, and
-    ``starts`` is what comes into every segment from the right."""
+    BACK: right to left, by the transposes of Phi. ``initial_state`` is then the gradient at the end of the last
+    segment, and ``starts`` are the gradients that come into every segment from the right."""
     lead(OVERLAP)
     d, hv, n = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, K)
@@ -250,8 +251,8 @@ def run_compose_maps(c: Call, w: Walk) -> None:
 
 
 def run_compose_back(c: Call, w: Walk, D: Tensor, ends: Tensor, dfinal: Tensor | None) -> None:
-    """``ends``, the gradient of the state at the end of every segment. ``D``: what `walk_back` finds at its start if
-    that gradient is zero, or, in a sequence's last segment, ``dfinal``."""
+    """Computes ``ends``, the gradient of the state at the end of every segment. ``D``: the gradient that `walk_back`
+    computes at a segment's start if the gradient at its end is zero, or is ``dfinal`` in a sequence's last segment."""
     _compose(c, D, w.Phi, ends, w.length, dfinal, back=True)
 
 

@@ -1,4 +1,4 @@
-"""The tensors by which the kernels of a walk in segments hand each other their results."""
+"""The tensors that the kernels of a walk in segments pass to each other."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ HALF = 64  # value columns of a warp group
 
 
 class Walk(NamedTuple):
-    """How sequences are split, and what the kernels hand each other. If sequences are not split, that is A only."""
+    """How sequences are split, and the tensors that kernels pass to each other. If they are not split, it is only A."""
 
     length: int  # tokens of a segment; more than any sequence has if they are not split
     A: Tensor  # [slots of chunks, HV, C, C]; saved for the backward pass, and then without diag(b)
@@ -22,19 +22,19 @@ class Walk(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """What the backward pass can take from the forward pass, if their segments are the same."""
+    """The tensors that the backward pass can take from the forward pass, if their segments are the same."""
 
     Phi: Tensor
     starts: Tensor
 
 
 def new_maps(p: Problem, length: int) -> Tensor:
-    """Memory for them, as bytes."""
+    """Memory for `Maps`, as a tensor of bytes."""
     return torch.empty(4 * count_slots(p, length) * p.HV * p.K * (p.K + p.V), dtype=torch.uint8, device=p.device)
 
 
 def maps_in(p: Problem, length: int, memory: Tensor) -> Maps:
-    """``memory``: of `new_maps`."""
+    """The maps in the ``memory`` of `new_maps`."""
     slots = count_slots(p, length)
     end = 4 * slots * p.HV * p.K * p.K
     Phi, starts = memory[:end].view(torch.bfloat16), memory[end:].view(torch.float32)

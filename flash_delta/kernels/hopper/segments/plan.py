@@ -1,4 +1,4 @@
-"""How long the segments of a sequence are, by what the kernels take on an H200 (docs/notes), in microseconds."""
+"""Decides how long the segments of a sequence are, from the kernels' times on an H200 (docs/notes), in microseconds."""
 
 from functools import lru_cache
 from math import inf
@@ -8,20 +8,20 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, sequences_of, splits, waves_us
 from flash_delta.problem import Problem
 
-COMPOSE = 1.9  # a segment
-LAUNCHES = 8.0  # of three more kernels
+COMPOSE = 1.9  # per segment
+LAUNCHES = 8.0  # for launching three more kernels
 
 
 class Lengths(NamedTuple):
-    """Tokens of a segment in both passes; None where whole sequences are faster. If they are the same, the backward
-    pass takes the forward pass's maps."""
+    """Tokens of a segment in both passes. None if whole sequences are faster. If both are equal, the backward pass uses
+    the forward pass's maps."""
 
     forward: int | None
     back: int | None
 
 
 class Work(NamedTuple):
-    """What is walked."""
+    """The sizes of a walk."""
 
     processors: int
     states: int  # heads of all sequences
@@ -29,26 +29,26 @@ class Work(NamedTuple):
 
 
 class BackPace(NamedTuple):
-    """Of the backward pass."""
+    """Times of the backward pass."""
 
     setup: float  # of a program until its first chunk, and after its last one
-    map: float  # a chunk of half a map
-    trace: float  # a chunk of `run_retrace`
-    end: float  # a chunk of `run_find_ends`
-    gradient: float  # a chunk of `walk_back`
+    map: float  # per chunk of half a map
+    trace: float  # per chunk of `run_retrace`
+    end: float  # per chunk of `run_find_ends`
+    gradient: float  # per chunk of `walk_back`
 
 
 class SegmentPace(NamedTuple):
-    """What the width of heads decides."""
+    """Times that depend on the width of heads."""
 
     setup: float  # of a program until its first chunk, and after its last one
-    factor: float  # a chunk and head of a multiprocessor
-    whole: dict[int, float]  # a chunk of the loop that walks whole sequences, by its groups (tiles.py)
-    map: float  # a chunk of half a map
-    output: float  # a chunk of a walk with outputs
+    factor: float  # per chunk and head, on one multiprocessor
+    whole: dict[int, float]  # per chunk of the loop for whole sequences, by its groups (tiles.py)
+    map: float  # per chunk of half a map
+    output: float  # per chunk of a walk with outputs
 
 
-WORTH = 0.9  # the share of a whole walk's time that segments may take to be chosen
+WORTH = 0.9  # segments are chosen if they take at most this share of a whole walk's time
 PACES = {
     64: SegmentPace(5.0, 0.7, {1: 1.4}, 0.6, 1.1),
     128: SegmentPace(8.0, 1.0, {1: 1.73, 2: 2.8}, 1.25, 2.15),
@@ -58,27 +58,28 @@ BACK = {64: BackPace(8.0, 0.6, 0.8, 1.2, 4.5), 128: BackPace(8.0, 1.25, 1.6, 2.2
 
 
 def split_length(p: Problem, processors: int) -> int | None:
-    """Tokens of a segment; None where whole sequences are faster."""
+    """Tokens of a segment, or None if whole sequences are faster."""
     if p.N == 0 or split_endless(p, processors) is None:
         return None
     return _split(_work(p, processors), p.K)
 
 
 def split_endless(p: Problem, processors: int) -> int | None:
-    """Of one sequence without end. None where such calls are not split at any size: then nothing is compiled for it."""
+    """The length for one endless sequence. None if such calls are never split. Then nothing is compiled for splits."""
     if p.batch_invariant or p.K not in PACES:
         return None
     return _split(Work(processors, p.HV, ENDLESS), p.K)
 
 
 def split_prompt(p: Problem, processors: int) -> int | None:
-    """The same on a pool, where one prompt that is alone may be split. Whether it leaves checkpoints, and where, does
-    not matter: that may change no bit of a result."""
+    """The same on a pool, where a single prompt may be split. Checkpoints do not matter, since they may not change any
+    bit of a result."""
     return split_length(p, processors) if p.N == 1 else None
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
-    """Of a call whose backward pass is by hand. Bits do not depend on lengths with ``batch_invariant``."""
+    """The lengths for a call with the hand-written backward pass. With ``batch_invariant`` bits do not depend on
+    them."""
     if p.batch_invariant or p.N == 0:
         return Lengths(None, None)
     return _split_training(_work(p, processors), p.K, split_endless(p, processors) is not None)
@@ -96,7 +97,7 @@ def _split(work: Work, width: int) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _split_training(work: Work, width: int, may_split: bool) -> Lengths:
-    """``may_split``: the forward pass."""
+    """The lengths for a walk. ``may_split``: whether the forward pass may be split."""
     forward = _forward_times(work, width) if may_split else {None: 0.0}
     back = _back_times(work, width)
     (before, forward_us), (after, back_us) = _fastest(forward), _fastest(back)
@@ -110,17 +111,17 @@ def _fastest(times: dict[int | None, float]) -> tuple[int | None, float]:
 
 
 def _forward_times(work: Work, width: int) -> dict[int | None, float]:
-    """Of a walk in segments, by their tokens; of whole sequences at None."""
+    """The times of a forward walk, by the tokens of a segment. The key None is for whole sequences."""
     pace, (processors, states, chunks) = PACES[width], work
     groups = 1 if width == 64 or 2 * states <= processors else 2
     whole = waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
     shared = LAUNCHES + pace.factor * states * chunks / processors
     times: dict[int | None, float] = {None: WORTH * whole}
     for number, length in splits(chunks):
-        # Phi may fade (maps.py): the mean of no Phi that does, and of half of them.
-        halves = states * (2 * number - 3)  # of maps: of the first segment one, of the last none
+        # Phi may decay to zero (maps.py). The time is the mean of two cases: no Phi does, and half of them do.
+        halves = states * (2 * number - 3)  # halves of maps; the first segment has one map, the last none
         left = halves - states * (number - 2) / 2
-        faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # where one ends early another begins
+        faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # if one ends early, another begins
         maps = (waves_us(halves, processors, pace.setup, length, pace.map) + faded) / 2
         outputs = waves_us(states * number, processors, pace.setup, length, pace.output)
         times.setdefault(C * length, shared + maps + number * COMPOSE + outputs)
@@ -128,7 +129,7 @@ def _forward_times(work: Work, width: int) -> dict[int | None, float]:
 
 
 def _back_times(work: Work, width: int) -> dict[int | None, float]:
-    """The same of the backward pass, if it finds maps and the states in between again."""
+    """The same for the backward pass, if it computes maps and the states in between again."""
     pace, (processors, states, chunks) = BACK[width], work
 
     def walks(states: int, chunks: int) -> float:
@@ -136,7 +137,7 @@ def _back_times(work: Work, width: int) -> dict[int | None, float]:
 
     times: dict[int | None, float] = {None: WORTH * walks(states, chunks)}
     for number, length in splits(chunks):
-        # As gates are when training begins, so many of these walks begin late or end early.
+        # With gates as at the beginning of training, so many of these walks begin late or end early.
         ends = max(1.0, 0.75 * states * (number - 1) / processors) * (pace.setup + length * pace.end)
         found = LAUNCHES + ends + number * COMPOSE + _maps_us(work, width, C * length)
         times.setdefault(C * length, found + walks(states * number, length))
@@ -144,7 +145,7 @@ def _back_times(work: Work, width: int) -> dict[int | None, float]:
 
 
 def _maps_us(work: Work, width: int, tokens: int) -> float:
-    """Of what the backward pass need not find if the forward pass has left it."""
+    """The time that the backward pass saves if the forward pass has left its maps."""
     pace, length = BACK[width], tokens // C
     number = -(-work.chunks // length)
     programs = 0.6 * work.states * (2 * number - 3) / work.processors

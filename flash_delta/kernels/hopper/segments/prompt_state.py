@@ -1,5 +1,5 @@
-"""Copies the states of a single prompt between the pool and tensors of their own, if the prompt is walked in segments:
-of a pool the kernels of such a walk know only where checkpoints go."""
+"""Copies the states of a single prompt between the pool and separate tensors, if the prompt is walked in segments. The
+kernels of such a walk use the pool only for checkpoints."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["T", "slots", "null_slot", "slot_stride", "read_row", "write_row", "has_row"]
-INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
@@ -26,9 +26,9 @@ def hand_over(
     pool, states, span, cu_seqlens, read_indices, write_indices, has_initial_state, T, slots, null_slot, slot_stride,
     read_row, write_row, has_row, SHORT: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Copies the prompt's first state to ``states``, as float32, and writes to ``span`` the bounds of what is to be
-    walked, which is nothing if `decode` runs the prompt or if it is padding. With BACK, copies its last state from
-    ``states`` to the pool. Grid (numbers in a slot / BLOCK)."""
+    """Copies the prompt's first state to ``states`` in float32, and writes the bounds of the walk to ``span``. The walk
+    is empty if `decode` runs the prompt or if it is padding. With BACK, copies the last state from ``states`` to the
+    pool. Grid (numbers in a slot / BLOCK)."""
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     first, last, well = find_slots(tables, tl.program_id(0) * 0, (slots, null_slot))
     start, stop, _ = bounds(tl.program_id(0) * 0, cu_seqlens, 1, T, 1, True)
@@ -47,7 +47,7 @@ def hand_over(
 
 
 class Prompt(NamedTuple):
-    """A prompt that is walked in segments, and what it has instead of slots."""
+    """A prompt that is walked in segments, with tensors instead of slots."""
 
     walk: Walk
     first: Tensor  # the state that it starts from: float32, with the axes of the pool
@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
 
 
 def new_prompt(p: Problem, length: int | None) -> Prompt | None:
-    """``length``: of its segments; None if it is not split."""
+    """Memory for a prompt. ``length``: that of its segments, or None if it is not split."""
     if length is None:
         return None
     states = (torch.empty(1, *p.state_shape[1:], dtype=torch.float32, device=p.device) for _ in range(2))

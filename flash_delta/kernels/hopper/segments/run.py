@@ -15,7 +15,7 @@ def run_walk(
     c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None = None,
     slots: Slots | None = None,
 ) -> None:  # fmt: skip
-    """Does what `run_loop` does, in segments. ``slots``: of a pool, for checkpoints."""
+    """Does the same as `run_loop`, in segments. ``slots``: those of a pool, for checkpoints."""
     run_factor_chunks(c, rates, w)
     if w.starts is not None:
         run_find_maps(c, rates, w)

@@ -1,23 +1,25 @@
-"""Walks all segments side by side, with A from factor.py, from the states that `compose_maps` has written (maps.py).
+"""Walks all segments at the same time, with A from factor.py, from the states that `compose_maps` has written
+(maps.py).
 
     load     loads q, k, rates, A and v of a chunk into a ring of NS slots: one warp
     score    writes P into a ring of two slots
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
-There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64: grid
-(slots * HV,). Heads of 256 have one state group and a program for every 64 columns: grid (slots * HV, V / 64). They
-walk whole sequences, from their initial states.
+There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64. The
+grid is (slots * HV,). Heads of 256 have one state group and a program for every 64 columns, with grid (slots * HV, V /
+64). They walk whole sequences, from their initial states.
 
-Barriers, and who completes them: ``full`` the copy engine (all tiles of a chunk are there), ``pfull`` the score group
-(P is there), ``done`` all state groups (they have read all of a chunk's tiles, so that its slots are free).
+There are three barriers. The copy engine completes ``full`` when all tiles of a chunk have arrived. The score group
+completes ``pfull`` when P is ready. All state groups complete ``done`` when they have read all tiles of a chunk. Its
+slots are then free.
 
-Of a prompt on a pool the state groups store checkpoints, too (checkpoints.py): a segment starts from the state that the
-whole sequence has there. They go through the buffer of o, as states at the end do.
+For a prompt on a pool the state groups also store checkpoints (checkpoints.py). A segment starts from the state that
+the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.
 
-With KEEP b is not in A, and R is multiplied by it instead. With SAVE the state groups also write S0 of every chunk,
-R (without b) and U to memory, as in the loop. The backward pass finds S0 and U again with this kernel (`run_retrace`):
-then there is neither q nor O, no score group, and R stays where it is.
+With KEEP, A does not contain b, and R is multiplied by b instead. With SAVE the state groups also write S0 of every
+chunk, R (without b) and U to memory, as in the loop. The backward pass computes S0 and U again with this kernel
+(`run_retrace`). Then there is neither q nor O, no score group, and R is not written.
 """
 
 from torch import Tensor
@@ -67,12 +69,12 @@ def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
     _, _, _, _, _, chunks, _, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     for t in range(chunks):
         s, x = t % NS, t % SCORES
-        mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates are there
+        mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates arrived
         P = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
         P = warpgroup_mma_wait(0, deps=[P])
         P = gl.where(i >= j, P * decay, 0.0).to(sk.dtype)
-        wait_free(done, t, SCORES, NS)  # signalled by the state groups, which have read the P that lay here
+        wait_free(done, t, SCORES, NS)  # signalled by the state groups, which have read the old P
         sp.index(x).store(P)
         fence_async_shared()
         mbarrier.arrive(pfull.index(x), count=1)
@@ -87,7 +89,7 @@ def state_role(
     sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
     cu_seqlens, T, length, N = work
-    STAGED: gl.constexpr = WIDTH > 128  # there are no registers for S as an operand beside S itself
+    STAGED: gl.constexpr = WIDTH > 128  # registers do not suffice for S and for S as an operand
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -98,10 +100,10 @@ def state_role(
     row = row * T + start + size
     READS: gl.constexpr = o_desc is not None
     KEEP_R: gl.constexpr = SAVE and saved[1] is not None
-    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory by way of ``so``
+    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory through ``so``
     SENT: gl.constexpr = PARTS + 1 + KEEP_R + READS if SAVE else 1
-    NO: gl.constexpr = so.shape[0]  # buffers
-    gdc_wait()  # the kernels before this one have ended: ``starts`` is there, and what this one writes is free
+    NO: gl.constexpr = so.shape[0]  # number of buffers
+    gdc_wait()  # earlier kernels have ended: ``starts`` can be read, and this kernel's outputs can be written
     if (chunks > 0) | last:
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if INITIAL:
@@ -118,7 +120,7 @@ def state_role(
                     tma_store(saved[0], [((chunk + t) * HV + hv) * WIDTH + v, 0], sb)
             else:
                 before = gl.convert_layout(S.to(ty), operand)
-            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: the chunk's tiles are there
+            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: the chunk's tiles arrived
             E = warpgroup_mma(before, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             if STAGED:
                 E = warpgroup_mma_wait(0, deps=[E])
@@ -161,7 +163,7 @@ def state_role(
                 O, S = warpgroup_mma_wait(1, deps=[O, S])
                 O *= rate(sr, s, 5).load(ROWS)
             if READS:
-                mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is there
+                mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
                 O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
                 send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + KEEP_R, NO, True)
@@ -171,8 +173,8 @@ def state_role(
                 S = warpgroup_mma_wait(0, deps=[S])
             mbarrier.arrive(done.index(s), count=1)
             if READS:
-                tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer of ``so``
-                barrier()  # all warps of this state group: none writes before that
+                tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
+                barrier()  # all warps of this state group: none writes earlier
                 out = so.index((t * SENT + SENT - 1) % NO)
                 box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
                 store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
@@ -229,7 +231,7 @@ def walk_segments(
             kept += (offsets,)
     state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, pool, kept, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
-    first = gl.program_id(0) * 0  # a number, not a constant: both groups are compiled as one function
+    first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     if GROUPS == 2 and q_desc is None:
         gl.warp_specialize([
             (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
@@ -262,7 +264,7 @@ def walk_segments(
 def run_walk_segments(
     c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None, slots: Slots | None
 ) -> None:
-    """``slots``: of a pool, for checkpoints."""
+    """Launches the walk. ``slots``: those of a pool, for checkpoints."""
     kept = saved(residual, c.p.K) if w.starts is None else saved(residual)
     on_pool = NOWHERE
     if slots is not None and slots.checkpoint_indices is not None:
@@ -272,7 +274,7 @@ def run_walk_segments(
 
 
 def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
-    """Finds the states and U of chunks again, for the backward pass."""
+    """Computes the states and U of chunks again, for the backward pass."""
     kept = blocks(trace.before, C.value), None, blocks(trace.U, C.value)
     _run(c, rates, w, kept, None, None, None, NOWHERE, KEEP=True, SAVE=True, **RETRACE)
 
