@@ -66,8 +66,7 @@ class Entry:
         self.contestant, self.device = contestant, device
 
     def prepare(self, workload: Workload) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Seconds of the first call; for every result its error, and that of the torch backend with products in its
-        dtype."""
+        """Seconds of the first call; every result's error, and the torch backend's with products in its dtype."""
         self.workload = workload
         self.x = make(workload, self.device)
         self.call = contestants.load(self.contestant).prepare(workload, self.x)

@@ -34,8 +34,7 @@ def floor_figure(group: Group) -> Figure:
 
 
 def first_call_figure(group: Group) -> Figure:
-    """Seconds of each row's first call, in one process and in the order of the rows. Only the top row has empty
-    caches."""
+    """Seconds of each row's first call, in one process and in this order. Only the top row has empty caches."""
     figure, axes = _dots(group, lambda r: r.first_call_s if r.ms else None, "first call, s")
     _legend(figure, axes)
     return figure

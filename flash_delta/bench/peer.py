@@ -26,8 +26,7 @@ class Peer:
         self.module, self.device = contestants.load(contestant), device
 
     def case(self, name: str, case: Case, dtype: str) -> PeerAnswer:
-        """Compares its results with the recurrence in float64. Without a backward pass that runs, only outputs are
-        compared."""
+        """Compares its results with the recurrence in float64. Without a backward pass, only outputs are compared."""
         workload = _workload(name, case, dtype)
         if workload is None:
             return PeerAnswer({}, "peers' ops have no words for it")

@@ -65,8 +65,7 @@ def eager_ms(run: Run, device: torch.device, calls: int) -> float:
 
 
 def host_us(run: Run, device: torch.device, calls: int) -> float:
-    """Microseconds until a call returns, while the GPU still works. There are few calls, so the GPU's queue never
-    fills."""
+    """Microseconds until a call returns, while the GPU still works. With few calls the GPU's queue never fills."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -77,7 +76,7 @@ def host_us(run: Run, device: torch.device, calls: int) -> float:
 
 
 def captured(run: Run, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """``run`` as a CUDA graph, and the tensors that a replay writes. Call ``run`` before: compiling cannot be
+    """``run`` as a CUDA graph, and the tensors that a replay writes. Call ``run`` before, as compiling cannot be
     captured."""
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -90,8 +89,7 @@ def captured(run: Run, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:
-    """The most memory that torch allocates during a call, with the outputs, in addition to what was allocated
-    before."""
+    """The most memory that torch allocates during a call in addition to what it had before, with the outputs."""
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -105,8 +105,7 @@ def target_and_name(device: torch.device) -> tuple[str, str]:
 
 @contextmanager
 def _fresh_memory_is_nan():
-    """Fills new memory with NaN. So if a tile forgets to write a number, this is an error, not an earlier tile's
-    number."""
+    """Fills new memory with NaN. So a number that a tile forgets to write is an error, not an earlier tile's number."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -25,8 +25,7 @@ def show(tables: Iterable[Table]) -> None:
 
 
 def draw(table: Table, width: int) -> str:
-    """Columns side by side if they fit. Otherwise a few lines per row, where each cell follows the name of its
-    column."""
+    """Columns side by side if they fit. Otherwise a few lines per row, with each cell after its column's name."""
     *widths, _ = (max(map(len, column)) for column in zip(table.head, *table.rows, strict=True))
     rest = width - sum(widths) - len(GAP) * len(widths)
     longest = max((len(word) for row in table.rows for word in row[-1].split()), default=0)

@@ -30,8 +30,7 @@ class Result(NamedTuple):
 
 @contextmanager
 def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
-    """Processes in which Triton compiles, without the interpreter and with an empty cache; and the file of their
-    output."""
+    """Processes in which Triton compiles, without interpreter and with an empty cache; and the file of their output."""
     with tempfile.TemporaryDirectory(prefix="flash-delta-") as folder:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, spawn, initializer=_prepare, initargs=(folder,)) as pool:
@@ -39,8 +38,7 @@ def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
 
 
 def _prepare(folder: str) -> None:
-    """Runs before Triton is imported. Sends all that the compiler prints to a file, so that a crash loses nothing of
-    it."""
+    """Runs before Triton is imported. Sends all that the compiler prints to a file, so a crash loses nothing."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = folder
     log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -112,8 +110,7 @@ def _failed(job: Job, error: str) -> Result:
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error. Triton puts it last, after the source, and raises one error for each function in
-    between."""
+    """The reason of an error. Triton puts it last, after the source, and raises an error for each function."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]

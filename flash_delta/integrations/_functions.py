@@ -190,8 +190,7 @@ def causal_conv1d_update(
 
 
 def gated_norm(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    """The forward of every ``...RMSNormGated``. It computes in float32 up to the result. Some models round in
-    between."""
+    """The forward of every ``...RMSNormGated``. It computes in float32. Some models round in between."""
     return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, self.activation)
 
 

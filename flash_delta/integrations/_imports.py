@@ -25,8 +25,7 @@ class AfterImport(MetaPathFinder):
 
 
 class _Looking(Loader):
-    """Wraps a loader and calls ``look`` with the module that it loads. The module itself sees only the original
-    loader."""
+    """Wraps a loader and calls ``look`` with the module that it loads. The module sees only the original loader."""
 
     def __init__(self, loader: Loader, look: Callable[[ModuleType], None]):
         self.loader = loader

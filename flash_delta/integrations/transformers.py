@@ -159,8 +159,7 @@ def _version() -> str:
 
 
 def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callable[..., Any]]]:
-    """Yields everything to replace in a module: where, which name, by what. Modules without one of our rules have
-    none."""
+    """Yields everything to replace in a module: where, which name, by what. Nothing in modules without our rules."""
     if RULES.keys().isdisjoint(vars(module)):
         return
     for name, new in (RULES | CONVOLUTIONS).items():

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 
 def initial_dt_bias(size: int) -> Tensor:
-    """b with softplus(b) = dt, where dt is log-uniform in [0.001, 0.1] like the step sizes of Mamba2
-    (arXiv:2405.21060)."""
+    """b with softplus(b) = dt for dt log-uniform in [0.001, 0.1], like the steps of Mamba2 (arXiv:2405.21060)."""
     dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return dt + torch.log(-torch.expm1(-dt))
 

@@ -185,7 +185,7 @@ def _row_layout(queries: Tensor, keys: Tensor, boundaries: Tensor) -> _Layout:
 
 
 def _rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [B, T] -> cos, sin [B, 1, T, width / 2], in fp32 or wider, because 16 bits cannot hold a long
+    """positions [B, T] -> cos, sin [B, 1, T, width / 2], at least in fp32, since 16 bits cannot hold a long
     position."""
     dtype = torch.promote_types(dtype, torch.float32)
     frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width)

@@ -45,8 +45,7 @@ class Packing:
         return cls(mask, F.pad(mask.sum(1).cumsum(0), (1, 0)), order, inverse)
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]. Tokens that do not count become 0, even if they are
-        NaN."""
+        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]. Tokens that do not count become 0, even NaN."""
         if self.valid is not None:
             x = x.where(self.valid[..., None], 0)
         return x if self.order is None else x.flatten(0, 1).index_select(0, self.order)[None]
@@ -91,8 +90,7 @@ def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlen
 
 
 def refuse_floats(name: str, mask: Tensor) -> None:
-    """Refuse a mask of floats. There are two conventions for floats: 0 means padding in one and a token in the
-    other."""
+    """Refuse a mask of floats. In one convention 0 means padding, in another one a token."""
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(
             f"{name}: expected bool or integers, nonzero for a token, got {mask.dtype}: give `{name} != 0` if tokens "

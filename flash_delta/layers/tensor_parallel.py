@@ -48,8 +48,7 @@ def tensor_parallel_plan(layer: GatedDeltaNet | KimiDeltaAttention) -> dict[str,
 
 
 class _Laid(ParallelStyle):
-    """Splits a module's own parameters over ranks, or copies them to every rank. The module computes with its rank's
-    part."""
+    """Splits a module's own parameters over ranks, or copies them. The module computes with its rank's part."""
 
     def __init__(self, placement: Shard | Replicate):
         super().__init__()

@@ -45,8 +45,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """False, so that `generate` lets the model make its cache. Its states do not fit into a cache of
-        transformers."""
+        """False, so that `generate` lets the model make its cache. Its states fit no cache of transformers."""
         return False
 
     @can_return_tuple

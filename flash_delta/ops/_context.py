@@ -18,8 +18,7 @@ from flash_delta.problem import Inputs
 
 @runtime_checkable
 class Context(Protocol):
-    """A ``cp_context`` as the ops see it: this rank's tokens and sequences, and a method that composes runs of the
-    op."""
+    """A ``cp_context`` as ops see it: this rank's tokens and sequences, and a method that composes runs of an op."""
 
     tokens: int
     bounds: tuple[int, ...]

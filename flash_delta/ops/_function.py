@@ -86,8 +86,7 @@ def run_tokens(
 
 
 def gradients(x: Inputs, options: dict[str, Any], do: Tensor | None, dfinal: Tensor | None) -> Inputs:
-    """The gradients of a call, for callers that have only its tensors. It computes again what `run` would have
-    saved."""
+    """The gradients of a call, for callers that have only its tensors. It computes again what `run` saves."""
     given = (gradients, *options.values())
     known = look_at(_look_back, False, given, options, x)
     problem = known.problem

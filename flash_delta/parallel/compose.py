@@ -55,8 +55,7 @@ def rows_of(t: Tensor, numbers: Sequence[int]) -> Tensor:
 
 
 def _between(context: Part) -> list[Piece]:
-    """The pieces that gradients pass through on their way from the right to this rank: all except the last of a
-    chain."""
+    """The pieces that gradients pass through from the right to this rank: all except the last of a chain."""
     right = (context.split.right(piece)[:-1] for piece in context.rows)
     return list(dict.fromkeys(piece for pieces in right for piece in pieces))
 

@@ -20,8 +20,7 @@ from flash_delta.parallel.split import Piece, Split
 
 
 class Borders:
-    """Which inputs cross borders: numbers of this rank's tokens, and numbers of received rows, ``[P, pieces, W]``
-    flat."""
+    """Which inputs cross borders: numbers of this rank's tokens and of received rows, ``[P, pieces, W]`` flat."""
 
     def __init__(self, split: Split, rank: int, W: int):
         self.split, self.rows, self.W = split, split.rows[rank], W
@@ -110,8 +109,7 @@ def _tails(context: Part, borders: Borders, x: Tensor, state: Tensor) -> Tensor:
 
 
 def _taken(split: Split, piece: Piece, W: int) -> list[tuple[int, int]]:
-    """The inputs that a continued piece takes, nearest first: the number of the received row, and its place among the
-    W."""
+    """The inputs that a continued piece takes, nearest first: the received row's number, and its place among the W."""
     found, end = [], W
     for other, count in split.history(piece, W):
         first = split.sent[other] * W

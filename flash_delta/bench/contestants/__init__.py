@@ -37,8 +37,7 @@ def ready_made(name: str, workload: Workload) -> str | None:
 
 
 def versions(names: str | None = None) -> dict[str, str]:
-    """The installed contestants with their versions, or those in the comma-separated ``names``, which must be
-    installed."""
+    """The installed contestants with their versions, or the comma-separated ``names``, which must be installed."""
     installed = {name: version for name in NAMES if (version := _version(name)) is not None}
     if names is None:
         return installed

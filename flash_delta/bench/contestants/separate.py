@@ -38,7 +38,7 @@ def prepare(workload: Workload, x: dict[str, Tensor], rule: Rule, *, state_v_fir
 
 
 def prepare_step(workload: Workload, x: dict[str, Tensor], step: Step) -> Call:
-    """``step`` updates states in the pool ``[N, HV, V, K]``. It gets contiguous q, k and v, which some contestants
+    """``step`` updates states in the pool ``[N, HV, V, K]``. It gets contiguous q, k and v, as some contestants
     need."""
     (pool, slots), windows, mixed = state_pool(x), x["windows"].clone(), x["mixed"].squeeze(1)
     places = slots.long()

@@ -132,7 +132,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:
-    """With a tile: the scan. With ``before``: the tokens up to checkpoints at offsets. Otherwise: what runs beside the
+    """With a tile: the scan. With ``before``: tokens up to checkpoints at offsets. Otherwise: the kernels beside the
     scan."""
     (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
     x = x._replace(initial_state=None)

@@ -24,8 +24,7 @@ def make(
     device: torch.device | str, B: int = 4, T: int = 2048, H: int = 64, HV: int = 64, K: int = 128, V: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:  # fmt: skip
-    """A call of Gated DeltaNet, and the outputs of `solve` and `factor`. There are 256 states and 32 chunks for
-    each."""
+    """A call of Gated DeltaNet, and the outputs of `solve` and `factor`. 256 states walk through 32 chunks."""
     new = partial(torch.randn, B, T, device=device)
     q, k = (F.normalize(new(H, K), dim=-1).to(dtype) for _ in range(2))
     x = Inputs(q, k, new(HV, V).to(dtype), F.logsigmoid(new(HV) + 3), torch.sigmoid(new(HV)))
@@ -61,8 +60,7 @@ def tune_scan_backward(made: Tensors, t: Tile) -> Tensors:
 
 
 def truth(made: Tensors) -> Tensors:
-    """The true outputs of all three stages in float64. The reference computes them in one segment; they are put in
-    slots."""
+    """The true outputs of all three stages in float64. The reference has one segment. Results are ordered by slots."""
     x = Inputs(*(made[name].double() for name in ("q", "k", "v", "g", "beta")))
     p = describe(x)
     layout = chunked.make_layout(p)

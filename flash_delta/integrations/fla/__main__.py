@@ -50,8 +50,7 @@ def _absent_of(module: str, theirs: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _public(tree: ast.Module) -> dict[str, list[str]]:
-    """Functions and classes that users call, with their arguments, without kernels and functions of autograd
-    Functions."""
+    """Functions and classes that users call, with their arguments. No kernels, no functions of autograd."""
     found = {}
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):

@@ -25,8 +25,7 @@ def pitch(width):
 
 @triton.constexpr_function
 def whole_rows(V):
-    """Rows of a head's state in the workspace. Up to 128 rows fill whole tiles, since the copy engine stores whole
-    ones."""
+    """Rows of a head's state in the workspace. Up to 128 they fill whole tiles, as the copy engine stores."""
     return max(16, triton.next_power_of_2(V)) if V <= 128 else V
 
 
@@ -221,8 +220,7 @@ def store_row(x, strides, row, token, stop, C: tl.constexpr):
 
 @triton.jit
 def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
-    """Loads ``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH], with 0 outside. If blocks divide it, there are no
-    masks."""
+    """Loads ``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH], with 0 outside. If blocks divide it, no masks."""
     r, c = tl.arange(0, BH), tl.arange(0, BW)
     at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
     if HEIGHT % BH == 0 and WIDTH % BW == 0:

@@ -213,8 +213,7 @@ def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
 def _new_copies(
     p: Problem, x: Inputs, o: Tensor, final: Tensor
 ) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """Copies, if heads are padded; the tensors where kernels write o and final states; and those of them that are
-    new."""
+    """Copies, if heads are padded; the tensors for o and final states of kernels; and those of them that are new."""
     copies = new_padded(p, x)
     if copies is None:
         return None, (o, final), ()
@@ -231,8 +230,7 @@ def _every_walk(p: Problem, processors: int) -> tuple[Walk | None, Tensor]:
 def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
-    """Gradients of every input. ``saved``: what ``forward`` has saved. Without it ``triton`` computes everything
-    again."""
+    """Gradients of every input. ``saved``: what ``forward`` has saved. Without it ``triton`` computes all again."""
     name = triton.name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
@@ -253,8 +251,7 @@ def backward(
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous. The pools are written in place. `decode` runs the short sequences at the same time as the
-    others."""
+    """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
     if p.N * p.T == 0:  # at most states are copied or zeros are written, which this loop cannot do
         return triton.prefill(p, x, s, around, known)
     if p.gate == "channel":

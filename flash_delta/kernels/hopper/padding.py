@@ -83,8 +83,7 @@ def copy_rows(
     x, strides, to, A, B, H: tl.constexpr, TO_H: tl.constexpr, WIDTH: tl.constexpr, TO: tl.constexpr, BW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if they exist. The rest is filled with
-    zeros."""
+    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if they exist. The rest is zeros."""
     if to is not None:
         row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BW)
         line, h = row // TO_H, row % TO_H

@@ -20,8 +20,7 @@ def rate(sr, s, row: gl.constexpr):
 
 @gluon.jit
 def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr):
-    """Starts a copy of as many rows as the tile has, from a sequence that begins at ``row``. Rows after its end are
-    zeros."""
+    """Starts a copy of a tile's rows, from a sequence that begins at ``row``. Rows after its end are zeros."""
     box = reinterpret(tile, desc.dtype, [1, 1, tile.shape[0], COLUMNS], FLOAT_BOX if desc.dtype == gl.float32 else BOX)
     tma_load(desc, [RAGGED, row + length, RAGGED - length + token, column], bar, box)
 

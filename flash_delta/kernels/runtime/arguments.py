@@ -28,8 +28,7 @@ def launch_rule(
     contracts: bool = True,
     **own: Any,
 ) -> None:
-    """Launches a kernel. It gets the problem's constants that it has parameters for; ``own``: this launch's
-    constants."""
+    """Launches a kernel with the problem's constants that it has parameters for. ``own``: constants of this launch."""
     used = constants_of(c, kernel, (*pointers, *scalars), t, **own)
     launch(c, kernel, pointers, Plan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
 
@@ -60,8 +59,7 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
 
 
 def short(p: Problem) -> int:
-    """`decode` runs packed sequences of up to so many tokens. 0 if rows are not packed sequences, or if it runs
-    none."""
+    """`decode` runs packed sequences of up to so many tokens. 0 if there are none that it runs."""
     if not p.packed or p.pool is None or p.batch_invariant or p.most_tokens:
         return 0
     return LONG if p.recurrent else SHORT

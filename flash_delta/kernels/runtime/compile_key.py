@@ -111,8 +111,7 @@ def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
 
 
 def alone(p: Problem) -> bool:
-    """Whether decoding rows have one token. For them there is a separate kernel, which does not look for more
-    tokens."""
+    """Whether decoding rows have one token. They have a separate kernel, which looks for no more tokens."""
     return p.T == 1 and not p.packed
 
 

@@ -38,8 +38,7 @@ def _scan_backward(a: Any) -> dict[str, float]:
 
 
 def _pairs(a: Any) -> dict[str, float]:
-    """The products of `pairs`. Sums over pairs of tokens are products with ones. Float32 numbers are split into
-    parts."""
+    """The products of `pairs`. Sums over pairs of tokens are products with ones. Numbers are split into parts."""
     scores = 0 if a.CHANNEL else a.GATE + (a.ERASE and (a.GATE or a.HAS_BETA))
     sums = a.GATE * (1 + a.UNDECAYED) * (3 if a.k.dtype == torch.float32 else 2)
     return {"CCK": scores, "CCV": 1 + a.ERASE, "CCC": sums, "CKV": 3 * a.STATES}

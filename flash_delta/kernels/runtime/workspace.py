@@ -33,8 +33,7 @@ class Walked(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """The tensors that `channel` writes. With a decay per channel, other kernels read them instead of q and k; else
-    None."""
+    """The tensors that `channel` writes. With a decay per channel, others read them instead of q and k; else None."""
 
     Qg: Any  # [slots, HV, C, K']
     Kg: Any  # [slots, HV, C, K']

@@ -227,8 +227,7 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | N
 
 
 def output_of(p: Problem, s: Slots) -> Tensor:
-    """The tensor for a serving call's output. For launches it counts as made by the call, also if the caller gave
-    it."""
+    """The tensor for a serving call's output. For launches it counts as the call's own, even if given."""
     return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device) if s.out is None else s.out
 
 
@@ -273,8 +272,7 @@ def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor] | None:
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """``o``, contiguous. The pools are written in place. `decode` runs the short sequences at the same time as the
-    others."""
+    """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
     o = output_of(p, s)
     if again(known, PREFILL, x, s, around, made=(o,)):
         return o

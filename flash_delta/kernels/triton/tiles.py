@@ -294,8 +294,7 @@ def _scan_tiles(
 
 
 def _walk_us(walk: float, channel: bool, chip: Chip, width: int, tile: Tile, states: int, length: int) -> float:
-    """The time of programs that walk so many states through ``length`` chunks. A chunk takes ``walk`` times a
-    scan's."""
+    """The time of programs that walk so many states through ``length`` chunks. ``walk``: a chunk's time, in scans."""
     pace = PACES.get((channel, family(chip.target)), PACE)
     chunk = walk * pace.scan.get(tile.BV, pace.other)
     return waves_us(states * -(-width // tile.BV), chip.processors, pace.setup, length, chunk)

@@ -125,8 +125,7 @@ def state_layout(op: str, state_v_first: bool, transpose_state_layout: bool | No
 
 
 def refuse_head_first(op: str, head_first: bool) -> None:
-    """Refuse fla's older layout [B, H, T, ...]. Without this check, errors about shapes would name the wrong
-    argument."""
+    """Refuse fla's older layout [B, H, T, ...]. Errors about shapes would name the wrong argument."""
     if head_first:
         refuse(op, "head_first", "False (tensors are [B, T, H, ...]: pass x.transpose(1, 2))", True)
 
@@ -155,8 +154,7 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
 def read_lengths(
     op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None, wait: bool = False
 ) -> tuple[int, ...] | None:
-    """The sequences' lengths. If only the device has them: None, unless ``wait``, with which the host waits for
-    them."""
+    """The sequences' lengths. If only the device has them: None, or with ``wait`` the host waits."""
     B, T = x.q.shape[:2]
     if x.cu_seqlens is None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")

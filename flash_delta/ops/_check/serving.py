@@ -52,8 +52,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:
-    """Check strides. Kernels count rows and tokens in 32 bits, in units of 16 numbers if strides are multiples of
-    16."""
+    """Check strides. Kernels count rows and tokens in 32 bits, in units of 16 if strides are multiples of it."""
     (B, T), (row, token) = t.shape[:2], t.stride()[:2]
     if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
         refuse(op, name, "tokens less than 2^31 numbers apart (2^35 in steps of 16)", f"strides {list(t.stride())}")

@@ -30,8 +30,7 @@ Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
 
 
 def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``(o, final_state, states)`` of a traced call. Its ``problem.lengths`` is the tensor cu_seqlens_cpu
-    (`describe`)."""
+    """``(o, final_state, states)`` of a traced call. Its ``problem.lengths`` is cu_seqlens_cpu (`describe`)."""
     o, final_state, *rest = delta_rule(*x, problem.lengths, *take(problem, Fields), wish)
     return o, final_state, rest[0] if problem.keep_states else None
 
@@ -101,6 +100,5 @@ def _some_lengths(x: Inputs, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...] |
 
 
 def _saves(problem: Problem, backend: ModuleType) -> bool:
-    """Whether the call saves tensors. ``step`` saves none. Without `empty_saved` a tracer does not know their
-    shapes."""
+    """Whether the call saves tensors. ``step`` saves none. A tracer learns their shapes from `empty_saved`."""
     return problem.needs_grad and not problem.recurrent and hasattr(backend, "empty_saved")

@@ -78,8 +78,7 @@ def split_prompt(p: Problem, processors: int) -> int | None:
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
-    """The lengths for a call with the hand-written backward pass. With ``batch_invariant`` bits do not depend on
-    them."""
+    """The lengths for a call with the hand-written backward pass. With ``batch_invariant`` they change no bits."""
     if p.batch_invariant or p.N == 0:
         return Lengths(None, None)
     return _split_training(_work(p, processors), p.K, split_endless(p, processors) is not None)

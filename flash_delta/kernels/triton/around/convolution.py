@@ -118,8 +118,7 @@ def convolve_backward(
     dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
     PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx and dinitial are contiguous. parts [slots, W, D], or with a bias [slots, W + 1, D], are for dweight and
-    dbias."""
+    """dx and dinitial are contiguous. parts are [slots, W, D], or with dbias [slots, W + 1, D]."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)

@@ -35,8 +35,7 @@ def load_rows(x, stride, row, d, mask):
 
 @triton.jit
 def reciprocal_rms(x, row, M, eps, D: tl.constexpr):
-    """r of every row. It is 1 for rows from M on, which are zeros. With eps = 0 their r would be infinite, and 0 r
-    NaN."""
+    """r of every row. It is 1 for rows from M on, which are zeros. With eps = 0 r would be infinite, and 0 r NaN."""
     return tl.rsqrt(tl.where(row < M, tl.sum(x * x, 1) / D + eps, 1.0))
 
 

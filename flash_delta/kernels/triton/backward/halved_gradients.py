@@ -166,7 +166,7 @@ def read_state(
     state, do, do_strides, dU, at, stop, I, column, reads, erases,
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of half I from reading and erasing in the state before the chunk: products with dO and dU~,
+    """Gradients of half I from reads and erases in the state before the chunk: products with dO and dU~,
     ``[W, 32]``."""
     x, y = tl.zeros([W, 32], tl.float32), tl.zeros([W, 32], tl.float32)
     for w in range(0, V, BV):
@@ -182,8 +182,7 @@ def write_state(
     dstate, U, I, column, writes,
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of half I from writing to the state after the chunk: the product of its gradient with U,
-    ``[W, 32]``."""
+    """Gradients of half I from writes to the state after the chunk: the product of its gradient with U, ``[W, 32]``."""
     x = tl.zeros([W, 32], tl.float32)
     for w in range(0, V, BV):
         d = tl.trans(load_block(dstate, w, column, V, pitch(K), BV, W))

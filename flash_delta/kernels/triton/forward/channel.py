@@ -167,7 +167,7 @@ def explicit_scores(
     g_strides, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Computes unsafe rows of the diagonal blocks again, column by column, from e^{G_i - G_j} with exponents of at most
+    """Computes unsafe rows of the diagonal blocks again, column by column, from e^{G_i - G_j}, with no exponent above
     0."""
     o = tl.arange(0, 16)
     for block in range(C // 16):

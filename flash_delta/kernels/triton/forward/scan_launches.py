@@ -18,8 +18,7 @@ WAVES = 4  # most waves of programs if there are several tiles, since programs t
 
 
 def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
-    """The launches on a pool. ``every``: with all tiles that any number of prompts may choose, or only those of this
-    call."""
+    """The launches on a pool. ``every``: all tiles that any number of prompts may choose, or those of this call."""
     choices = scan_tiles("scan", p, chip, every=True)
     if every:
         return tuple(PoolLaunch(t, p.N) for t in choices)

@@ -48,8 +48,7 @@ def load_index(table, row, column, strides, live=True):
 
 @triton.jit
 def as_slot(index, slots, live):
-    """The slot of an index, and whether it is one. ``slots``: how many slots there are, and the index that means
-    none."""
+    """The slot of an index, and whether it is one. ``slots``: their number, and the index that means none."""
     return index.to(tl.int32), live & (index >= 0) & (index < slots[0]) & (index != slots[1])
 
 
@@ -103,7 +102,7 @@ def load_parent(parents, b, t, parents_row, parents_token):
 
 @triton.jit
 def load_state(at, live):
-    """Loads a state so that it stays in the L2 cache as long as possible. Usually it is overwritten soon
+    """Loads a state so that it stays in the L2 cache as long as possible. It is usually overwritten soon
     (docs/notes)."""
     return tl.load(at, mask=live, other=0.0, eviction_policy="evict_last")
 

@@ -87,8 +87,7 @@ def find_channels(
 
 @triton.jit
 def load_before(at, stride, windows, strides, slot, stored, t, start, channel, mask, INPUTS: tl.constexpr):
-    """The input of token t, rounded as in a window. Before the sequence's first token it comes from the window, or is
-    0."""
+    """The input of token t, rounded as in a window. Before the first token it comes from the window, or is 0."""
     new = tl.load(at + t.to(tl.int64) * stride, mask=mask & (t >= start), other=0.0).to(windows.dtype.element_ty)
     old = load_state(windows, strides, slot, channel, INPUTS + t - start, mask & stored & (t < start))
     return new.to(tl.float32) + old

@@ -9,8 +9,7 @@ from flash_delta.kernels.device.activation import strength
 
 @triton.jit
 def load_numbers(x, strides, unit, head, c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Loads the numbers of one token and head. Strides are (unit, head, channel). EVEN: all of ``c`` are valid
-    channels."""
+    """Loads the numbers of one token and head. Strides are (unit, head, channel). EVEN: all of ``c`` are valid."""
     at = x + unit.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + c * strides[2]
     if EVEN:
         return tl.load(at)

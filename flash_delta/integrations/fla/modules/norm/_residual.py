@@ -25,7 +25,7 @@ def place(norm: modules.RMSNorm, device: torch.device | str | None, dtype: torch
 
 
 def add(x: Tensor, residual: Tensor | None, in_fp32: bool) -> tuple[Tensor, Tensor]:
-    """The sum in at least float32, for the norm; and the sum for the next block: in the residual's dtype, or x
+    """The sum in at least float32, for the norm; and for the next block: the sum in the residual's dtype, or x
     itself."""
     if residual is None:
         return x, x.float() if in_fp32 else x
