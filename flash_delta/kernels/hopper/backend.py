@@ -252,7 +252,7 @@ def backward(
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
-    if p.N * p.T == 0:  # at most states are copied or zeros are written, which this loop cannot do
+    if p.N * p.T == 0:  # there is nothing to walk: at most states are copied or zeros written
         return triton.prefill(p, x, s, around, known)
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)

@@ -90,12 +90,13 @@ def load_role(
     """Fills a ring of so many SLOTS with k and rates, q, A, and VALUES columns of v from ``column`` on. If there is an
     ``sv2``, it gets the second 64 of these columns.
 
-    given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`. work: with SEGMENTS
-    (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items, pool), as in
-    work_items.py. strides: for (q, k, v) the tokens between batch rows, for each the stride between heads, and the
-    value heads per key head. bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's
-    longest ring, NS. flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk;
-    otherwise None.
+    given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
+    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items,
+    pool), as in work_items.py.
+    strides: for (q, k, v) the tokens between batch rows, for each the stride between heads, and the value heads per key
+    head.
+    bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
+    flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk; otherwise None.
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars

@@ -6,8 +6,8 @@
     dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
 
 `pairs` has written dPD and taken, which are the gradients of q_i . k_j and of p_i . k_j (with opposite sign), including
-norms. It has also written the products with states. So q and k are multiplied as they are in memory. With a norm y = r
-x, the accumulated gradient is z = r dy (see gradients.py).
+norms. It has also written the products with states. So q and k are multiplied as they are in memory. With a norm
+y = r x, the accumulated gradient is z = r dy (see gradients.py).
 
 Tokens come in blocks of 16. A tile is [W, 16]: W channels of one block, each a row of the accumulators. So decayed
 copies are operands of the next product from registers. The other operands are the same for all channels and are in

@@ -6,8 +6,8 @@
 With a decay per channel, where `scan` computes U itself, dU~ = A^T (Kd dS1 + P^T dO).
 
 Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V'', K']`` (workspace.py), dU~
-``[slots, HV, C, V']`` and finally the gradient of the initial state. dS^T [BV, K] stays in registers. The grid is (V /
-BV, HV, N).
+``[slots, HV, C, V']`` and finally the gradient of the initial state. dS^T [BV, K] stays in registers. The grid is
+(V / BV, HV, N).
 
 RECOMPUTE: as many programs before these run `scan` again and write what was not saved. Neither walk needs the results
 of the other, and each mostly waits for its own products. So both together take little longer than one.

@@ -34,9 +34,9 @@ from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
 from flash_delta.kernels.triton.tiles import tile
 
-# Bits by which a channel decays within a block of 16 tokens. e^-76 is 2^-109.6. With a bounded gate the decay is e^-75
-# or more. Sums are rounded in different orders. The limits are such that a row that is unsafe by its own sum is always
-# found, and that all columns of a safe row are valid.
+# Bits by which a channel decays within a block of 16 tokens. A factor of e^-76 is 2^-109.6. With a bounded gate the
+# factor is at least e^-75. Sums are rounded in different orders. The limits are such that a row that is unsafe by its
+# own sum is always found, and that all columns of a safe row are valid.
 LOOK = tl.constexpr(-109.0)
 UNSAFE = tl.constexpr(-110.0)
 DROP = tl.constexpr(112.0)

@@ -3,8 +3,8 @@
     S~ = e^g S      u = b (v - S~^T k)      S = S~ + k u^T      o = scale S^T q
 
 One program has BV value columns of one value head of one row: grid (B HV V / BV). It reads its part of the row's state
-once, and writes it after every token whose slot ``write_indices`` names. The state is in registers and transposed, S^T
-[BV, BK]. After a convolution (AFTER, rows.py) a program loads its state while the convolution still runs.
+once, and writes it after every token whose slot ``write_indices`` names. The state is in registers and transposed,
+S^T [BV, BK]. After a convolution (AFTER, rows.py) a program loads its state while the convolution still runs.
 
 Between tokens the state has the pool's dtype, whether it is written or not. So it does not matter how tokens are split
 into calls. Other arguments do not matter either: products are rounded by themselves or are written as ``fma``, and the
