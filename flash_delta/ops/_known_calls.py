@@ -18,8 +18,7 @@ MOST = 1024  # calls in a generation; each takes some kilobytes
 
 
 class Remembered(dict):
-    """What is known about calls. The key has everything that can change it. ``remembered[key]`` is None if it is not
-    known.
+    """What is known about calls, by keys of everything that matters. ``remembered[key]`` is None for unknown calls.
 
     There are two generations: the items of this dict, and those of ``old``. An old item that is looked up becomes an
     item of this dict again. When this dict is full, its items become the old ones. Old items that were not looked up

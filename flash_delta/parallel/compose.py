@@ -32,8 +32,8 @@ def passed_through(context: Part, K: int, maps: Tensor) -> Tensor:
 
 
 def gradients_of_ends(context: Part, rows: Sequence[int], passed: Tensor, D: Tensor) -> list[Tensor]:
-    """The gradients [HV, K, V] that the ends of this rank's ``rows``, which continue, get from the right. ``D`` [P C,
-    HV, K, V] is that of all ranks."""
+    """The gradients [HV, K, V] that the ends of this rank's ``rows``, which continue, get from the right.
+    ``D [P C, HV, K, V]``: of all ranks."""
     taken, number = context.split.taken, {piece: i for i, piece in enumerate(_between(context))}
     found: dict[int, Tensor] = {}
     for group, pieces in _alike(context, rows, lambda piece: len(context.split.right(piece))):

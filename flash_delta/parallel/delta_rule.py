@@ -9,7 +9,7 @@ the last P_t, as its final state. From a zero state the op returns B, the last S
 pieces. Each rank composes those to the left of its own pieces, in float64, and runs the op from S_in. Autograd sees
 only this run.
 
-In the backward pass the state's gradient goes from right to left. Alone, dO sends to a piece's start
+In the backward pass the state's gradient goes from right to left. dO alone sends this to a piece's start:
 
     D = sum_t r_t do_t^T        (+ Phi^T dS of its end, if the caller used the state there)
 

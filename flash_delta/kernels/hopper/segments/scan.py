@@ -7,8 +7,8 @@
              O = scale (e^G . (q S0) + P U)
 
 There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64. The
-grid is (slots * HV,). Heads of 256 have one state group and a program for every 64 columns, with grid (slots * HV, V /
-64). They walk whole sequences, from their initial states.
+grid is (slots * HV,). Heads of 256 have one state group and a program for every 64 columns, and the grid is
+(slots * HV, V / 64). They walk whole sequences, from their initial states.
 
 There are three barriers. The copy engine completes ``full`` when all tiles of a chunk have arrived. The score group
 completes ``pfull`` when P is ready. All state groups complete ``done`` when they have read all tiles of a chunk. Its

@@ -13,7 +13,8 @@ kernel (STATES) the products with states are also computed here, since their oth
 
 Writes the factors that `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient
 of the products q_i . k_j, and ``taken``, that of p_i . k_j with opposite sign. They include the norms' r_q r_k,
-r_p r_k, so that `gradients` can use q, k and p as given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid (slots, HV).
+r_p r_k, so that `gradients` can use q, k and p as given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
+(slots, HV).
 """
 
 import triton
