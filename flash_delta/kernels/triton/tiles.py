@@ -1,7 +1,7 @@
 """The launch numbers of the kernels. There is one table row per kernel and kind of chip.
 
-Rows of sm_90 up to a width of 128 were measured on an H200 (docs/notes). The others are the largest tiles that compile
-without a spill and within a chip's shared memory (``flash-delta compile``).
+Rows of sm_90 were measured, up to a width of 128 on an H200 and beyond on an H100 (docs/notes). The others are the
+largest tiles that compile without a spill and within a chip's shared memory (``flash-delta compile``).
 """
 
 from collections.abc import Iterator
@@ -60,15 +60,15 @@ TILES = {
     # with the state's products
     ("channel_pairs", "gfx942"): (Tile(4, 1, 64),) * 3,
     ("channel_pairs", "sm_80"): (Tile(8, 1, 64),) * 3,
-    ("channel_pairs", "sm_90"): (Tile(8, 1, 128, registers=128),) * 3,
+    ("channel_pairs", "sm_90"): (*(Tile(8, 1, 128, registers=128),) * 2, Tile(8, 2, 128)),
     ("channel_pairs", "sm_100"): (Tile(8, 1, 64),) * 3,
     ("query_gradients", "gfx942"): (Tile(4, 2, 64),) * 3,
     ("query_gradients", "sm_80"): (Tile(4, 2, 64), Tile(8, 2, 64), Tile(8, 2, 64)),
-    ("query_gradients", "sm_90"): (Tile(4, 3, 64), Tile(4, 3, 64), Tile(8, 2, 64)),
+    ("query_gradients", "sm_90"): (Tile(4, 3, 64), Tile(4, 3, 64), Tile(8, 2, 128)),
     ("query_gradients", "sm_100"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
     ("key_gradients", "gfx942"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(4, 1, 16)),
     ("key_gradients", "sm_80"): (Tile(8, 1, 32), Tile(8, 1, 16), Tile(8, 1, 16)),
-    ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 1, 16)),
+    ("key_gradients", "sm_90"): (Tile(4, 2, 64), Tile(4, 2, 64), Tile(8, 2, 64)),
     ("key_gradients", "sm_100"): (Tile(4, 2, 64), Tile(8, 1, 32), Tile(16, 1, 16)),
     # 16 channels. From 64 channels on products are wgmma, and the assembler of Triton 3.6 loses some of their
     # descriptors here, which gave illegal addresses on an H200 (docs/notes).
@@ -104,6 +104,9 @@ TILES = {
     ("scan_backward", "sm_90"): (Tile(8, 2, 16),) * 3,
     ("scan_backward", "sm_100"): (Tile(8, 2, 16),) * 3,
 }
+# Of key gradients over 128 wide whose erase keys are tensors of their own (Comba): with two such chunks under way they
+# would take more shared memory than there is.
+OWN_ERASE_KEYS = {"sm_90": Tile(8, 1, 16)}
 # On every chip:
 WARP = Tile(1, 1)  # for solve and gates: one warp, which needs no barriers
 HEADS = Tile(8, 1)  # for key_head_gradients, which is bound by memory
@@ -129,7 +132,7 @@ def copied(*stages: int) -> tuple[Tile, ...]:
 
 
 SCAN_KINDS = ("scan", "scan_kept", "scan_backward", "scan_both")
-# For heads up to 128 wide, where the copy engine helps. The narrowest tile comes first. Narrow tiles make more programs
+# For keys up to 128 wide, where the copy engine helps. The narrowest tile comes first. Narrow tiles make more programs
 # from few heads. Wide tiles move less memory if there are many heads.
 SCANS = {
     ("scan", "sm_90"): copied(4, 4, 3, 3),
@@ -144,6 +147,9 @@ CHANNEL_SCANS = {
     ("scan_backward", "sm_90"): copied(3, 3, 2, 2),
     ("scan_both", "sm_90"): copied(3, 3, 2, 2),
 } | {(kind, "sm_100"): (Tile(4, 2, 32, tma=True), Tile(8, 2, 64, tma=True)) for kind in SCAN_KINDS}
+# For keys more than 128 wide, with any gate. Measured on an H100. A tile of 64 columns spills.
+WIDE_BACK = (Tile(4, 2, 16, tma=True), Tile(8, 2, 32, tma=True))
+WIDE_SCANS = {("scan_backward", "sm_90"): WIDE_BACK, ("scan_both", "sm_90"): WIDE_BACK}
 
 
 class Pace(NamedTuple):
@@ -203,6 +209,8 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:
+    if kernel == "key_gradients" and p.erase == "undecayed" and max(p.K, p.V) > 128 and p.dtype != torch.float32:
+        return OWN_ERASE_KEYS.get(family(chip.target)) or _tile(kernel, chip.target, p.dtype, p.K, p.V)
     return _tile(kernel, chip.target, p.dtype, p.K, p.V)
 
 
@@ -283,8 +291,9 @@ def _scan_tiles(
     kernel: str, channel: bool, chip: Chip, dtype: torch.dtype, K: int, V: int, states: int
 ) -> tuple[Tile, ...]:
     """The tiles of a scan. ``states``: the number of states that walk at once; 0: any number."""
-    choices = (CHANNEL_SCANS if channel else SCANS).get((kernel, family(chip.target)))
-    if choices is None or dtype == torch.float32 or max(K, V) > 128:
+    table = WIDE_SCANS if K > 128 else CHANNEL_SCANS if channel else SCANS
+    choices = table.get((kernel, family(chip.target)))
+    if choices is None or dtype == torch.float32:
         name = {"scan_kept": "scan", "scan_both": "scan_backward"}.get(kernel, kernel)
         return (_tile(name, chip.target, dtype, K, V),)
     choices = tuple(t for t in choices if t.BV < 2 * V) or choices[:1]
