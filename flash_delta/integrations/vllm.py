@@ -23,6 +23,7 @@ from torch import Tensor
 
 import flash_delta
 from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run
+from flash_delta.integrations._vllm_packed import is_packed, pack
 from flash_delta.integrations._vllm_warmup import warm
 from flash_delta.ops.serving import Convolution
 
@@ -214,6 +215,8 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
             return
     for method, ours in methods.items():
         setattr(cls, method, _instead(theirs[method], ours))
+    if is_packed(cls):
+        pack(cls, scalar_core_with_norm, _instead)
     if hasattr(cls, "forward_cpu"):  # which asks an operator of its own, and none of the methods
         cls.forward_cpu = cls.forward_cuda
     _active.append(cls.__name__)
