@@ -3,6 +3,8 @@ the real ones."""
 
 import logging
 import sys
+from collections import Counter
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -174,6 +176,25 @@ def test_rows(batch, norm):
     judge(layer, given, out, want[:, 0])
     assert not out[2].any()
     assert out[:2].any()
+
+
+def test_what_a_step_takes_of_the_host(batch, monkeypatch):
+    """Counted beside the op itself, with which a step of one layer takes some 30 us: functions of Python, and of torch,
+    most of which make the views of six tensors."""
+    layer, x, a, b, out = qwen(), torch.randn(3, D), torch.randn(3, HV), torch.randn(3, HV), torch.zeros(3, HV, V)
+    batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=index(4, 2, 1))
+    layer._forward_core(x, b, a, out)
+    monkeypatch.setattr(
+        flash_delta, "decode_gated_delta_rule", wraps(flash_delta.decode_gated_delta_rule)(lambda **_: None)
+    )
+    count = Counter()
+    sys.setprofile(lambda frame, event, function: count.update([event]))
+    try:
+        layer._forward_core(x, b, a, out)
+    finally:
+        sys.setprofile(None)
+    assert count["call"] <= 44
+    assert count["c_call"] <= 36
 
 
 def test_prompts_with_a_checkpoint(batch):
@@ -491,3 +512,78 @@ def test_a_version_without_the_fused_norm_and_checkpoints(batch, monkeypatch):
         has_initial_state=torch.tensor([False]), **given,
     )[0]  # fmt: skip
     judge(layer, given, out, want)
+
+
+@pytest.fixture
+def packed(batch, monkeypatch):
+    """Qwen3.5's layer in vLLM 0.26. Its projections do nothing, and out_proj doubles."""
+    monkeypatch.delattr(Qwen, "_forward_core_fused_norm")
+    monkeypatch.delattr(Qwen, "_forward_core_fused_norm_packed")
+
+    class Older(Qwen):
+        gqa_interleaved_layout = False
+
+        def forward_cuda(self, hidden_states):
+            return hidden_states - 1
+
+        def _forward_core_rocm(self, qkvz, ba, z_out, core_attn_out):
+            raise AssertionError
+
+        def _output_projection(self, core_attn_out, z):
+            raise AssertionError
+
+    module = sys.modules[plugin.LAYERS + ".qwen_gdn_linear_attn"]
+    Older.__module__, module.QwenGatedDeltaNetAttention = module.__name__, Older
+    module._encode_layer_name = lambda name: f"encoded {name}"
+    plugin.register()
+    layer = Older()
+    layer.in_proj_qkvz, layer.in_proj_ba = (
+        (lambda x: (x[:, : D + HV * V], None)),
+        (lambda x: (x[:, D + HV * V :], None)),
+    )
+    layer.out_proj, layer.norm = (lambda x: (2 * x, None)), RMSNormGated()
+
+    def operator(qkvz, ba, unused, core_attn_out, layer_name, use_aiter):
+        assert (layer_name, use_aiter) == ("encoded layer", True)
+        layer._forward_core_rocm(qkvz=qkvz, ba=ba, z_out=unused, core_attn_out=core_attn_out)
+
+    monkeypatch.setattr(torch.ops, "vllm", SimpleNamespace(qwen_gdn_attention_core=operator), raising=False)
+    return layer
+
+
+class RMSNormGated(torch.nn.Module):
+    weight, eps, activation = torch.linspace(0.5, 2, V), 1e-6, "silu"
+
+    def forward(self, x, gate):
+        return F.rms_norm(x, (V,), self.weight, self.eps) * F.silu(gate)
+
+
+def test_a_version_without_the_fused_norm_has_it_by_its_packed_method(packed, batch):
+    """The last row is nobody's."""
+    x, rows = torch.randn(4, D + HV * V + 2 * HV), index(4, 2, 1)
+    batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=rows)
+    given, (qkv, gate, b, a) = options(packed), x[:3].split([D, HV * V, HV, HV], -1)
+    norm = OutputNorm(gate.unflatten(-1, (1, HV, V)), packed.norm.weight, 1e-6)
+    want = flash_delta.decode_gated_delta_rule(
+        *(t[:, None] for t in (*split(qkv), a, b)), read_indices=rows, write_indices=rows, output_norm=norm, **given
+    )
+    out = packed.forward_cuda(x)
+    judge(packed, given, out[:3], 2 * want.flatten(1))
+    assert out[:3].all()
+    assert not out[3].any()
+
+
+def test_a_packed_layer_that_is_declined_has_its_norm_from_vllm(packed, batch):
+    packed.kv_cache = packed.kv_cache[0], packed.kv_cache[1].long()
+    batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=index(4, 2, 1))
+    x = torch.randn(3, D + HV * V + 2 * HV)
+    gate = x[:, D : D + HV * V].unflatten(-1, (HV, V))
+    core = torch.full((3, HV, V), 7.0)  # what the stand-in fills in
+    for _ in range(2):
+        assert torch.equal(packed.forward_cuda(x), 2 * packed.norm(core, gate).flatten(1))
+
+
+def test_interleaved_heads_have_vllms_own_norm(packed):
+    packed.gqa_interleaved_layout = True
+    x = torch.randn(3, 5)
+    assert torch.equal(packed.forward_cuda(x), x - 1)

@@ -26,7 +26,10 @@ class Tokens(NamedTuple):
     out: Tensor  # [n, HV, V]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        return Tokens(*(None if t is None else change(t) for t in self))
+        return Tokens._make([None if t is None else change(t) for t in self])
+
+    def first(self, count: int) -> "Tokens":
+        return self.each(lambda t: t if t.shape[0] == count else t[:count])
 
 
 class Layer(NamedTuple):
@@ -50,18 +53,18 @@ def calls_of(layer: Layer, x: Tokens, m: Any) -> list[tuple[Callable[..., Tensor
 def _in_a_row(t: Tensor) -> Tensor:
     """[1, n, ...]. What a view leaves as the stride of the first axis differs with n, and compiled code depends on how
     it divides. Here it is a multiple of 16."""
-    row = -(-len(t) * t.stride(0) // 16) * 16
-    return t.as_strided((1, *t.shape), (row, *t.stride()))
+    shape, strides = t.shape, t.stride()
+    return t.as_strided((1, *shape), (-(-shape[0] * strides[0] // 16) * 16, *strides))
 
 
 def _each_alone(t: Tensor) -> Tensor:
     """[n, 1, ...]; of one token the strides of both axes are as above."""
-    return t[:, None] if len(t) > 1 else _in_a_row(t)
+    return t.unsqueeze(1) if t.shape[0] > 1 else _in_a_row(t)
 
 
 def _rows(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """One token each."""
-    rows = m.non_spec_state_indices_tensor[: len(x.q)]
+    rows = m.non_spec_state_indices_tensor[: x.q.shape[0]]
     return _call("decode", layer, x.each(_each_alone), {"read_indices": rows, "write_indices": rows})
 
 
@@ -105,10 +108,10 @@ def decline(module: Any, reason: str) -> None:
 
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
     """Runs what lies between the projections of ``module``; False if the ops do not take it, and nothing has run."""
-    calls = calls_of(layer, x.each(lambda t: t[: m.num_actual_tokens]), m)
+    calls = calls_of(layer, x.first(m.num_actual_tokens), m)
     seen = module.__dict__.setdefault("_flash_delta_seen", set())
     for op, arguments in calls:
-        form = op.__name__, *(name for name, value in arguments.items() if value is not None)
+        form = op.__name__, *[name for name, value in arguments.items() if value is not None]
         if form not in seen:
             reason = refusal(op, arguments)
             if reason is not None:

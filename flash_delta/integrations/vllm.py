@@ -23,6 +23,7 @@ from torch import Tensor
 
 import flash_delta
 from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run
+from flash_delta.integrations._vllm_packed import is_packed, pack
 from flash_delta.integrations._vllm_warmup import warm
 from flash_delta.ops.serving import Convolution
 
@@ -62,8 +63,8 @@ def metadata_of(module: Any) -> Any:
 def _of_scalar(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor) -> Tokens:
     H, HV = module.num_k_heads // module.tp_size, module.num_v_heads // module.tp_size
     K, V = module.head_k_dim, module.head_v_dim
-    q, k, v = mixed_qkv.split([H * K, H * K, HV * V], -1)
-    return Tokens(q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), a, b, gate, out)
+    n, (q, k, v) = mixed_qkv.shape[0], mixed_qkv.split_with_sizes([H * K, H * K, HV * V], 1)
+    return Tokens(q.view(n, H, K), k.view(n, H, K), v.view(n, HV, V), a, b, gate, out)
 
 
 def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> None:
@@ -117,8 +118,8 @@ def kimi_core(
     theirs: Callable, module: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
 ) -> None:
     def layer_of(caches: Any) -> tuple[Layer, Tokens]:
-        heads = (module.local_num_heads, module.head_dim)
-        q, k, v = (t.unflatten(-1, heads) for t in mixed_qkv.split(module.local_projection_size, -1))
+        heads, size = (module.local_num_heads, module.head_dim), module.local_projection_size
+        q, k, v = (t.view(t.shape[0], *heads) for t in mixed_qkv.split_with_sizes([size] * 3, 1))
         options = _common(caches, module.conv1d.weight.flatten(1), **_raw_gates(module))
         options["lower_bound"] = module.gate_lower_bound
         tokens = Tokens(q, k, v, g1[0], beta[0], g2, core_attn_out[0])
@@ -214,6 +215,8 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
             return
     for method, ours in methods.items():
         setattr(cls, method, _instead(theirs[method], ours))
+    if is_packed(cls):
+        pack(cls, scalar_core_with_norm, _instead)
     if hasattr(cls, "forward_cpu"):  # which asks an operator of its own, and none of the methods
         cls.forward_cpu = cls.forward_cuda
     _active.append(cls.__name__)

