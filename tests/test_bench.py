@@ -17,7 +17,7 @@ from flash_delta.bench import Group, Result, changes, runner, select, taking_par
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples, drawn
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
-from flash_delta.bench.speed import SpeedUp, chart, newest, speed_ups, summary
+from flash_delta.bench.speed import SpeedUp, chart, fullest, speed_ups, summary
 from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, remarks, times
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import GROUPS, WORKLOADS
@@ -443,7 +443,7 @@ def test_the_committed_chart_has_every_peer_of_every_group_and_hides_none_that_i
     root = Path(__file__).parent.parent
     drawing = (root / "docs" / "speed-light.svg").read_text()
     paths = (root / "benchmarks/results").glob("nvidia-*/*.json")
-    groups = newest(Group.read(path) for path in paths if path.stem in GROUPS)
+    groups = fullest(Group.read(path) for path in paths if path.stem in GROUPS)
     lines = [found for group in groups for peers in speed_ups(group).values() for found in peers.values()]
     shapes = [speed_up for found in lines for speed_up in found]
     assert len(re.findall(r'<text class="end" ', drawing)) == len(lines)
@@ -453,7 +453,7 @@ def test_the_committed_chart_has_every_peer_of_every_group_and_hides_none_that_i
     assert len(re.findall(r'<(?:circle|path) class="behind', drawing)) == behind
 
 
-def test_of_a_group_on_two_gpus_the_newest_run_counts():
+def test_of_a_group_on_two_gpus_the_fullest_run_counts():
     workload = rows("kda-forward")["32/32 1x8192"]
 
     def measured(gpu, ours, run):
@@ -466,7 +466,9 @@ def test_of_a_group_on_two_gpus_the_newest_run_counts():
     old = measured("NVIDIA H200", 1.0, "2026-01-02T03:04:05Z")
     new = measured("NVIDIA H100 80GB HBM3", 0.5, "2026-01-02T04:04:05Z")
     other = replace(old, group="decode")
-    assert newest([old, new, other]) == newest([new, old, other]) == [new, other]
+    assert fullest([old, new, other]) == fullest([new, old, other]) == [new, other]
+    part = replace(new, results=new.results[:1])
+    assert fullest([old, part, other]) == fullest([part, old, other]) == [old, other]
     assert list(summary([new, other])) == [
         ["KDA forward", "H100", "4.00x", "none"],
         ["GDN decode", "H200", "2.00x", "none"],

@@ -115,7 +115,8 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     if not results.is_dir():
         raise FileNotFoundError(f"results: expected a folder that `flash-delta bench` wrote, got {results}")
     groups = read_groups(results)
-    on_gpus = speed.newest(group for folder, group in groups if folder != "cpu")
+    on_gpus = speed.fullest(group for folder, group in groups if folder != "cpu")
+    on_gpus.sort(key=lambda group: GROUPS.index(group.group))
     on_cpu = [group for folder, group in groups if folder == "cpu"]
     charts = [_Chart(drawn) for drawn in (on_gpus, on_cpu) if drawn]
     html = render(

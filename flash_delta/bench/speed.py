@@ -77,13 +77,18 @@ class Line(NamedTuple):
 Peers = dict[str, list[SpeedUp]]
 
 
-def newest(groups: Iterable[Group]) -> list[Group]:
-    """The groups. If one was measured on several GPUs, only the run that began last."""
+def fullest(groups: Iterable[Group]) -> list[Group]:
+    """The groups. If one was measured on several GPUs, only the run with the most times. If they have equally many, the
+    one that began last."""
     found: dict[str, Group] = {}
     for group in groups:
         rival = found.setdefault(group.group, group)
-        found[group.group] = max(rival, group, key=lambda group: max(result.run for result in group.results))
+        found[group.group] = max(rival, group, key=_fullness)
     return list(found.values())
+
+
+def _fullness(group: Group) -> tuple[int, str]:
+    return sum(result.ms is not None for result in group.results), max(result.run for result in group.results)
 
 
 def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
