@@ -126,6 +126,7 @@ def serve(pipe: Any, model: str, options: dict[str, Any], cache: str) -> None:
     """Answers ``(name, arguments)`` with what is measured, until the pipe is closed. First it says that it is ready."""
     faulthandler.dump_traceback_later(100, repeat=True)
     os.environ |= {"FLASH_DELTA_VLLM": str(int(options["plugin"])), "VLLM_CACHE_ROOT": cache}
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # or vLLM 0.26 wants FlashInfer even where nothing is sampled
     sys.path[:0] = options["path"]
     counts, began = count_calls(), time.perf_counter()
     from vllm import LLM
