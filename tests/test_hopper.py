@@ -213,16 +213,23 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card, monkeypatch):
     assert _backend.Explain().of(p).reasons["hopper"].endswith(f"'triton' is preferred: {why}")
 
 
-def test_prompts_with_a_decay_per_channel_come_by_name_only(on_a_card, monkeypatch):
-    """Until they have run on a GPU."""
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"HV": 64, "lower_bound": -5.0}, None),
+        ({"HV": 32, "lower_bound": -5.0}, "32 heads are too few to keep the multiprocessors busy with one prompt"),
+        ({"HV": 64, "lower_bound": None}, "without a bound, low log decays would make it slower than `triton`"),
+    ],
+)
+def test_prompts_with_a_decay_per_channel_where_all_of_them_are_faster(on_a_card, monkeypatch, changes, why):
     for module in (backend, triton):
         monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
-    p = problem(**KDA, HV=64, pool=torch.float32)
-    assert _backend.choose_backend(p, None) == "triton"
-    assert _backend.choose_backend(p, "hopper") == "hopper"
-    why = "with a decay per channel its prompts on a pool have not run on a GPU yet"
-    assert _backend.Explain().of(p).reasons["hopper"] == f"can, but 'triton' is preferred: {why}"
+    p = problem(**KDA | changes, pool=torch.float32)
+    assert _backend.choose_backend(p, None) == ("triton" if why else "hopper")
+    assert _backend.choose_backend(p, "hopper") == "hopper", "a wish is obeyed"
+    if why:
+        assert _backend.Explain().of(p).reasons["hopper"] == f"can, but 'triton' is preferred: {why}"
 
 
 @pytest.mark.parametrize(

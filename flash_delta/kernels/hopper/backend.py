@@ -10,8 +10,7 @@ With a decay per channel, one kernel does everything if there are many states, o
 (channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk, in both passes.
 `walk_channels` walks the states if there are few, and otherwise `scan` of the ``triton`` backend does (channel/). That
 backend also walks the states' gradients. After it `chunk_back` computes the gradients of each chunk
-(channel_backward/). The same loop walks prompts on a pool, but only if a call asks for this backend by name: this has
-not run on a GPU yet (channel/prefill.py).
+(channel_backward/). The same loop walks prompts on a pool (channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls the forward
 pass saves what the kernels of ``triton`` would save, and that backend runs the backward pass. It also runs everything
@@ -124,7 +123,8 @@ def preference(p: Problem) -> tuple[int, str | None]:
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"
     if p.pool is not None and p.gate == "channel":
-        return 0, channel_prefill.UNTRIED
+        why = channel_prefill.slow(p, chip_of(p.device))
+        return (2, None) if why is None else (0, why)
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     why = _slow_padding(p) if pads(p) else None

@@ -8,6 +8,7 @@ from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
 from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
 from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.serving.decode import run_decode
@@ -16,7 +17,23 @@ from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_conv
 from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 
 PREFILL = ("prefill", "hopper", "channel")  # the kind of these calls
-UNTRIED = "with a decay per channel its prompts on a pool have not run on a GPU yet"
+HEADS = 0.48  # per multiprocessor; with more heads, one prompt fills the chip
+
+
+def slow(p: Problem, chip: Chip) -> str | None:
+    """Why such calls are not always faster than with ``triton``, or None. Neither lengths nor the number of prompts may
+    decide.
+
+    Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads this backend is 1.2x to 2.2x as
+    fast. With 32 heads and several prompts it is 2.2x as fast, but one long prompt takes 0.515 ms instead of 0.430.
+    Without a bound, log decays may be so low that a chunk goes through the loop in four pieces. Then one long prompt
+    takes 4 times as long.
+    """
+    if p.lower_bound is None:
+        return "without a bound, low log decays would make it slower than `triton`"
+    if chip.processors * HEADS > p.HV:
+        return f"{p.HV} heads are too few to keep the multiprocessors busy with one prompt"
+    return None
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
