@@ -1,6 +1,7 @@
 """The guide keeps its word: every block of every page runs, in order, on a CPU."""
 
 import contextlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -9,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_tables import rows, words
 from typer.testing import CliRunner
 
+import flash_delta
 from flash_delta.cli.app import app
+from flash_delta.ops.serving import Convolution, Serving
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/guide").glob("*.md"))
+RULES = ("gated_delta_rule", "kda")
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +74,18 @@ def test_the_message_that_is_quoted(capsys):
     with contextlib.suppress(StopIteration):
         exec(next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL))[1], {})
     assert f"# {capsys.readouterr().out.strip()}\n" in page
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_every_tensor_of_an_engine_has_an_argument(engine):
+    """One that exists: of the serving ops, or a field of what they take."""
+    ops = [getattr(flash_delta, f"{call}_{rule}") for call in ("decode", "prefill") for rule in RULES]
+    arguments = {name for op in ops for name in inspect.signature(op).parameters}
+    arguments |= {*Convolution._fields, *inspect.signature(Serving).parameters}
+    spoken = {"True", "Convolution", "Serving", "warmup", "decode_", "prefill_"}
+    spoken |= {"target_verify", "kv_cache", "transpose", "a", "b"}  # of the engines
+    table = rows(engine)
+    assert len(table) > 10
+    for _, _, argument in table:
+        assert words(argument) & arguments, argument
+        assert not words(argument) - arguments - spoken, argument

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
-from prompt_truth import make_prompts, on_cpu, prompts_truth, run_prompts
+from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
 
 from flash_delta.kernels.hopper import backend
@@ -238,6 +238,18 @@ def test_convolution_and_norm(launched):
     assert torch.equal(got[1][~written], before[~written])
     assert torch.equal(got[0] == 0, want[0] == 0)
     assert torch.equal(got[2].view(torch.int16), want[2].view(torch.int16))
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_prompt_goes_on_from_any_checkpoint(launched, batch_invariant):
+    """With its window. With ``batch_invariant`` it has the bits of the run that was not cut, from a multiple of 64."""
+    x = make_prompts("kda-bounded", (150,), behind=3, slots=6, **TINY) | {"batch_invariant": batch_invariant}
+    for cut in (1, 64, 70, 150):
+        whole, rest = check_resumed("kda-bounded", x, cut, "hopper")
+        if batch_invariant and cut % 64 == 0:
+            assert torch.equal(rest[0], whole[0][:, cut:])
+            assert torch.equal(rest[1][1], whole[1][1])
 
 
 @runs

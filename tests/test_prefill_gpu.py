@@ -12,8 +12,10 @@ from serving_truth import KINDS, slots
 
 import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
+from flash_delta.kernels.hopper.channel import prefill as channel
+from flash_delta.kernels.hopper.channel import prompts
 from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.tiles import NARROW, WIDE
+from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, WIDE
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.triton.forward import scan
@@ -22,9 +24,10 @@ from flash_delta.kernels.triton.tiles import scan_tiles
 from flash_delta.ops import _known_calls
 
 HOPPER = torch.cuda.get_device_capability()[0] == 9
-GDN = [kind for kind in KINDS if kind.startswith("gdn")] if HOPPER else []
-CALLS = [(kind, "triton") for kind in KINDS] + [(kind, "hopper") for kind in GDN]
-TWO = [("gdn-raw", "triton"), ("kda", "triton"), *([("gdn-raw", "hopper")] if HOPPER else [])]
+BY_HAND = [kind for kind in KINDS if kind.startswith("gdn") or kind == "kda-bounded"] if HOPPER else []
+CALLS = [(kind, "triton") for kind in KINDS] + [(kind, "hopper") for kind in BY_HAND]
+HOPPERS = [(kind, "hopper") for kind in ("gdn-raw", "kda-bounded") if HOPPER]
+TWO = [("gdn-raw", "triton"), ("kda", "triton"), *HOPPERS]
 HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -162,13 +165,21 @@ def test_more_prompts_than_promised(kind, backend):
 
 @pytest.mark.skipif(not HOPPER, reason="of the Hopper backend")
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
-def test_whole_states_and_halves_give_the_same_bits(pool, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "door", "module", "plan", "tiles"),
+    [
+        ("gdn-raw", hopper, loop, "pool_loops", (WIDE, NARROW)),
+        ("kda-bounded", channel, prompts, "channel_prompt_loops", (CHANNEL_WHOLE, CHANNEL_HALF)),
+    ],
+    ids=["gdn", "kda"],
+)
+def test_whole_states_and_halves_give_the_same_bits(kind, door, module, plan, tiles, pool, monkeypatch):
     """So that neither `max_prompts` nor, with batch invariance, the number of prompts changes a result."""
-    found, x = [], mixed("gdn-raw", pool=pool)
-    for tile in (WIDE, NARROW):
-        monkeypatch.setattr(loop, "pool_loops", lambda p, chip, every, t=tile: (PoolLaunch(t, p.N),))
-        monkeypatch.setattr(hopper, "PREFILL", ("prefill", tile))
-        found.append(run("gdn-raw", x, "hopper"))
+    found, x = [], mixed(kind, pool=pool)
+    for tile in tiles:
+        monkeypatch.setattr(module, plan, lambda p, chip, *choice, every, t=tile: (PoolLaunch(t, p.N),))
+        monkeypatch.setattr(door, "PREFILL", ("prefill", plan, tile))
+        found.append(run(kind, x, "hopper"))
         _known_calls.calls.clear()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -210,7 +221,7 @@ def test_launches(kind):
         assert len(launched) == 3 + scans
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("kda-bounded", "triton"), *([("gdn", "hopper")] if HOPPER else [])])
+@pytest.mark.parametrize(("kind", "backend"), [("kda-bounded", "triton"), *HOPPERS])
 def test_bits_do_not_change_from_call_to_call(kind, backend):
     x = mixed(kind)
     o, pool = run(kind, x, backend)

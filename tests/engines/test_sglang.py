@@ -3,9 +3,11 @@
 import contextlib
 import importlib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from engine_tables import missing
 
 from flash_delta.integrations import sglang as plugin
 from flash_delta.integrations._sglang_calls import fill_tracked
@@ -126,3 +128,11 @@ def test_extend(dispatchers, rule):
     torch.testing.assert_close(ours[0], theirs[0], **ROUNDED)
     torch.testing.assert_close(*pools, **ROUNDED)
     torch.testing.assert_close(kept[0][::2], kept[1][::2], **ROUNDED)
+
+
+def test_the_guide_names_what_sglang_has():
+    """In the files that say how its layers are called."""
+    root = Path(find_spec("sglang").submodule_search_locations[0]) / "srt"
+    linear = [root / f"layers/attention/linear/{name}.py" for name in ("gdn_backend", "kda_backend", "linear_metadata")]
+    batch = [root / "model_executor/forward_batch_info.py", root / "mem_cache/memory_pool.py"]
+    assert not missing("SGLang", [*linear, *batch, root / "layers/attention/hybrid_linear_attn_backend.py"])

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from engine_tables import missing
 from judge_vllm import complete_in_bfloat16, judge, load
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -115,3 +116,11 @@ def test_measurements(tmp_path):
         assert run["prompts 2x40: ms"]["median"] > 0
         assert run["judged"]["right"] >= run["judged"]["tokens"] - 8
         assert run["judged"]["off"] <= CLOSE
+
+
+def test_the_guide_names_what_vllm_has():
+    """In the files that say how its layers are called."""
+    root = Path(find_spec("vllm").origin).parent
+    mamba = root / "model_executor/layers/mamba"
+    files = [mamba / "mamba_utils.py", mamba / "checkpoint.py", mamba / "gdn/qwen_gdn_linear_attn.py"]
+    assert not missing("vLLM", [root / "envs.py", root / "v1/attention/backends/gdn_attn.py", *files])

@@ -1,7 +1,5 @@
 """The loop on a pool of states: its items are the value heads of the sequences that `list_prompts` has listed
 (forward/prompt_list.py), states come from slots and go to slots, and some are left there on the way (checkpoints.py).
-
-It has not run on a GPU yet, only in the emulator of the tests.
 """
 
 import torch
