@@ -27,6 +27,8 @@ FORMS = [  # kind, dtype, that of the pool, layout
     ("gdn-raw", torch.float32, torch.float32, True),
     ("kda-raw", torch.float32, torch.float16, False),
     ("gdn-raw", torch.bfloat16, torch.bfloat16, False),
+    ("kda-raw", torch.float32, torch.bfloat16, True),
+    ("gdn-raw", torch.float16, torch.float16, True),
 ]
 
 
@@ -158,9 +160,10 @@ def test_a_prompt_in_pieces_is_a_prompt(backend):
 
 
 @backends
-def test_batch_invariance(backend):
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda-raw"])
+def test_batch_invariance(kind, backend):
     """Bitwise: each sequence alone, and in pieces cut at multiples of 64, is what it is among others."""
-    kind, lengths = "gdn-raw", (90, 1, 66, 12)
+    lengths = (90, 1, 66, 12)
     x = make_prompts(kind, lengths, device=DEVICES[backend], **TINY) | {"batch_invariant": True}
     o, states, windows = run_prompts(kind, x, backend)
     start = 0
