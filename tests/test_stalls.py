@@ -85,6 +85,29 @@ def test_decoding_stays_known_among_new_prompts(process, place, prompts):
     assert kept <= 2 * _known_calls.MOST
 
 
+def served(kind, place):
+    """How often three known calls reach their backend."""
+    from unittest.mock import patch
+
+    from new_lengths import Calls
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.ops.serving import _run
+
+    _known_calls.calls.clear()
+    with pretended_gpu(place):
+        call = getattr(Calls(), kind)(64)
+        call(), call()
+        with patch.object(_run, "serve", wraps=_run.serve) as counted:
+            call(), call(), call()
+    return counted.call_count
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_known_serving_calls_only_launch(process, place, kind):
+    assert process.submit(served, kind, place).result() == 0
+
+
 def compiled_by(options, place):
     """How many kernels the first forward pass compiles, and how many its backward pass."""
     import pretended_gpu

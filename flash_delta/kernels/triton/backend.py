@@ -233,7 +233,8 @@ def output_of(p: Problem, s: Slots) -> Tensor:
 
 def _decode_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
     """The fast path of `decode` for a known call."""
-    o = output_of(known.problem, s)
+    p = known.problem  # as `output_of`, which would take longer
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device) if s.out is None else s.out
     return o if again(known, DECODE, x, s, around, made=(o,)) else None
 
 
@@ -273,10 +274,7 @@ def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor] | None:
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
-    o = output_of(p, s)
-    if again(known, PREFILL, x, s, around, made=(o,)):
-        return o
-    memory, convolved = Workspace(p, *HANDED), new_convolved(p)
+    o, memory, convolved = output_of(p, s), Workspace(p, *HANDED), new_convolved(p)
 
     def kernels(c: Call) -> None:
         solved, factors, channels = c.parts(memory)
@@ -296,7 +294,15 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         call = make_call(p, with_flat_parameters(x), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(memory.buffer, *convolved))
     remember(call, x)
+    if known is not None and call.shape.replayable:
+        known.again = _prefill_again
     return o
+
+
+def _prefill_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
+    """The fast path of `prefill` for a known call."""
+    o = output_of(known.problem, s)
+    return o if again(known, PREFILL, x, s, around, made=(o,)) else None
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:

@@ -128,8 +128,8 @@ def decode_gated_delta_rule(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
-    slots = Slots(
-        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out, write_pool=write_pool
+    slots = Slots(  # by name it takes longer
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
     )
     around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
@@ -219,8 +219,8 @@ def decode_kda(
     """
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
-    slots = Slots(
-        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, out=out, write_pool=write_pool
+    slots = Slots(  # by name it takes longer
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
     )
     around, eps, activation = around_of("decode_kda", convolution, output_norm)
     options = {

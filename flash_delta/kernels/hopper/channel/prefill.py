@@ -38,10 +38,7 @@ def slow(p: Problem, chip: Chip) -> str | None:
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """With tokens and sequences. `decode` runs the short ones, beside the others."""
-    o = triton.output_of(p, s)
-    if again(known, PREFILL, x, s, around, made=(o,)):
-        return o
-    walks, convolved = new_walks(p), new_convolved(p)
+    o, walks, convolved = triton.output_of(p, s), new_walks(p), new_convolved(p)
 
     def kernels(c: Call) -> None:
         rule = run_before(c, convolved)
@@ -61,7 +58,15 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(walks, *convolved))
     remember(call, x)
+    if known is not None and call.shape.replayable:
+        known.again = _again
     return o
+
+
+def _again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
+    """The fast path of `prefill` for a known call."""
+    o = triton.output_of(known.problem, s)
+    return o if again(known, PREFILL, x, s, around, made=(o,)) else None
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
