@@ -80,6 +80,7 @@ for _name in (
     "lt",
     "le",
     "eq",
+    "ne",
 ):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 

@@ -113,14 +113,16 @@ def named_twice(place, kind):
         found.append((len(noted), noted.twice))
         compile_(*calls)
 
-    def kda(grad):
-        rows = [torch.zeros(1, 2048, 32, 128, dtype=torch.bfloat16).requires_grad_(grad) for _ in range(4)]
-        return lambda: flash_delta.chunk_kda(*rows, torch.zeros(1, 2048, 32, dtype=torch.bfloat16))
+    def kda(grad, heads):
+        rows = [torch.zeros(1, 2048, heads, 128, dtype=torch.bfloat16).requires_grad_(grad) for _ in range(4)]
+        return lambda: flash_delta.chunk_kda(*rows, torch.zeros(1, 2048, heads, dtype=torch.bfloat16))
 
     def call(kind):
         if kind == "kda prefill":
             return partial(prompts, 3, 700)
-        return kda(kind == "kda training") if kind.startswith("kda") else getattr(Calls(), kind)(300)
+        if kind.startswith("kda"):
+            return kda("training" in kind, 2 if kind.endswith("2 heads") else 32)
+        return getattr(Calls(), kind)(300)
 
     _known_calls.calls.clear()
     with pretended_gpu(place), patch.object(launch, "_compile", noting), patch.object(launch, "_ready", set()):
@@ -129,9 +131,11 @@ def named_twice(place, kind):
     return [name for _, twice in found for name in twice]
 
 
-@pytest.mark.parametrize(
-    "kind", ["forward", "training", "prefill", "decode", "kda forward", "kda training", "kda prefill"]
-)
+# With 2 heads sequences may be split, so that kernels for segments are compiled, too.
+KDA = ["kda forward", "kda training", "kda training, 2 heads", "kda prefill"]
+
+
+@pytest.mark.parametrize("kind", ["forward", "training", "prefill", "decode", *KDA])
 def test_forms_have_names_of_their_own(process, place, kind):
     assert process.submit(named_twice, place, kind).result() == []
 
