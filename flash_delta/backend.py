@@ -65,13 +65,10 @@ class Backend(Protocol):
         """Runs whole sequences.
 
         Returns:
-            An `Outputs` with these fields:
-
             * ``o [B, T, HV, V]`` in ``problem.dtype``. In a packed ``o``, tokens after the last sequence are zeros.
             * ``final_state`` of ``problem.state_shape`` in ``problem.accumulate``, always, and in its own memory.
-            * ``saved``, with ``problem.needs_grad``: the tensors that ``backward`` needs, if any.
-            * ``planned``, with ``problem.needs_grad``: tensors that save ``backward`` work, if any.
-            * ``states``, with ``problem.keep_states``: the states at the chunks' starts.
+            * With ``problem.needs_grad``: ``saved``, which ``backward`` needs, and ``planned``, which saves it work.
+            * With ``problem.keep_states``: ``states``, those at the chunks' starts.
         """
 
     def backward(
@@ -112,8 +109,7 @@ class Backend(Protocol):
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
         """The bytes that ``prefill`` or ``decode`` allocates besides ``o``. Only the layout of ``inputs`` matters, so
-        they may be on "meta". This function may be missing. Then `flash_delta.ops.serving.workspace_bytes` does not
-        work."""
+        they may be on "meta". The function may be missing. Then `flash_delta.ops.serving.workspace_bytes` fails."""
 
     def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
         """New tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They are
