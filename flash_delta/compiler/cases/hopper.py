@@ -30,7 +30,7 @@ from flash_delta.problem import Inputs, Problem, Slots
 
 
 def batched() -> tuple[Problem, Inputs]:
-    """Batch rows instead of packed sequences. States start from zero, and their values come first."""
+    """Batch rows instead of packed sequences. States start from zero, and are [V, K]."""
     new = partial(torch.empty, 2, 192, device="meta")
     q, v, g = new(2, 128, dtype=torch.bfloat16), new(4, 128, dtype=torch.bfloat16), new(4)
     x = Inputs(q, q, v, g, g)
@@ -179,7 +179,7 @@ def call_pool(case: str, t: LoopTile) -> None:
 
 
 def call_prompt(case: str, *, back: bool) -> None:
-    """The launches of a prompt that is alone and runs in segments. ``back``: the launches that come after them."""
+    """The launches of a single prompt in segments. ``back``: only the one after them, which writes its state back."""
     p, x, slots = POOLS[case]()
     c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
     run_hand_over(c, prompt, slots, back=back)

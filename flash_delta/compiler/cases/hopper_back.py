@@ -19,8 +19,12 @@ from flash_delta.problem import Inputs, Problem
 
 
 def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
-    """The launches of the backward pass. ``form``: "back" for whole sequences, "back-segments" for the walk of
-    segments, and otherwise the launches that find the gradients at the ends of segments."""
+    """Some launches of the backward pass. ``form`` says which:
+
+    * "back": all of them, with whole sequences.
+    * "back-segments": the walk of segments.
+    * "back-ends": those before it, which find the state's gradient at the end of every segment.
+    """
     p, x = made()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     walked, *kept = for_backward(p).views()
