@@ -76,8 +76,7 @@ def make_module_call(
 ) -> Call:  # fmt: skip
     """The same for convolution, norm and gate. Their kernels are compiled for everything in a problem except T and N.
     ``more``: gradients, which are no part of the call that ``known`` was made for."""
-    # An axis is added in front. So rows [M, D] have three axes, like tokens, and their stride counts. `_layout` ignores
-    # the strides of parameters, which have fewer axes.
+    # An axis is added in front. `_layout` ignores strides of fewer than three axes, and those of rows [M, D] matter.
     tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
     name = (kind, tensors) if more else kind
     shape = None if known is None else known.launches.get(name)

@@ -19,8 +19,9 @@ in bits (log2).
 Writes, with K' = pitch(K):
 
     Qg, Kg, Kd  [slots, HV, C, K']
-    P, L        [slots, HV, C, C]     of L only blocks on and below the diagonal; float16 if inputs have 16 bits,
-                                      since `solve` multiplies in float16
+    P           [slots, HV, C, C]
+    L           [slots, HV, C, C]     only blocks on and below the diagonal; float16 if inputs have 16 bits, since
+                                      `solve` multiplies in float16
     gamma       [slots, HV, K]
     rates       [slots, HV, 4, C]     norms of q times the scale; norms of k; b (otherwise from `factor`)
     vectors     [slots, HV, 4, C]     row 2: b (otherwise from `solve`)
