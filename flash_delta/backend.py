@@ -65,10 +65,10 @@ class Backend(Protocol):
         """Runs whole sequences.
 
         Returns:
-            ``o [B, T, HV, V]`` in ``problem.dtype``. In a packed ``o``, tokens after the last sequence are zeros.
-            ``final_state`` of ``problem.state_shape`` in ``problem.accumulate``, always, and in its own memory. With
-            ``problem.needs_grad``: in ``saved`` the tensors that ``backward`` needs, if any, and in ``planned`` tensors
-            that would save it work. With ``problem.keep_states``: the chunks' ``states``.
+            * ``o [B, T, HV, V]`` in ``problem.dtype``. In a packed ``o``, tokens after the last sequence are zeros.
+            * ``final_state`` of ``problem.state_shape`` in ``problem.accumulate``, always, and in its own memory.
+            * With ``problem.needs_grad``: ``saved``, which ``backward`` needs, and ``planned``, which saves it work.
+            * With ``problem.keep_states``: ``states``, those at the chunks' starts.
         """
 
     def backward(
@@ -109,7 +109,7 @@ class Backend(Protocol):
 
     def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
         """The bytes that ``prefill`` or ``decode`` allocates besides ``o``. Only the layout of ``inputs`` matters, so
-        they may be on "meta". It may be missing. Then `flash_delta.ops.serving.workspace_bytes` does not work."""
+        they may be on "meta". The function may be missing. Then `flash_delta.ops.serving.workspace_bytes` fails."""
 
     def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
         """New tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They are

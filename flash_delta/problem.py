@@ -77,7 +77,7 @@ class Problem(NamedTuple):
     plain_pool: bool = True  # slots have no gaps inside and begin at multiples of 16 bytes
     max_prompts: int | None = None  # prefill: at most so many sequences have over SHORT tokens; None: any number
     null_slot: int = -1  # serving: this index is padding, like indices out of range
-    batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes a bit of another one's
+    batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes another one's bits
 
     @property
     def state_shape(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class Answer:
     dtype: str
     case: str
     cells: list[Cell] = field(default_factory=list)
-    failure: str | None = None  # why there are no errors to report
+    failure: str | None = None  # why there are no cells: the case raised an error, crashed or hung
     peers: dict[str, PeerAnswer] = field(default_factory=dict)
 
     @property

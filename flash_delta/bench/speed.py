@@ -78,8 +78,8 @@ Peers = dict[str, list[SpeedUp]]
 
 
 def fullest(groups: Iterable[Group]) -> list[Group]:
-    """The groups. If one was measured on several GPUs, only the run with the most times. If they have equally many, the
-    one that began last."""
+    """The groups, each once. If a group was measured on several GPUs, the run with the most times counts, and of equal
+    ones the latest."""
     found: dict[str, Group] = {}
     for group in groups:
         rival = found.setdefault(group.group, group)

@@ -30,7 +30,7 @@ class Spread(NamedTuple):
 def milliseconds(run: Run, device: torch.device, repeats: int) -> list[float]:
     """The time of each single call. On a GPU, events measure it with a cold L2 cache, so the host's time stays hidden.
 
-    The cache is filled by reads. After writes, the timed call would first have to wait until they leave the cache.
+    The cache is filled by reads. Written lines would have to leave the cache during the timed call.
     """
     if device.type == "cpu":
         return [1e3 * seconds(run, device) for _ in range(repeats)]

@@ -156,7 +156,7 @@ GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 
 
 def select(groups: Sequence[str] | None, device: torch.device, rows: str | None = None) -> dict[str, list[Workload]]:
-    """The workloads by group: the named groups, or all that are for this device. ``rows``: only with it in the name."""
+    """The workloads by group: the named groups, or all for this device. ``rows``: text that names of rows contain."""
     for name in groups or ():
         if name not in GROUPS:
             raise ValueError(f"groups: expected names among {', '.join(GROUPS)}, got {name!r}")

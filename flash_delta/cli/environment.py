@@ -35,7 +35,7 @@ def calm_threads(device: "torch.device", hidden_size: int) -> None:
 
 
 def require_modules(names: list[str]) -> None:
-    """Checks that Triton is installed and that these modules of kernels can be imported from the current folder."""
+    """Checks that Triton is installed, and that these modules can be imported from here, as with ``python -m``."""
     if find_spec("triton") is None:
         raise ValueError("triton: expected an installed package, got none (pip install triton)")
     if os.getcwd() not in sys.path:  # a console script searches its own folder instead

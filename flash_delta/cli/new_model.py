@@ -42,8 +42,8 @@ def new_model(config: "FlashDeltaConfig", seed: int) -> "FlashDeltaForCausalLM":
 def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "Layout", device: "torch.device") -> None:
     """Raises ValueError if training needs more memory than there is, by a lower bound and not by an estimate.
 
-    The bound counts parameters with their gradients and moments. If ranks share these, it counts only parameters. It
-    also counts one pass: logits with their gradients, and the input of every layer.
+    The bound counts parameters, gradients and two moments in float32. If ranks share these, it counts one rank's part,
+    but at least all parameters. It also counts one pass: logits with their gradients, and the input of every layer.
     """
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     parameters, tokens = _parameters(model), config.batch_size * config.seq_len

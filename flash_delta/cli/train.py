@@ -105,7 +105,7 @@ def train_command(run: "Run", model: "FlashDeltaConfig", out: Path) -> str | Non
 def _train_config(
     steps: int, batch_size: int, seq_len: int, lr: float, seed: int, checkpoint_every: int, dtype: str, packed: bool
 ) -> "TrainConfig":
-    """The config of the run. Each checkpoint comes with an evaluation."""
+    """The configuration of a run. Each checkpoint comes with an evaluation."""
     from flash_delta.training import TrainConfig
 
     computed = {"learning_rate": lr, "seed": seed, "dtype": dtype, "packed": packed}

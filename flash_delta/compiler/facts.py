@@ -31,8 +31,12 @@ OPCODES = (
 
 
 def facts(compiled: Compiled, target: str) -> Facts:
-    """The numbers. Per thread: registers (on AMD of both kinds) and spilled bytes. Per program: bytes of shared memory
-    and columns of tensor memory. And how often each telling instruction occurs, if it does."""
+    """What is known about one kernel.
+
+    Per thread: registers (on AMD also accumulation registers), bytes that are spilled, bytes of stack.
+    Per program: bytes of shared memory, columns of tensor memory, warps, stages.
+    Of the code: the number of instructions, and how often those of OPCODES occur, if they do.
+    """
     metadata = compiled.kernel.metadata
     numbers = _amd if TARGETS[target].backend == "hip" else _nvidia
     launch = {"shared": metadata.shared, "warps": metadata.num_warps, "stages": metadata.num_stages}
@@ -45,7 +49,7 @@ def _nvidia(asm: Any, log: str) -> Facts:
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", _sass(asm["cubin"]), re.M))
     counts = {name: sum(n for op, n in opcodes.items() if op.startswith(name)) for name in OPCODES}
     waits, products = counts["WARPGROUP.DEPBAR"], counts["HGMMA"]
-    # Two signs show this: ptxas warns (C7510 to C7512), or there is a wait for every wgmma.
+    # Either sign is enough: ptxas warns (C7510 to C7512), or there is a wait for every wgmma.
     serialised = "wgmma.mma_async instructions are serialized" in log or 0 < products <= waits
     return {
         "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),

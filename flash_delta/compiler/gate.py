@@ -26,12 +26,12 @@ class Allowed(NamedTuple):
     targets: tuple[str, ...]
     fault: str  # "compile", "spill", "serialised", "lint", "shared", "tensor"
     reason: str
-    at_most: int | None = None  # the largest allowed number of what the fault counts
+    at_most: int | None = None  # the highest allowed count: bytes that are spilled, lines that lint finds
     triton: str = ""  # only for versions that start with this
 
 
 HOPPER = ("sm_90a",)
-HMMA = ("sm_80", "sm_89", "sm_120")  # here products take their operands from registers
+HMMA = ("sm_80", "sm_89", "sm_120")  # chips whose products take all operands from registers
 LIBRARY = "flash_delta.compiler.cases.rule"
 BY_HAND = "flash_delta.compiler.cases.hopper"
 SERVING = "flash_delta.compiler.cases.serving"

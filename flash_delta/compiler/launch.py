@@ -12,7 +12,7 @@ Tensors = dict[str, Tensor]
 class Launch(NamedTuple):
     """One launch that a table of tiles can select on a target. A module yields them from ``launches(target)``.
 
-    ``call`` calls the real launcher with tensors of device "meta". What it would run gets compiled.
+    ``call`` calls the real launcher with tensors of device "meta". The kernel that it would run gets compiled.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 class Stage(NamedTuple):
     """A kernel with several possible tiles. A module lists its stages by name in ``STAGES``."""
 
-    sizes: tuple[int, ...]  # what stands beside the target in a row of the table, e.g. (K, V)
+    sizes: tuple[int, ...]  # the sizes that a row of the table is for, e.g. (K, V)
     tiles: Callable[[str], list[Any]]  # target -> tiles worth trying: those that may fit
     make: Callable[[torch.device], Tensors]  # random inputs that fill the chip
     launch: Callable[[Tensors, Any], Tensors]  # inputs and tile -> outputs

@@ -30,7 +30,7 @@ _devices = count()  # kernels cache compiled code per device, so a new device nu
 
 
 class _Driver:
-    """A driver that answers Triton's questions before it compiles."""
+    """Stands in for the GPU's driver, which Triton asks for target, device and stream."""
 
     def __init__(self, target: str):
         backend, arch, warp_size, _ = TARGETS[target]

@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 @contextmanager
 def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
-    """Processes in which Triton compiles, without interpreter and with an empty cache; and the file of their output."""
+    """Processes in which Triton compiles, with an empty cache and no interpreter; and the file with their output."""
     with tempfile.TemporaryDirectory(prefix="flash-delta-") as folder:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, spawn, initializer=_prepare, initargs=(folder,)) as pool:
@@ -38,7 +38,7 @@ def clean_processes(count: int) -> Iterator[tuple[ProcessPoolExecutor, Path]]:
 
 
 def _prepare(folder: str) -> None:
-    """Runs before Triton is imported. Sends all that the compiler prints to a file, so a crash loses nothing."""
+    """Runs before Triton is imported. Sends the compiler's output to a file, where it is found after a crash."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = folder
     log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -110,7 +110,8 @@ def _failed(job: Job, error: str) -> Result:
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error. Triton puts it last, after the source, and raises an error for each function."""
+    """An error's reason, in one line. Triton wraps an error once for each function that led to it, and a
+    `CompilationError` shows the source first and the reason last."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]

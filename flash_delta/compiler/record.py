@@ -1,4 +1,4 @@
-"""Reads and writes the committed facts, a file per version of Triton. They show what a commit changes."""
+"""Reads and writes the committed facts, a file per version of Triton. Their diff shows what a commit changes."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Models of transformers on one rank's part of a row. This is the part of ``cp_context`` around the ops.
+"""Models of transformers on one rank's part of a row. It does what a ``cp_context`` needs around the ops.
 
 A model passes its ``**kwargs`` to its layers. There the short convolutions and the rules read ``cp_context``. So does
 the implementation of softmax attention that is registered here. Other implementations would see only this rank's

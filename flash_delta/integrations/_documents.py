@@ -80,7 +80,7 @@ def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Positions [B, T]. Of [1 or 4, B, T] it takes the first, those of the text. [3, B, T] are of pictures."""
+    """The text's positions [B, T]: of [1 or 4, B, T] the first. None for [3, B, T], which are places in pictures."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] in (1, 4) else None

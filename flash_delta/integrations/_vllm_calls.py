@@ -1,4 +1,4 @@
-"""A batch of vLLM's as calls of the serving ops: decoding rows, drafts, prompts, and mixtures of these."""
+"""Turns a batch of vLLM into calls of the serving ops: decoding rows, drafts, prompts, and mixtures of these."""
 
 import logging
 from collections.abc import Callable
@@ -10,19 +10,19 @@ import flash_delta
 from flash_delta.integrations._refusal import refusal
 from flash_delta.ops.serving import OutputNorm
 
-logger = logging.getLogger("vllm.flash_delta")  # vLLM shows what its own name begins
+logger = logging.getLogger("vllm.flash_delta")  # vLLM shows loggers whose names begin with its own
 VARIABLE = "FLASH_DELTA_VLLM"
 
 
 class Tokens(NamedTuple):
-    """Of n tokens, one after another, before the convolution."""
+    """The tensors of n tokens, one after another, before the convolution."""
 
     q: Tensor  # [n, H, K]
     k: Tensor  # [n, H, K]
     v: Tensor  # [n, HV, V]
     g: Tensor  # [n, HV] or [n, HV, K], raw
     beta: Tensor  # [n, HV], raw
-    gate: Tensor | None  # [n, HV, V]: of the output norm; None: vLLM does the norm
+    gate: Tensor | None  # [n, HV, V], for the output norm; None: vLLM does the norm
     out: Tensor  # [n, HV, V]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What its calls have in common."""
+    """What all calls of a layer have in common."""
 
     rule: str  # "gated_delta_rule" or "kda"
     options: dict[str, Any]
@@ -51,19 +51,19 @@ def calls_of(layer: Layer, x: Tokens, m: Any) -> list[tuple[Callable[..., Tensor
 
 
 def _in_a_row(t: Tensor) -> Tensor:
-    """[1, n, ...]. What a view leaves as the stride of the first axis differs with n, and compiled code depends on how
-    it divides. Here it is a multiple of 16."""
+    """[1, n, ...]. In a view, the stride of the first axis would depend on n, and compiled code depends on its
+    remainder by 16. Here it is a multiple of 16."""
     shape, strides = t.shape, t.stride()
     return t.as_strided((1, *shape), (-(-shape[0] * strides[0] // 16) * 16, *strides))
 
 
 def _each_alone(t: Tensor) -> Tensor:
-    """[n, 1, ...]; of one token the strides of both axes are as above."""
+    """[n, 1, ...]. For one token, both axes have strides as in `_in_a_row`."""
     return t.unsqueeze(1) if t.shape[0] > 1 else _in_a_row(t)
 
 
 def _rows(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """One token each."""
+    """The call for decoding rows, with one token each."""
     rows = m.non_spec_state_indices_tensor[: x.q.shape[0]]
     return _call("decode", layer, x.each(_each_alone), {"read_indices": rows, "write_indices": rows})
 
@@ -76,7 +76,7 @@ def _drafts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dic
 
 
 def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """And rows of one token among them."""
+    """The call for prompts. Rows of one token may be among them."""
     rows = m.non_spec_state_indices_tensor
     more = {"read_indices": rows, "write_indices": rows, "has_initial_state": m.has_initial_state}
     more |= {"cu_seqlens": m.non_spec_query_start_loc, "max_prompts": m.num_prefills}
@@ -101,13 +101,13 @@ def is_declined(module: Any) -> bool:
 
 
 def decline(module: Any, reason: str) -> None:
-    """From now on vLLM's own code runs a layer."""
+    """Lets vLLM's own code run a layer from now on."""
     logger.warning("%s: vLLM's own code runs this layer: %s", VARIABLE, reason)
     module._flash_delta_off = True
 
 
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
-    """Runs what lies between the projections of ``module``; False if the ops do not take it, and nothing has run."""
+    """Runs ``module`` between its projections. Returns False, and runs nothing, if the ops do not take it."""
     calls = calls_of(layer, x.first(m.num_actual_tokens), m)
     seen = module.__dict__.setdefault("_flash_delta_seen", set())
     for op, arguments in calls:

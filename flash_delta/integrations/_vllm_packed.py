@@ -1,8 +1,8 @@
-"""The output norm of Qwen's layer where vLLM has no method that holds it, as in 0.26.
+"""Puts the output norm of Qwen's layer into our call, for versions of vLLM without a method that has it, such as 0.26.
 
-There a layer's operator returns before the norm, which is launches of its own, and copies the gates for it. vLLM has
-another method of that operator, for AMD GPUs, which is given whole projections. On other GPUs it is free. So here the
-layer calls that one, and the norm is in our call.
+In these versions a layer's operator returns before the norm. The norm then needs launches of its own, and copies of the
+gates. The operator also has a method for AMD GPUs, which gets whole projections. On other GPUs vLLM does not use it. So
+here the layer calls this method, and we replace it.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-METHODS = {  # of such a class, with their parameters
+METHODS = {  # methods of such a class, with their parameters
     "forward_cuda": ("self", "hidden_states"),
     "_forward_core_rocm": ("self", "qkvz", "ba", "z_out", "core_attn_out"),
     "_output_projection": ("self", "core_attn_out", "z"),
@@ -20,7 +20,7 @@ METHODS = {  # of such a class, with their parameters
 
 
 def is_packed(cls: type) -> bool:
-    """Whether the norm can be had in this way."""
+    """Whether the norm of this class can be put into our call in this way."""
     known = all(_parameters(getattr(cls, name, None)) == names for name, names in METHODS.items())
     return known and not hasattr(cls, "_forward_core_fused_norm") and torch.version.hip is None
 
@@ -31,19 +31,21 @@ def _parameters(method: Any) -> tuple[str, ...]:
 
 
 def pack(cls: type, core_with_norm: Callable[..., None], instead: Callable[[Callable, Callable], Callable]) -> None:
-    """
+    """Replaces two methods of the class, so that our call includes the norm.
+
     Args:
-        core_with_norm: runs what lies between the projections; its first argument is what does it otherwise.
+        core_with_norm: runs a layer between its projections. Its first argument is the function that does so if the
+            ops do not take the layer.
         instead: makes a method from vLLM's and ours.
     """
     theirs, encode = cls.forward_cuda, import_module(cls.__module__)._encode_layer_name
 
     def forward_cuda(self: Any, hidden_states: Tensor) -> Tensor:
-        """Nothing here runs in a step: vLLM compiles it."""
-        if self.gqa_interleaved_layout:  # of Qwen3-Next
+        """vLLM compiles this, so its Python does not run in every step."""
+        if self.gqa_interleaved_layout:  # as in Qwen3-Next
             return theirs(self, hidden_states)
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-        # Zeros, since nobody writes the rows of padding.
+        # Zeros, because rows of padding are not written.
         out = qkvz.new_zeros(qkvz.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim)
         unused = qkvz.new_empty(1)
         torch.ops.vllm.qwen_gdn_attention_core(qkvz, ba, unused, out, encode(self.prefix), True)
@@ -59,6 +61,6 @@ def pack(cls: type, core_with_norm: Callable[..., None], instead: Callable[[Call
 
 
 def _own(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor, out: Tensor) -> None:
-    """vLLM's own code, of a layer that was declined."""
+    """vLLM's own code, for a layer that our ops do not take."""
     module._forward_core(mixed_qkv, b.contiguous(), a.contiguous(), out)
     out.copy_(module.norm(out.flatten(0, 1), gate.flatten(0, 1)).view(out.shape))

@@ -1,6 +1,6 @@
-"""Calls while vLLM profiles, before there are states: so that kernels are compiled before the first request comes.
+"""Compiles kernels while vLLM profiles, before there are states and requests.
 
-A call has the tensors of vLLM's own try, and caches of two blocks that lie as vLLM's will. Every row is padding.
+A call has the tensors of vLLM's own trial, and caches of two blocks in vLLM's layout. Every row is padding.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from torch import Tensor
 from flash_delta.integrations._vllm_calls import Layer, Tokens, decline, run
 
 BLOCKS = 2
-LEAST = 32  # tokens: of fewer, vLLM is not profiling but trying sizes of batches
-_warm: set[tuple] = set()  # layers whose kernels are there
+LEAST = 32  # tokens; with fewer, vLLM does not profile but tries sizes of batches
+_warm: set[tuple] = set()  # layers whose kernels are compiled
 
 
 def warm(module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> bool:
-    """Whether the ops run such a layer. Layers that differ in their weights alone are tried once."""
+    """Whether the ops run such a layer. Layers that differ only in their weights are tried once."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     try:
@@ -32,14 +32,14 @@ def warm(module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> bool:
         if not all(run(module, layer, x, batch) for batch in _batches(module, x)):
             return False
         _warm.add(key)
-    except Exception as error:  # a server that cannot have our kernels starts with its own
+    except Exception as error:  # if our kernels fail, the server starts with its own
         decline(module, f"{type(error).__name__}: {error}")
         return False
     return True
 
 
 def _caches(module: Any) -> tuple[Tensor, ...]:
-    """The windows and the states of a block lie in one page, windows first."""
+    """Caches as vLLM makes them. A page has the windows of a block, and then its states."""
     pools = list(zip(module.get_state_shape(), module.get_state_dtype(), strict=True))
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in pools]
     page = getattr(module.cache_config, "mamba_page_size_padded", None) or sum(sizes)
@@ -53,7 +53,7 @@ def _caches(module: Any) -> tuple[Tensor, ...]:
 
 
 def _batches(module: Any, x: Tokens) -> Iterator[SimpleNamespace]:
-    """Metadata as vLLM's. Of rows of one token a batch of one has other strides."""
+    """Metadata as vLLM makes them. One decoding row has other strides than several, so both are tried."""
     device = x.q.device
 
     def index(*values: int) -> Tensor:

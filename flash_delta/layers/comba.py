@@ -111,7 +111,7 @@ class Comba(ScalarGateMixer):
     def _separate(
         self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        p = tokens["p"].masked_fill(starts(seq_idx)[..., None, None], 0)  # or it erases from the document before
+        p = tokens["p"].masked_fill(starts(seq_idx)[..., None, None], 0)  # which would erase from the document before
         return super()._separate(tokens | {"p": p}, options, seq_idx)
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:

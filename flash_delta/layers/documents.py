@@ -1,4 +1,4 @@
-"""Rows [B, T] with several documents, which positions that restart at 0 mark, and which are kept apart on the device.
+"""Rows [B, T] with several documents. Positions that restart at 0 mark them, and the device keeps them apart.
 
 ``seq_idx`` [B, T] numbers the documents of a row. A token sees only tokens with its own number. It replaces bounds if
 the host does not know how many documents there are: its shape does not depend on their number, and the host reads no
@@ -18,13 +18,13 @@ from flash_delta.ops._transforms import is_traced
 def number_documents(position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Positions [B, T] -> seq_idx [B, T], int64, from 0 on.
 
-    A document starts at a position 0 that follows another token of its row. Padding is no token. So neither the zeros
-    of padding before a prompt start a document, nor the 0 where the prompt begins.
+    A document starts at a position 0 that follows another token of its row. Padding is no token. So
+    neither padding with position 0 starts a document, nor the 0 of a prompt's first token after padding.
 
     Args:
         position_ids: [B, T], or [1, T] for all rows.
-        attention_mask: [B, past + T]. The last T columns are for these tokens, and nonzero marks a token. None: all
-            are.
+        attention_mask: [B, past + T]. The last T columns are for these tokens. Nonzero marks a token, 0 padding.
+            None: no padding.
     """
     T, device = position_ids.shape[1], position_ids.device
     if attention_mask is None:

@@ -45,7 +45,7 @@ class Packing:
         return cls(mask, F.pad(mask.sum(1).cumsum(0), (1, 0)), order, inverse)
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]. Tokens that do not count become 0, even NaN."""
+        """[B, T, D] -> [B, T, D] or, reordered, [1, B * T, D]. Tokens that do not count become 0, even if NaN."""
         if self.valid is not None:
             x = x.where(self.valid[..., None], 0)
         return x if self.order is None else x.flatten(0, 1).index_select(0, self.order)[None]

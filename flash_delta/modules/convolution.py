@@ -38,20 +38,20 @@ def causal_conv1d(
 
     Args:
         x: inputs [B, T, D], float16, bfloat16, float32 or float64; 16-bit inputs are accumulated in fp32.
-        weight: taps [D, W]. The last tap is for the current token. Any of these dtypes; so may be bias and states.
+        weight: taps [D, W], of any of these dtypes, like bias and states. The last tap is for the current token.
         bias: [D]. Default None: no bias.
         activation: "silu" or None.
         initial_state: the last W inputs of each sequence [N, D, W], oldest first. Default None: zeros. N = B unless
             packed.
         output_final_state: whether to return the state after the last token.
-        cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row (B =
-            1). They start at 0, do not decrease and are at most T, which is not checked on a GPU. Sequences may be
-            empty. Tokens after cu_seqlens[-1] are ignored, even if they are NaN.
+        cu_seqlens: sequence boundaries [N + 1], int32 or int64, on x's device, for N sequences packed in one row
+            (B = 1). They start at 0, do not decrease and are at most T, which is not checked on a GPU. Sequences may
+            be empty. Tokens after cu_seqlens[-1] are ignored, even if they are NaN.
         backend: "triton", "torch" or "hopper", which runs Triton's convolution. It runs the call or refuses it. Default
             None: the one that ``FLASH_DELTA_BACKEND`` names, or else the first that can run the call.
         seq_idx: integers [B, T] or [1, T] that number the documents of a row from left to right, in steps of one. The
-            convolution at a token reads only the token's own document. Use it if bounds are not known, because it takes
-            W convolutions while cu_seqlens takes one. Not allowed with states.
+            convolution at a token reads only the token's own document. It takes W convolutions and cu_seqlens takes
+            one, so use it only if bounds are not known. Not allowed with states.
 
     Returns:
         y [B, T, D] in x's dtype, exactly 0 after cu_seqlens[-1], and the final state [N, D, W] in x's dtype or None.

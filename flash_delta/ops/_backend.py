@@ -22,7 +22,7 @@ load_backend, load_modules = backends.load, backends.load_around
 
 
 def _offers(problem: Call, load: Load) -> list[Offer]:
-    """All backends by preference, highest first. Those that cannot be asked come last, by name."""
+    """All backends by preference, highest first. Those that cannot be asked come last, in the order of registration."""
     on_cpu, offers = problem.device == CPU, []
     for name in backends.names():
         module = _find(name, on_cpu, load)

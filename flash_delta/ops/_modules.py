@@ -1,8 +1,8 @@
 """Short convolution, RMS norm and gate around the rule, on the first backend that can run them.
 
-On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. On kernels they are
-an autograd Function, or under torch.compile an operator for each (`_operators/around.py`), like the rule. They save
-only their inputs for the backward pass. A second derivative of kernels is refused.
+On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. With kernels, each is
+an autograd Function, or under torch.compile an operator (`_operators/around.py`), like the rule. Only inputs are saved
+for the backward pass. A second derivative of kernels is refused.
 """
 
 from typing import Any
@@ -94,7 +94,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
 
 
 def convolve_column(x: Convolved, activation: str | None) -> Tensor:
-    """The same for x and y [N, D, 1]. A known call makes no views, which would take as long as its launch."""
+    """As `convolve_token`, for x and y [N, D, 1]. A known call makes no views, which take as long as its launch."""
     given = (None, _describe_column, "causal_conv1d_update", activation)
     known = recall(given, x)
     if known is None or known.needs_grad:

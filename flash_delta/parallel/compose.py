@@ -1,6 +1,6 @@
 """Composes maps of states along the chains of pieces.
 
-It computes in float64. The maps are small, and neither autocast nor TF32 changes float64.
+Maps are composed in float64. They are small, and neither autocast nor TF32 changes float64.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,8 @@ def passed_through(context: Part, K: int, maps: Tensor) -> Tensor:
 
 
 def gradients_of_ends(context: Part, rows: Sequence[int], passed: Tensor, D: Tensor) -> list[Tensor]:
-    """The gradients [HV, K, V] that the ends of this rank's ``rows``, which continue, get from the right.
-    ``D [P C, HV, K, V]``: of all ranks."""
+    """The gradients [HV, K, V] that the ends of this rank's ``rows`` get from the right. All ``rows`` continue.
+    ``D [P C, HV, K, V]``: the D of all ranks' continued pieces."""
     taken, number = context.split.taken, {piece: i for i, piece in enumerate(_between(context))}
     found: dict[int, Tensor] = {}
     for group, pieces in _alike(context, rows, lambda piece: len(context.split.right(piece))):

@@ -30,7 +30,7 @@ class ContextParallel(Part):
       the sequence's final state.
 
     By default each rank gets one run of tokens, in order. ``fragments`` describe other splits. Softmax attention is
-    balanced if each rank has equal parts of the beginning and of the end of a sequence. Trainers split tokens so::
+    balanced if each rank has equal parts of the beginning and of the end of a sequence, so trainers split tokens so::
 
         context = ContextParallel(mesh["cp"], cu_seqlens, fragments=head_tail(cu_seqlens, mesh["cp"].size()))
 

@@ -19,7 +19,8 @@ class Sequence(NamedTuple):
 
 
 def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """Runs the forward pass. It saves nothing, so the backward pass computes everything again."""
+    """Runs the forward pass. With ``batch_invariant`` sequences run one by one, and nothing is saved: the backward pass
+    computes everything again."""
     if not problem.batch_invariant or problem.N == 0:
         return chunked.forward(problem, x, known)
     o = x.v.new_zeros(x.v.shape)

@@ -149,8 +149,8 @@ class States:
         self.pool = written(s)
         self.tree, self.dtype, self.v_first = s.parent_idx is not None, problem.accumulate, problem.state_v_first
         slots = self.slots(s.state_pool)
-        # By the token that left the state; -1: the row's. It is copied for trees, where a token may overwrite it too
-        # early.
+        # By the token that left the state; -1: the row's. For trees that is a copy, since a token may overwrite it
+        # before another token reads it.
         self.after = {b: {-1: slots[row.read].clone() if self.tree else slots[row.read]} for b, row in rows.items()}
         # If a slot has the layout and alignment of a new tensor, products with it are rounded in the same way.
         apart = gcd(*self.pool.stride()[:-3]) * self.pool.itemsize

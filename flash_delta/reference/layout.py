@@ -77,7 +77,7 @@ class Layout:
         return result
 
     def new_tokens(self, like: Tensor) -> Tensor:
-        """A contiguous buffer for ``store``. If it has rows of no sequence, it is filled with zeros."""
+        """A contiguous buffer for ``store``. It is filled with zeros if some of its tokens belong to no sequence."""
         full = self.tokens == like.shape[0] * like.shape[1]
         return like.new_empty(like.shape) if full else like.new_zeros(like.shape)
 

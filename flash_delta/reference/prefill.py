@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint in ``slot`` at an offset. The first ``chunks`` tokens before it run in chunks."""
+    """The state after ``tokens`` tokens goes to ``slot``. The first ``chunks`` of these tokens run in chunks."""
 
     slot: int
     chunks: int

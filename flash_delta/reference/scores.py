@@ -10,8 +10,8 @@ Shapes: q, k, p ``[M, H, 1, C, K]``, G, H ``[M, H, r, C, 1 or K]`` with r = HV /
 after many strong ones. In float32 it resolves only 5e-4 (G = -6400 after 64 tokens of -100 nats).
 
 A pair (i, j) contains the gates of the tokens j + 1 .. i. The gradient of a gate is summed only over the pairs that
-contain it. There is a shorter form: q.dq - k.dk, summed from the chunk's end. In this form other pairs cancel. Their
-rounding in float32 costs digits of dA_log where gates are strong.
+contain it. There is a shorter form: q.dq - k.dk, summed from the chunk's end. It adds the other pairs twice, with
+both signs. They cancel except for their rounding. In float32 that costs digits of dA_log where gates are strong.
 """
 
 from collections.abc import Iterator

@@ -21,8 +21,8 @@ Only two products of the scan depend on the chunk before. Backward, right to lef
 b multiplies R and is no part of A. So db needs no division by b, and b = 0 is exact. Without the delta rule (simple
 GLA) A = I, Eg = 0, b = 1. `docs/mathematics.md` proves each line.
 
-In all tensors chunks come first, and value heads are grouped by key head: ``[M, H, r, C, .]`` with M chunks and r = HV
-/ H. Tensors of key heads have r = 1.
+In all tensors chunks come first, and value heads are grouped by key head: ``[M, H, r, C, .]`` with M chunks and
+r = HV / H. Tensors of key heads have r = 1.
 """
 
 from collections.abc import Iterator

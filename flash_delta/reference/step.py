@@ -18,7 +18,7 @@ from flash_delta.reference.activation import l2norm, log_decay, strength
 from flash_delta.reference.tokens import read_states, write_states
 
 VECTOR = 32  # numbers in a vector of PyTorch, on a processor with the widest vectors
-OF_A_THREAD = 32768  # so many numbers PyTorch does not split over threads
+OF_A_THREAD = 32768  # up to so many numbers PyTorch does not split over threads
 
 
 class Token(NamedTuple):

@@ -87,7 +87,7 @@ class GradientWriter:
             self._store("g", self._gate(segment, d.dg), segment)
 
     def _gate(self, segment: Segment, dg: Tensor) -> Tensor:
-        """The gradient of a given log decay g."""
+        """The gradient of g as the caller gave it: a raw activation or a log decay."""
         problem, x = self.reader.problem, self.reader.x
         if problem.raw_gate:
             return self._raw_gate(segment, dg)
@@ -128,8 +128,8 @@ class GradientWriter:
 
 
 def read_states(problem: Problem, order: Tensor | None, state: Tensor | None) -> Tensor:
-    """A copy of the states ``[N, HV, K, V]``, which a scan can advance in place. ``order``: of the sequences, or
-    None."""
+    """A copy of the states ``[N, HV, K, V]``, which a scan can advance in place. ``order``: the order of the
+    sequences; None: as they are."""
     new = torch.zeros if state is None else torch.empty
     S = new(problem.N, problem.HV, problem.K, problem.V, dtype=problem.accumulate, device=problem.device)
     if state is not None:

@@ -29,8 +29,8 @@ Results = dict[str, Tensor]  # "o", "final_state" and "dq", "dk", ... for every 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """``|got - want| / |want|`` in float64. If ``want`` is zeros, the error must be below 1e-30, less than float32
-    holds."""
+    """``|got - want| / (|want| + 1e-30)`` in float64. If ``want`` is zeros, only zeros pass, or numbers below
+    1e-32."""
     if got.shape != want.shape:
         return float("inf")
     error, length = 0.0, 0.0

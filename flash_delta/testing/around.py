@@ -1,7 +1,7 @@
 """Prompts and decoding steps with convolution and norm around the rule: tensors, computation, and how results are
 judged.
 
-q, k, v = silu(conv(mixed)) o = RMSNorm(rule(q, k, v, g, beta)) silu(z)
+    q, k, v = silu(conv(mixed))    o = RMSNorm(rule(q, k, v, g, beta)) silu(z)
 """
 
 import torch

@@ -21,8 +21,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 def repair_interpreter() -> None:
     """Makes the interpreter compute bfloat16 in float32 and round the results. It may be called repeatedly.
 
-    Two more repairs: With numpy 2.4, Triton 3.6 fails in loops up to a kernel's argument, since it takes ``int()`` of
-    an array of one element. And the comparison of two numbers can be combined with a block of others.
+    It also repairs two other faults. With numpy 2.4, Triton 3.6 fails in loops up to a kernel's argument, since it
+    takes ``int()`` of an array of one element. And it cannot combine the comparison of two numbers with a block of
+    comparisons.
 
     The interpreter also takes half of its time, with the same bits. Before, it patched Triton's language again for each
     launch and each helper that a kernel calls. It also checked all integer arithmetic for overflow, which only
@@ -95,6 +96,6 @@ def _patch_all() -> None:
 
 
 def _patch_lang(fn: Callable) -> Any:
-    """Patches the language in a kernel's module once, for all launches. Nothing is restored."""
+    """Patches Triton's language once, for all kernels and launches. Nothing is restored."""
     _patch_all()
     return interpreter._LangPatchScope()

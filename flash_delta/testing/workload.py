@@ -19,8 +19,13 @@ LOWER_BOUND = -5.0  # of KDA's gate
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of a table. Its ``kind`` is one of: a call without gradients; a call with its backward pass; one token
-    per sequence on states that are updated in place (a draft of T tokens keeps all states); prompts on such states.
+    """One row of a table. Its ``kind`` says what is called:
+
+    * "forward": a call without gradients
+    * "training": a call with its backward pass
+    * "decode": one token per sequence, on states that are updated in place; or drafts of T tokens, keeping all states
+    * "prefill": prompts on such states
+
     With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py)."""
 
     group: str
@@ -45,9 +50,7 @@ class Workload:
     checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
     hidden: int = 0  # width of a layer; 0: the op alone
     of_fla: bool = False  # the layer is one of fla (testing/layer_of_fla.py), not of transformers
-    around: bool = (
-        False  # with kind "prefill" or "decode": a layer's convolution and output norm, too (testing/around.py)
-    )
+    around: bool = False  # with kind "prefill" or "decode": also convolution and output norm (testing/around.py)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 DTYPES = ("float32", "bfloat16")
 LARGEST_STEP = 99_999_999  # a checkpoint's name has eight digits
-LARGEST_RATE = 1e3  # for learning rate and weight decay; far above it AdamW's arithmetic overflows
+LARGEST_RATE = 1e3  # of learning_rate, weight_decay and grad_clip; far above it AdamW's arithmetic overflows
 LARGEST_SEED = 2**63 - 1  # of torch.manual_seed
 
 

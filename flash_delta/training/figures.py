@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_delta.training.probe import Decay
 
 WIDTH = 5.2  # inches: on a phone letters still have eight pixels
-SMOOTHED = 30  # a curve is averaged over one part in so many of its steps
+SMOOTHED = 30  # each mean of a curve is over 1 / SMOOTHED of its steps
 CLIPPED = 0.99  # the share of a state's entries within the range of colours; stronger ones share the last colour
 MOST_STATES = (4, 8)  # layers and heads in the picture of the states, since more would be too small to see
 
@@ -45,7 +45,7 @@ def step_ms(records: Sequence[dict], tokens: int) -> list[float]:
 
 
 def smoothed(values: Sequence[float]) -> tuple[int, np.ndarray]:
-    """A moving average: the number of values in each mean, and the means. The first mean is of the first values."""
+    """A moving average: the number n of values in each mean, and the means. The first is of the first n values."""
     span = max(1, len(values) // SMOOTHED)
     return span, np.convolve(values, np.full(span, 1 / span), mode="valid")
 

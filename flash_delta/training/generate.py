@@ -11,7 +11,7 @@ from flash_delta.training.config import LARGEST_SEED
 
 BYTES = 256
 MOST_BYTES = 10**9
-COLDEST, HOTTEST = 1e-3, 1e3  # below, softmax is all or nothing; above, all probabilities are equal
+COLDEST, HOTTEST = 1e-3, 1e3  # below, softmax is all or nothing; above, all probabilities are nearly equal
 
 
 def generate_text(

@@ -71,7 +71,7 @@ class Trainer:
         self._dtype = getattr(torch, self.config.dtype)
         self.ranks.distribute(self.model, self._dtype)
         if self.layout.activation_checkpointing:
-            # transformers renamed this option; new versions warn about the old name
+            # transformers renamed this method; new versions warn about the old name
             name = "activation_checkpointing_enable"
             getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")()
         self.optimizer = _adamw(self.model, self.config)
@@ -175,7 +175,7 @@ class Trainer:
         nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for part in self.ranks.own(batch).split(self._rows_per_pass):
             loss = self._nats(part) / batch.count
-            (loss * self.ranks.size).backward()  # so that the mean of gradients over ranks is that of the summed loss
+            (loss * self.ranks.size).backward()  # FSDP2 takes the mean over ranks, and we need the sum
             nats += loss.detach()
         norm = self._clip_gradients()
         self.optimizer.step()

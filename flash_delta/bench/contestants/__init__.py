@@ -51,10 +51,12 @@ def versions(names: str | None = None) -> dict[str, str]:
 def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     """The contestants of a group.
 
-    Layers of fla run on fla's ops or on this library's. Layers of transformers also run on transformers' own code.
-    Groups with convolution and norm around the rule need a contestant that packs sequences, or decodes on a pool. In
-    the group "serving", this library competes with plain calls of itself. Contestants that have only Kimi Delta
-    Attention take part only in its groups.
+    * "fla-...": a layer of fla, on this library's ops or on fla's.
+    * "layer": a layer of transformers, on this library's ops, on fla's, or on transformers' own code.
+    * "prompts", "steps", "kda-steps": rules with convolution and norm around them, by libraries that pack sequences or
+      decode on a pool, and by plain calls of this library.
+    * "serving": this library, and plain calls of it.
+    * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
     """
     if group.startswith("fla-"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}

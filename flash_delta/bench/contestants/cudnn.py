@@ -3,8 +3,8 @@
 It has KDA of packed sequences in bfloat16, K = V = 128; raw gates need a lower bound. The kernel reads gates and write
 strengths in float32. The backward pass needs log decays, normalised q and k, and as many value heads as key heads.
 There is no Gated DeltaNet on Hopper before CUDA 13.3, and no decoding. A long sequence is cut into pieces. The plan
-does not compute the state before a piece. Instead each piece reads some tokens before it, so many that earlier tokens
-have decayed.
+does not compute the state before a piece. Instead each piece reads some tokens before it, so many that the state
+before those has decayed.
 """
 
 import os

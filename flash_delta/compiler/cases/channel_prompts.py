@@ -1,4 +1,4 @@
-"""What the compile gate compiles: prompts on a pool with a decay per channel, on Hopper."""
+"""What the compile gate compiles for prompts on a pool with a decay per channel, on Hopper."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +19,7 @@ def serving(
     pool: torch.dtype = torch.float32, *, v_first: bool, raw: bool = True, bound: float | None = None,
     wide: bool = False, kept: str | None = None,
 ) -> tuple[Problem, Inputs, Slots]:  # fmt: skip
-    """A prefill. ``wide``: g in float32. ``kept``: checkpoints at a "stride" or at an "offset"."""
+    """A prefill. ``wide``: g is float32. ``kept``: there are checkpoints at a "stride" or at an "offset"."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
     x = x._replace(initial_state=None, g=x.g.float() if wide else x.g)
     index = torch.empty(p.N, dtype=torch.int32, device="meta")

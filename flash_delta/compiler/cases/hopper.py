@@ -1,4 +1,4 @@
-"""What the compile gate compiles: the launchers, on problems that models have."""
+"""What the compile gate compiles of the hand-written kernels: their launches, on problems that models have."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -30,7 +30,7 @@ from flash_delta.problem import Inputs, Problem, Slots
 
 
 def batched() -> tuple[Problem, Inputs]:
-    """Batch rows instead of packed sequences. States start from zero, and their values come first."""
+    """Batch rows instead of packed sequences. States start from zero, and are [V, K]."""
     new = partial(torch.empty, 2, 192, device="meta")
     q, v, g = new(2, 128, dtype=torch.bfloat16), new(4, 128, dtype=torch.bfloat16), new(4)
     x = Inputs(q, q, v, g, g)
@@ -46,7 +46,7 @@ def alike() -> tuple[Problem, Inputs]:
 def channels(
     *, packed: bool, raw: bool = True, lower_bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Problem, Inputs]:
-    """A decay per channel. Batch rows have no norms, no logits and no initial states."""
+    """A decay per channel. Without ``packed`` there are no norms, no logits of beta and no initial states."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=lower_bound))
     p, x = p._replace(g_dtype=g_dtype), x._replace(g=x.g.to(g_dtype))
     if packed:
@@ -113,7 +113,7 @@ CHANNELS = {
     "channel-logs-float32": partial(channels, packed=False, raw=False, g_dtype=torch.float32),
     "channel-promised-float32": partial(channels, packed=False, raw=False, lower_bound=-5.0, g_dtype=torch.float32),
 }
-# For the backward pass: which of A and L `prepare` writes.
+# For the backward pass: whether `prepare` writes A, and whether it writes L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 GRADIENTS = {
     "channel-back": partial(channel_gradients, raw=False, l2norm=False),
@@ -179,7 +179,7 @@ def call_pool(case: str, t: LoopTile) -> None:
 
 
 def call_prompt(case: str, *, back: bool) -> None:
-    """The launches of a prompt that is alone and runs in segments. ``back``: the launches that come after them."""
+    """The launches of a single prompt in segments. ``back``: only the launch that writes the state back."""
     p, x, slots = POOLS[case]()
     c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
     run_hand_over(c, prompt, slots, back=back)

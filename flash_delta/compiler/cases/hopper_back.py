@@ -1,4 +1,4 @@
-"""What the compile gate compiles of the hand-written backward pass."""
+"""What the compile gate compiles of the hand-written backward pass, for Gated DeltaNet."""
 
 from collections.abc import Callable
 
@@ -19,8 +19,12 @@ from flash_delta.problem import Inputs, Problem
 
 
 def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
-    """The launches of the backward pass. ``form``: "back" for whole sequences, "back-segments" for the walk of
-    segments, and otherwise the launches that find the gradients at the ends of segments."""
+    """Some launches of the backward pass. ``form`` says which:
+
+    * "back": all of them, with whole sequences.
+    * "back-segments": the walks of segments.
+    * "back-ends": the launches that compute the state's gradient at the end of every segment.
+    """
     p, x = made()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     walked, *kept = for_backward(p).views()
@@ -42,7 +46,7 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
 
 
 def call_gates_back() -> None:
-    """The launches of training with gates that are given as log decays, and without norms."""
+    """The launches of `rates` and `finish` with gates that are given as log decays, and without norms."""
     p, x = problem_of(RuleCase())
     p = p._replace(needs_grad=True)
     c, gates = make_call(p, x, ("launches",))._replace(direct=False), new_gates(p)

@@ -59,7 +59,8 @@ class RuleCase(NamedTuple):
     values: int | None = None  # V
 
 
-# Each combination that a kernel's code depends on, once. Scans do not depend on gates, norms and activations.
+# Every combination of flags that the code of a kernel depends on, once. Scans need fewer (SCANS): they do not depend on
+# raw gates, norms and activations.
 CHUNKS = {
     "gdn-64": RuleCase(64),
     "gdn-128": RuleCase(),
@@ -122,7 +123,7 @@ class Kernels:
         run_factor(self.c, self.solved, self.factors, t)
 
     def chunks(self) -> None:
-        """The kernels that make what the scans need."""
+        """Runs the kernels before the scans."""
         if self.p.gate == "channel":
             self.channel()
         self.solve()
@@ -149,7 +150,7 @@ class Kernels:
         return {"o": o, "final_state": final}
 
     def segments_back(self, split: Segments, ends: bool) -> None:
-        """The backward walk of segments. With ``ends``: the launches before it, except those of maps."""
+        """The backward walk of segments. ``ends``: instead the launches before it, except those of maps."""
         read = (self.c, self.channels, self.solved, self.factors)
         back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
         if ends:
@@ -209,7 +210,7 @@ def call(form: str, case: RuleCase, *more: Any) -> None:
 
 
 def launches(target: str) -> Iterator[Launch]:
-    """All launches. Those that save tensors (``disable_recompute``), and those that read them, have one width only."""
+    """Scans that save tensors (``disable_recompute``), and backward scans that read these, come with one width only."""
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in CHUNKS.items():
         if case.width <= widest_key(problem_of(case)[0]._replace(needs_grad=True), chip):

@@ -21,24 +21,24 @@ from flash_delta.problem import Around, Inputs, Slots
 
 
 class Decoding(NamedTuple):
-    """A decoding call on a model's pool of states: one token, or a draft of ``tokens``, for each of two rows."""
+    """A decoding call of a model: one token, or a draft of ``tokens``, for each of two rows."""
 
     model: RuleCase = RuleCase(raw=True)
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the pool of states
     v_first: bool = True
     tree: bool = False
     tokens: int = 1
     whole: bool = False  # with a convolution and an output norm
     apart: bool = False  # reads states outside of the pool, as recurrent ops do
     write: torch.dtype | None = None  # dtype of a second pool that is written
-    rows: bool = True  # the second pool has a row for every draft
+    rows: bool = True  # a row of the second pool has a place for every token; False: a slot holds one state
     packed: bool = False  # rows have different lengths
-    rolling: bool = False  # of the convolution, a slot for every draft
-    windows: torch.dtype = torch.bfloat16  # of its pool
+    rolling: bool = False  # slots of the convolution's pool also have room for a draft's inputs
+    windows: torch.dtype = torch.bfloat16  # of the convolution's pool
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
-DECODINGS = {  # every tile once, then all that the kernel's code depends on
+DECODINGS = {  # every tile once, then every other flag that the kernel's code depends on
     **{
         f"decode-gdn-{width}-{'v' if v_first else 'k'}-first-{str(dtype).removeprefix('torch.')}": Decoding(
             RuleCase(width, raw=True), dtype, v_first
@@ -79,16 +79,16 @@ DECODINGS = {  # every tile once, then all that the kernel's code depends on
 
 
 class Prefilling(NamedTuple):
-    """A prefill on a model's pool of states. Two sequences continue from their states, in chunks or token by token."""
+    """A prefill of a model: two sequences continue from states in a pool, in chunks or token by token."""
 
     model: RuleCase = RuleCase()
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the pool
     v_first: bool = True
     checkpoints: bool = True
-    offsets: bool = False  # of the checkpoints, which are one a sequence then
+    offsets: bool = False  # one checkpoint per sequence, at its own offset
 
 
-PREFILLS = {  # every tile once, then all that the kernels' code depends on
+PREFILLS = {  # every tile once, then every other flag that the kernels' code depends on
     "prefill-gdn-64": Prefilling(CHUNKS["gdn-64"]),
     "prefill-gdn-128": Prefilling(),
     "prefill-gdn-128-k-first-bfloat16": Prefilling(
@@ -132,8 +132,12 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:
-    """With a tile: the scan. With ``before``: tokens up to checkpoints at offsets. Otherwise: the kernels beside the
-    scan."""
+    """Some launches of a prefill.
+
+    * With a tile: the scan.
+    * With ``before``: the tokens up to checkpoints at offsets, launched before or after all others.
+    * With neither: the other kernels.
+    """
     (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
     x = x._replace(initial_state=None)
     p = p._replace(state_v_first=case.v_first, pool=case.dtype)

@@ -60,7 +60,8 @@ def tune_scan_backward(made: Tensors, t: Tile) -> Tensors:
 
 
 def truth(made: Tensors) -> Tensors:
-    """The true outputs of all three stages in float64. The reference has one segment. Results are ordered by slots."""
+    """The true outputs of all three stages, in float64. The reference computes all chunks as one segment, and `by_slot`
+    brings its results into the order in which kernels write theirs."""
     x = Inputs(*(made[name].double() for name in ("q", "k", "v", "g", "beta")))
     p = describe(x)
     layout = chunked.make_layout(p)

@@ -1,4 +1,4 @@
-"""What the tuner times of hand-written kernels: how many registers each role gets."""
+"""What the tuner times of the hand-written kernels: how many registers each role gets."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,13 +25,14 @@ NAMES = "q", "k", "v", "g", "beta"
 class BackTile(NamedTuple):
     """A tile of `walk_back`."""
 
-    REGISTERS: int  # per thread of each state group; the other roles get the rest
+    REGISTERS: int  # per thread of each state group; the gradient role gets the rest
 
 
 def make(
     device: torch.device | str, B: int = 4, T: int = 2048, H: int = 16, HV: int = 32, K: int = 128, *, channels: bool,
 ) -> Tensors:  # fmt: skip
-    """A call in bfloat16, and the gradient of its output. With ``channels`` the decay is per channel, in float32."""
+    """A call in bfloat16, with g and beta in float32, and the gradient of its output. With ``channels`` the decay is
+    per channel."""
     new = partial(torch.randn, B, T, device=device)
     q, k = (F.normalize(new(H, K), dim=-1).bfloat16() for _ in range(2))
     g = F.logsigmoid(new(HV, K) + 3) if channels else F.logsigmoid(new(HV) + 3)
@@ -54,7 +55,7 @@ def make_back(device: torch.device | str, **sizes: int) -> Tensors:
 
 
 def tune_walk_back(made: Tensors, t: BackTile) -> Tensors:
-    """The backward pass of whole sequences, with all launches around `walk_back`."""
+    """The backward pass of whole sequences: `walk_back`, and all launches before and after it."""
     p, x = call_of(made)
     p = p._replace(needs_grad=True, batch_invariant=True)
     d, outer = new_gradients(p, x), (made["do"], None)

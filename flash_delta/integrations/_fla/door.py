@@ -90,7 +90,7 @@ class Door:
 
 
 def stand_in(door: Door, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement for a function that is not in fla's registry. Compilers do not trace it, like the registry."""
+    """The replacement for a function that is not in fla's registry. Compilers do not trace it, nor the registry."""
 
     @wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:

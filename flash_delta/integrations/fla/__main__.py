@@ -1,4 +1,4 @@
-"""``python -m flash_delta.integrations.fla`` prints what an installed fla has for this library's members and we lack.
+"""``python -m flash_delta.integrations.fla`` prints what this library's members lack beside an installed fla.
 
 It reads fla's source files and imports none of them. So it needs neither a GPU nor the packages that fla depends on.
 """
@@ -21,7 +21,7 @@ INSIDE = ("backends", "cp", "utils", "wy_fast")  # parts of paths that only fla 
 
 
 def absent(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields, by module, what the fla in ``root`` has for this library's members and we lack: names or arguments."""
+    """Yields, by module, the names and arguments that the fla in ``root`` has and this library's members lack."""
     for room, members in FAMILY.items():
         for member in members:
             paths = sorted((root / room / member).rglob("*.py")) or [root / room / f"{member}.py"]
@@ -50,7 +50,7 @@ def _absent_of(module: str, theirs: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _public(tree: ast.Module) -> dict[str, list[str]]:
-    """Functions and classes that users call, with their arguments. No kernels, no functions of autograd."""
+    """Functions and classes that users call, with their arguments: no kernels, autograd Functions or their passes."""
     found = {}
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):

@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), as max(x, 0) + log(1 + e) with e = e^-|x|. The relative error is at most 2e-7, in addition to that
-    of e, which may be very small."""
+    """log(1 + e^x), as max(x, 0) + log(1 + e) with e = e^-|x|. Its relative error is at most 2e-7 plus that of e, even
+    if e is very small."""
     e = tl.exp(-tl.abs(x))
     # log(1 + e) / e, as the polynomial of degree 8 with the smallest maximal relative error, 3e-8.
     quotient = 0.005232691299170256 * e - 0.029505226761102676
@@ -44,8 +44,8 @@ def strength(z, top):
 
 @triton.jit
 def spread(x):
-    """The same vector with one element per thread. If a vector is the result of a reduction, every thread has the
-    elements of a whole row, and the compiler would keep this layout. A gather ends it."""
+    """The same vector, with one element per thread. After a reduction every thread has the elements of a whole row, and
+    the compiler would keep this layout. It keeps none across a gather."""
     return tl.gather(x, tl.arange(0, x.shape[0]), 0)
 
 

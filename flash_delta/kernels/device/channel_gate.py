@@ -34,9 +34,13 @@ def living(a, live, RAW_GATE: tl.constexpr):
 
 @triton.jit
 def log_decay(a, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """The log decay for activations ``a`` of any shape, in units of 1 / ``unit`` nats and at least ``LEAST``:
-    ``-rate softplus(a + bias)``, or with a bound ``lower_bound sigmoid(rate (a + bias))``. Log decays that are given
-    with a bound are at least the bound."""
+    """The log decay for ``a`` of any shape, in units of 1 / ``unit`` nats:
+
+    given                      max(a, LEAST)
+    given, BOUNDED             max(a, lower_bound)
+    RAW_GATE                   max(-rate softplus(a + bias), LEAST)
+    RAW_GATE, BOUNDED          lower_bound sigmoid(rate (a + bias))
+    """
     if not RAW_GATE:
         return tl.maximum(a.to(tl.float32), lower_bound if BOUNDED else LEAST) * unit
     if not BOUNDED:

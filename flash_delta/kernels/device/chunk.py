@@ -14,18 +14,18 @@ import triton.language as tl
 from flash_delta.problem import Problem
 
 C = 64  # tokens of a chunk, in every kernel
-UNIT = 8  # numbers; rows of the workspace are whole units, as the copy engine needs them in 16 bits
+UNIT = 8  # numbers; rows of the workspace are whole units, since the copy engine needs multiples of 16 bytes
 
 
 @triton.constexpr_function
 def pitch(width):
-    """Numbers from row to row of a workspace's tensor whose rows are ``width`` long. Kernels write zeros between."""
+    """The stride of rows of ``width`` numbers in the workspace. Kernels write zeros between them."""
     return -(-width // UNIT) * UNIT
 
 
 @triton.constexpr_function
 def whole_rows(V):
-    """Rows of a head's state in the workspace. Up to 128 they fill whole tiles, as the copy engine stores."""
+    """Rows of a head's state in the workspace. Up to 128 they fill a tile, since the copy engine stores whole tiles."""
     return max(16, triton.next_power_of_2(V)) if V <= 128 else V
 
 
@@ -84,7 +84,7 @@ def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
-    """For a slot of C tokens: its sequence, batch row, the sequence's first token and end, and its number in it."""
+    """For a slot of C tokens: the sequence, its batch row, first token and end, and the slot's number in it."""
     n = slot // ((T + C - 1) // C)
     row = n
     if PACKED:
@@ -100,7 +100,8 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
-    """For a slot: its sequence, batch row, the chunk's first token, the sequence's end. ``token >= stop``: no chunk.
+    """For a slot: the sequence, its batch row, the chunk's first token, the sequence's end. ``token >= stop``: no
+    chunk.
 
     Sequences of up to SHORT tokens have no chunks: `decode` runs them.
     """
@@ -150,8 +151,8 @@ def find_segment(slot, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.con
 def steps(number, strides, axis: tl.constexpr):
     """``number`` steps along an axis, in elements. Tells the compiler their unit, ``strides[4]``, if there is one.
 
-    Triton knows which strides are multiples of 16, and treats all others as odd (arguments.strides). The unit is a
-    constant only if functions pass ``strides`` on as a whole. After an assignment to another name it is no constant.
+    Triton knows which strides are multiples of 16, and treats all others as odd (arguments.strides). Functions have to
+    pass ``strides`` on as a whole: assigned to another name, the unit is no longer a constant.
     """
     elements = number * strides[axis]
     if len(strides) < 5 or strides[4] % 16 < 2:
@@ -220,7 +221,7 @@ def store_row(x, strides, row, token, stop, C: tl.constexpr):
 
 @triton.jit
 def load_block(x, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr):
-    """Loads ``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH], with 0 outside. If blocks divide it, no masks."""
+    """Loads ``[BH, BW]`` of a contiguous matrix [HEIGHT, WIDTH], 0 outside. Blocks that divide it need no masks."""
     r, c = tl.arange(0, BH), tl.arange(0, BW)
     at = x + row * WIDTH + column + r[:, None] * WIDTH + c[None, :]
     if HEIGHT % BH == 0 and WIDTH % BW == 0:

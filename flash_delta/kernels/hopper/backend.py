@@ -1,16 +1,18 @@
 """The ``hopper`` backend for sm_90a: the delta rule with one decay per value head, and in part with one per channel.
 
-`rates` sums the gates, and one more kernel does all the rest (forward/loop.py). Four kernels walk long sequences on few
-heads in segments at the same time (segments/): `factor_chunks`, `find_maps`, `compose_maps` and `walk_segments`. Heads
-of 256 leave no memory for an inverse beside states and chunks. For them `factor_chunks` runs first, and `walk_segments`
-walks whole sequences. Values wider than keys are walked as several heads (columns.py). The loop also walks prompts on a
-pool, and reads and writes the slots. A single prompt may be walked in segments (segments/prompt_state.py).
+`rates` sums the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are walked
+in segments, all at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
+`walk_segments`. Heads of 256 leave no memory for an inverse beside states and chunks. For them `factor_chunks` runs
+first, and `walk_segments` walks whole sequences. Values wider than keys are walked as several heads (columns.py). The
+loop also walks prompts on a pool, and reads and writes the slots. A single prompt may be walked in segments
+(segments/prompt_state.py).
 
 With a decay per channel, one kernel does everything if there are many states, or few states and gates that forget
-(channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk, in both passes.
-`walk_channels` walks the states if there are few, and otherwise `scan` of the ``triton`` backend does (channel/). That
-backend also walks the states' gradients. After it `chunk_back` computes the gradients of each chunk
-(channel_backward/). The same loop walks prompts on a pool (channel/prefill.py).
+(channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `walk_channels` walks
+the states if there are few, and `scan` of the ``triton`` backend if not (channel/). In the backward pass `prepare` runs
+again, and ``triton`` walks the states and their gradients. After that `chunk_back` computes the gradients of each
+chunk, or ``triton`` if it cannot (channel_backward/). Prompts on a pool are walked by a loop as well
+(channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls the forward
 pass saves what the kernels of ``triton`` would save, and that backend runs the backward pass. It also runs everything
@@ -91,7 +93,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.needs_grad and problem.disable_recompute:
         if wide.V != wide.K:
             return "with disable_recompute K and V have to be the same"
-        if wide is not problem and by_hand.unsupported(problem):  # `triton` would use what is kept for its own width
+        if wide is not problem and by_hand.unsupported(problem):  # `triton` would expect the given width
             return f"with disable_recompute it pads heads in torch.bfloat16 only, the tensors are {problem.dtype}"
     if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {triton.DECODED}"
@@ -213,7 +215,7 @@ def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
 def _new_copies(
     p: Problem, x: Inputs, o: Tensor, final: Tensor
 ) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """Copies, if heads are padded; the tensors for o and final states of kernels; and those of them that are new."""
+    """Copies, if heads are padded; the tensors to which kernels write o and final states; and all new tensors."""
     copies = new_padded(p, x)
     if copies is None:
         return None, (o, final), ()
@@ -298,7 +300,7 @@ def _prefill_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Ten
 
 
 def _for_backward(p: Problem) -> Workspace:
-    """What the forward pass saves, for the hand-written backward pass or for that of ``triton``."""
+    """The workspace of what the forward pass saves, for the hand-written backward pass or for that of ``triton``."""
     own = p.gate != "channel" and by_hand.unsupported(p) is None
     return by_hand.for_backward(p) if own else triton.for_backward(p)
 

@@ -17,7 +17,7 @@ def token_stride(t: Tensor) -> int:
 
 
 def strides(*tokens: Tensor) -> tuple[int | tuple[int, ...], ...]:
-    """The `token_stride` of each tensor; then, as one tuple, the stride between heads of each tensor."""
+    """The `token_stride` of each tensor; then the strides between heads, of all tensors in one tuple."""
     return (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
 
 
@@ -67,7 +67,7 @@ def lines(t: Tensor) -> Descriptor:
 
 
 def squares(t: Tensor) -> Descriptor:
-    """Describes [C, C] matrices of chunks, or Phi, in squares of that size."""
+    """Describes the [C, C] matrices of chunks, or Phi, in tiles of [C, C]."""
     return blocks(t, C)
 
 

@@ -10,13 +10,13 @@ BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])) 
 # In shared memory, as wgmma and the copy engine need them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
-BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # the same, as `boxes.ragged` describes it
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # TILE, as `boxes.ragged` describes it
 FLOATS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32,
 FLOAT_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 32, 4))  # and as `boxes.ragged` describes it
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32
-ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # as `boxes.pool` describes a pool of float32,
-ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # a pool of 16 bits whose rows are values,
-ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # and one whose rows are keys
+ROW_STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))  # a pool of float32, as `boxes.pool` describes it
+ROW_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # a pool of 16 bits with states [K, V]
+ROW_HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 3))  # a pool of 16 bits with states [V, K]
 LINES = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))  # of float32, one row; several rows would not be contiguous
 PAIRS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 # Layouts of numbers that roles pass to each other.

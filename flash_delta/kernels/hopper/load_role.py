@@ -1,5 +1,5 @@
-"""The role that loads, in the loop, `find_maps` and `walk_segments`. It is one warp. It starts copies of the tiles of
-one chunk after the other. If a kernel does not load a tensor, its descriptor is None."""
+"""The role that loads, in the loop, `find_maps` and `walk_segments`. It is one warp, which starts copies of tiles,
+chunk after chunk. If a kernel does not load a tensor, its descriptor is None."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -93,8 +93,8 @@ def load_role(
     given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
     work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items,
     pool), as in work_items.py.
-    strides: for (q, k, v) the tokens between batch rows, for each the stride between heads, and the value heads per key
-    head.
+    strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
+    key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
     flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk; otherwise None.
     """

@@ -68,7 +68,7 @@ def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor |
 
 
 def gradients_in(copies: Padded, d: Inputs) -> Inputs:
-    """Memory for the gradients ``d`` of that width. Gradients without columns are written directly to ``d``."""
+    """Where kernels write gradients: new memory of the copies' width for those with columns, and else ``d`` itself."""
     q, k, v = (torch.empty_like(t) for t in copies[:3])
     initial = None if copies.initial_state is None else torch.empty_like(copies.initial_state)
     return d._replace(q=q, k=k, v=v, initial_state=initial)
@@ -83,7 +83,7 @@ def copy_rows(
     x, strides, to, A, B, H: tl.constexpr, TO_H: tl.constexpr, WIDTH: tl.constexpr, TO: tl.constexpr, BW: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if they exist. The rest is zeros."""
+    """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if it exists. The rest is zeros."""
     if to is not None:
         row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BW)
         line, h = row // TO_H, row % TO_H

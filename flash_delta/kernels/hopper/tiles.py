@@ -1,7 +1,7 @@
 """The launch numbers of the loop and of the walk in segments.
 
-A multiprocessor has 227 KB of shared memory, and 512 registers per thread, which the warp groups of a program share.
-Other tiles than these fail the compile gate or do not fit."""
+A multiprocessor has 227 KB of shared memory. For each thread of a warp group it has 512 registers, which the program's
+warp groups share. Other tiles than these fail the compile gate or do not fit."""
 
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies h
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
 # With a decay per channel.
-PREPARE = {"launch_pdl": False}  # the first kernel of its call must not start before the previous kernel ends
+PREPARE = {"launch_pdl": False}  # it must not start early: as the first kernel of its call it waits for none
 PREPARES = 2  # programs per multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}

@@ -14,7 +14,7 @@ from flash_delta.kernels.runtime.launch import Plan, launch
 from flash_delta.problem import SHORT, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
-NO_TILE = Tile(4, 1)  # for kernels whose launchers give all numbers themselves
+NO_TILE = Tile(4, 1)  # for hand-written kernels, which take no number from a tile
 
 
 def launch_rule(
@@ -37,8 +37,8 @@ _constants: dict[tuple, dict[str, Any]] = {}  # it grows to the number of compil
 
 
 def constants_of(c: Call, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
-    """The parameters of a kernel after those that take ``values``, by name. They come from the problem and the tile
-    ``t``, except ``own``, which come from the launcher."""
+    """The constants of a kernel, by name: its parameters after those that take ``values``. ``own`` come from the
+    launcher, the others from the problem and the tile ``t``."""
     given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
     if given not in _constants:
         known = _of_problem(c, t) | own
@@ -59,14 +59,14 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
 
 
 def short(p: Problem) -> int:
-    """`decode` runs packed sequences of up to so many tokens. 0 if there are none that it runs."""
+    """The most tokens of a packed sequence that `decode` runs; 0 if it runs none."""
     if not p.packed or p.pool is None or p.batch_invariant or p.most_tokens:
         return 0
     return LONG if p.recurrent else SHORT
 
 
 def every(c: Call) -> bool:
-    """Whether the call compiles all tiles that other sizes may choose."""
+    """Whether launchers now list what to compile: all tiles that other sizes may choose."""
     return c.compiling is not None
 
 
@@ -81,7 +81,7 @@ def block(width: int) -> int:
 
 
 def strides(t: Tensor) -> tuple[Any, ...]:
-    """(batch, token, head, channel), and the unit in which the first three and the address are counted, up to 16.
+    """Strides of (batch, token, head, channel), and the `unit` of the first three.
 
     The unit decides how wide loads are. With usual heads it is 16 for every T. It causes no more compilations than
     strides do, since Triton compiles for their remainders by 16.
@@ -90,13 +90,14 @@ def strides(t: Tensor) -> tuple[Any, ...]:
 
 
 def unit(t: Tensor) -> int:
-    """The power of 2, up to 16, that divides the strides of a tensor's heads and its address, counted in numbers."""
+    """The largest power of 2, up to 16, that divides the strides of batch, token and head. It is 1 if channels have
+    gaps, or if the address is no multiple of 16 bytes."""
     *rows, channel = t.stride()
     return gcd(*rows, 16) if channel == 1 and t.data_ptr() % 16 == 0 else 1
 
 
 def batch(t: Tensor | None) -> int:
-    """The stride of g's or beta's batch rows. It is T * HV and not specialised, so that a length compiles nothing."""
+    """The batch stride of g or beta. Kernels are not specialised for it: it depends on T, and no length may compile."""
     return 0 if t is None else t.stride(0)
 
 
@@ -126,8 +127,8 @@ def count_checkpoints(s: Slots) -> int:
 
 
 def checkpoint_table(indices: Tensor | None, offsets: Tensor | None) -> tuple[int, int]:
-    """Strides of (row, column) of a call's checkpoints. With offsets there is only one column, and the second stride is
-    that of the offsets. So kernels need no more parameters than without offsets."""
+    """Strides of (row, column) of a call's checkpoints. With offsets there is only one column. The second stride is
+    then that of the offsets, so kernels need no further parameter."""
     return table(indices) if offsets is None else (indices.stride(0), offsets.stride(0))
 
 

@@ -1,4 +1,4 @@
-"""A call of an op as launchers take it, and the part that is shared by calls that differ only in values."""
+"""A call of an op as launchers take it, and what calls share that differ only in values."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MOST = 64  # launches that a known call keeps: one for each plan of segments and
 
 @dataclass(slots=True)
 class Shape:
-    """The part that is shared by calls that differ only in their tensors' values."""
+    """What calls share that differ only in their tensors' values."""
 
     key: int  # the number of everything that compiled code depends on
     chip: Chip
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     more: tuple[Tensor | None, ...]  # other tensors from outside
     shape: Shape
     direct: bool  # launched with addresses, without Triton's launcher
-    compiling: dict | None = None  # if given, launchers launch nothing; they note here all that other sizes may compile
+    compiling: dict | None = None  # if given, launchers launch nothing: they list here what any size may need compiled
     steps: list[Step] | None = None  # if given, launchers note their launches here
 
     @property
@@ -53,8 +53,8 @@ class Call(NamedTuple):
 def make_call(
     p: Problem, x: Inputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None, name: tuple | None = None
 ) -> Call:
-    """``kind`` distinguishes forward and backward. ``known`` keeps what is found under ``name``. The name is the kind,
-    unless the launches depend on more than the kind and the call that ``known`` was made for."""
+    """``kind`` distinguishes forward and backward. ``known`` keeps the call's `Shape` under ``name``. The name is the
+    kind, unless the launches depend on more than the kind and the call that ``known`` was made for."""
     name = kind if name is None else name
     shape = None if known is None else known.launches.pop(name, None)
     if shape is None:
@@ -76,8 +76,7 @@ def make_module_call(
 ) -> Call:  # fmt: skip
     """The same for convolution, norm and gate. Their kernels are compiled for everything in a problem except T and N.
     ``more``: gradients, which are no part of the call that ``known`` was made for."""
-    # An axis is added in front, so that rows [M, D] count as tokens. Their stride matters, and that of parameters does
-    # not.
+    # An axis is added in front. `_layout` ignores strides of fewer than three axes, and those of rows [M, D] matter.
     tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
     name = (kind, tensors) if more else kind
     shape = None if known is None else known.launches.get(name)

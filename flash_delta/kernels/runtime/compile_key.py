@@ -23,7 +23,7 @@ from flash_delta.problem import (
 )
 
 DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
-SERVING = (*DECODE, *STEP, *PREFILL)  # kinds of calls with a pool begin so
+SERVING = (*DECODE, *STEP, *PREFILL)  # the first words of kinds of calls with a pool
 TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
 POOLS = {"state_pool": 3, "write_pool": 3, "conv_pool": 2, "conv_write_pool": 2}  # axes of a state, or of a window
 NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # names of a serving call's tensors
@@ -33,7 +33,7 @@ NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # names of a serving
 Flags = NamedTuple(
     "Flags",
     [
-        ("kind", tuple),  # kind of call
+        ("kind", tuple),
         *marked(Problem, Compiled).items(),
         ("bounded", bool),  # Problem.lower_bound is there
         ("alone", bool),  # decoding with one token per row
@@ -90,9 +90,13 @@ def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
 def _layout(
     dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: int, alone: bool
 ) -> TensorLayout:
-    """The properties that Triton compiles for. For a stride these are: whether it is 1, whether it needs 64 bits, and
-    its remainder by 16. Strides of indices do not matter, and parameters are contiguous. If tokens are ``counted``,
-    only their unit matters. In a pool the last ``fixed`` strides are constants of `decode`."""
+    """The properties that Triton compiles for.
+
+    * Of a stride: whether it is 1, whether it needs 64 bits, and its remainder by 16.
+    * Of indices and of parameters, which are contiguous: no stride.
+    * If tokens are ``counted``: of the first two strides only their unit, and whether they need 64 bits, counted in it.
+    * Of a pool: also the last ``fixed`` strides themselves, which are constants of `decode`.
+    """
 
     if len(strides) < 3 or not dtype.is_floating_point:
         return TensorLayout(dtype, alignment == 0, ())
@@ -111,12 +115,12 @@ def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
 
 
 def alone(p: Problem) -> bool:
-    """Whether decoding rows have one token. They have a separate kernel, which looks for no more tokens."""
+    """Whether decoding rows have one token. For them `decode` is compiled separately, without a search for more."""
     return p.T == 1 and not p.packed
 
 
 def unit(row: int, token: int, one: bool) -> int:
-    """The unit, up to 16 numbers, in which `decode` counts strides from row to row and from token to token. Nothing
-    else about these strides matters to a compiler. Usually the unit does not depend on T. If rows have one token
-    (``one``), the token's stride is arbitrary and is ignored."""
+    """The unit, up to 16 numbers, in which `decode` counts the strides of rows and tokens. The strides themselves would
+    change with T, and the unit usually does not. If rows have one token (``one``), the token's stride may be anything
+    and is ignored."""
     return gcd(row, 0 if one else token, 16)

@@ -1,10 +1,11 @@
 """Launches directly on NVIDIA's driver. Parameters are built once in memory, and a call only writes addresses there (in
 C, fastcall/frame.c).
 
-Triton's launcher converts every argument of every launch, which takes 7 us of host time for the 76 arguments of
-`decode`. It makes new descriptors for the copy engine each time. Up to Triton 3.6 it is a separate C source for every
-kernel, compiled at its first use. Here kernels get the same: their parameters in order, without constants, and then
-Triton's two scratch pointers.
+Triton's launcher does more at every launch. It converts every argument, which takes 7 us of host time for the 76 of
+`decode`, and makes new descriptors for the copy engine. Up to Triton 3.6 it is also a separate C source for every
+kernel, compiled at its first use.
+
+Kernels get the same parameters here: all in their order, without constants, and then Triton's two scratch pointers.
 """
 
 import ctypes
@@ -48,7 +49,7 @@ class Step(NamedTuple):
 
 
 def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> Step:
-    """``values``: those of all the kernel's parameters. The value of a descriptor is the result of `describe`."""
+    """``values``: one for each parameter of the kernel. For a descriptor it is the result of `describe`."""
     return Step(kernel_of(compiled), grid, values)
 
 
@@ -75,7 +76,7 @@ def _letters(kind: str | tuple, described: Iterator[dict]) -> str:
 
 
 def load(compiled: Any) -> int:
-    """The driver's handle of a kernel. Triton gets it in the same way, but this does not make Triton's launcher."""
+    """The driver's handle of a kernel. Triton also gets it like this, but then makes its launcher, too."""
     utils, device, m = driver.active.utils, driver.active.get_current_device(), compiled.metadata
     most = utils.get_device_properties(device)["max_shared_mem"]
     if m.shared > most:
@@ -90,8 +91,8 @@ def describe(
     base: Tensor, shape: Sequence[int], strides: Sequence[int], swizzle: int, element: tuple[int, int],
     box: Sequence[int],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """A descriptor as kernels take it: the driver's descriptor in an object of Triton's, with its tensor; sizes;
-    strides. ``element``: the bytes of an element, and the driver's number of its type."""
+    """A descriptor as kernels take it: (the driver's descriptor in an object of Triton's, its tensor), sizes, strides.
+    ``element``: the bytes of an element, and the driver's number of its type."""
     utils = driver.active.utils
     fill = utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
     return (fill(base.data_ptr(), swizzle, *element, box, shape, strides, 0), base), *shape, *strides

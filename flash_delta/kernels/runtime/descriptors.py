@@ -15,8 +15,8 @@ from flash_delta.kernels.runtime.profiling import tell
 
 
 class Descriptor(NamedTuple):
-    """The parts of Triton's ``TensorDescriptor``. That class checks them, which takes 4 us. So it is made only when a
-    kernel is compiled."""
+    """The parts of Triton's ``TensorDescriptor``. That class checks them, which takes 4 us. So it is made only if
+    Triton compiles or launches."""
 
     base: Tensor
     shape: Sequence[int]

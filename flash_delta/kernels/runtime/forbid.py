@@ -11,7 +11,7 @@ from flash_delta.problem import PACKAGE
 
 
 class Refused(Exception):
-    """Has the name of the kernel that would have been compiled."""
+    """Its text is the name of the kernel that would have been compiled."""
 
 
 _other: Any = None  # the previous hook
@@ -36,7 +36,7 @@ def _refuse(*, fn: Any, **call: Any) -> Any:
 
 
 def difference(new: Key, known: Iterable[Key], tensors: dict[str, Tensor | None]) -> str:
-    """What distinguishes a call from the most similar one among those that are ``known``."""
+    """What distinguishes a call from the most similar ``known`` one."""
     unlike = [list(_unlike(new, key, tensors)) for key in known if key[0].kind == new[0].kind]
     return ", ".join(min(unlike, key=len)) if unlike else "nothing of its kind was compiled before"
 

@@ -1,9 +1,9 @@
-"""Launches kernels. All are compiled at the first call. Later launches take little host time.
+"""Launches kernels. The first call of a kind compiles all that it can ever need. Later calls take little host time.
 
 Triton looks at every argument of every launch, which takes 50 us of host time for a kernel with forty arguments. The
 compiled code, and all arguments except addresses, depend on less: dtypes, strides and alignments of the caller's
-tensors, and sizes and flags of the problem. These are looked at once per call of an op (`make_call`). What is known
-about calls like it is used again.
+tensors, and sizes and flags of the problem. `make_call` looks at these once per call of an op, and finds what earlier
+calls like it have left.
 """
 
 import os
@@ -101,8 +101,9 @@ def _compile(*calls: tuple[Call, Kernels]) -> None:
 
 
 def _size(compile_it: partial) -> tuple[int, int]:
-    """A rough measure of how long LLVM and ptxas take. Hand-written kernels move tensors by descriptors. A form of a
-    kernel with more descriptors has more code (docs/notes/2026-11-25-first-call.md)."""
+    """A rough measure of how long LLVM and ptxas take: the number of descriptors, and then the length of the source.
+    Only hand-written kernels have descriptors, and a form of a kernel with more of them has more code
+    (docs/notes/2026-11-25-first-call.md)."""
     described = sum(isinstance(value, TensorDescriptor) for value in compile_it.args)
     return described, len(compile_it.func.__self__.src)
 
@@ -122,10 +123,12 @@ def remember(
 def again(
     known: KnownCall | None, name: tuple, *groups: tuple[Tensor | None, ...], made: tuple[Tensor | None, ...] = ()
 ) -> tuple[Tensor | None, ...] | None:
-    """Repeats the launches of `run` for an earlier call with the same ``known`` and ``name``. Returns None if there was
-    none, else the ``made`` tensors, which are new unless given. ``groups``: inputs, other tensors from outside, tensors
-    that were left. Spare tensors are one allocation. This function avoids objects, because in short calls their time
-    counts: a `Call` takes 1.3 us, a tensor 2 us."""
+    """Repeats the launches of `run` for an earlier call with the same ``known`` and ``name``.
+
+    Returns the ``made`` tensors, which are new unless given, or None if there was no such call. ``groups``: the inputs,
+    other tensors from outside, and tensors that were ``left``. It makes few objects, because they take much of a short
+    call's time: a `Call` 1.3 us, a tensor 2 us. So all spare tensors are one allocation.
+    """
     shape = None if known is None else known.launches.get(name)
     if shape is None or not shape.replayable or shape.replay is None or profiled():
         return None
@@ -189,7 +192,7 @@ def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Makes separate objects, since one tensor may be both q and k here, and two tensors in the next call."""
+    """The tensors as different objects. One may be both q and k in this call, and two tensors in the next."""
     found: dict[int, Tensor | None] = {}
     for number, t in enumerate(tensors):
         key = number if t is None else id(t)

@@ -14,7 +14,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 
 SIZES = ("N", "T", "M", "H", "HV", "K", "V", "WIDTH", "D", "W")  # arguments that are shown in a launch's name
-STATES = {  # how often states are moved; inputs from which windows are written count here
+STATES = {  # how often the states of a sequence are moved; 0: inputs that are read only for windows
     "pool": 2, "conv_pool": 2, "conv_target": 1, "windows": 1, "initial": 1, "initial_state": 1, "final": 1,
     "final_state": 1, "inputs_q": 0, "inputs_k": 0, "inputs_v": 0,
 }  # fmt: skip
@@ -38,7 +38,7 @@ def _scan_backward(a: Any) -> dict[str, float]:
 
 
 def _pairs(a: Any) -> dict[str, float]:
-    """The products of `pairs`. Sums over pairs of tokens are products with ones. Numbers are split into parts."""
+    """The products of `pairs`. Sums over pairs of tokens are products with ones, once for each part of a number."""
     scores = 0 if a.CHANNEL else a.GATE + (a.ERASE and (a.GATE or a.HAS_BETA))
     sums = a.GATE * (1 + a.UNDECAYED) * (3 if a.k.dtype == torch.float32 else 2)
     return {"CCK": scores, "CCV": 1 + a.ERASE, "CCC": sums, "CKV": 3 * a.STATES}
@@ -51,7 +51,7 @@ def _halved(a: Any) -> dict[str, float]:
 
 
 def _walk_segments(a: Any) -> dict[str, float]:
-    """The products of a walk. Without q only erase keys read the state."""
+    """The products of `walk_segments`. Without q only erase keys read the state."""
     reads = a.q_desc is not None
     return {"CCK": reads * a.WIDTH / (64 * a.GROUPS), "CCV": 1 + reads, "CKV": 2 + reads}
 

@@ -1,7 +1,7 @@
-"""Decides how sequences are split into segments: it searches for the number of segments with the least time.
+"""Decides into how many segments sequences are split: the number with the least time.
 
 A backend gives the time of its launches by a model. In this model, as many programs as fit the chip run as one wave. A
-wave takes a set-up time, and a time for each of its chunks. All times are in microseconds.
+wave takes a set-up time, and a time for each chunk of a program. All times are in microseconds.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ ENDLESS = 2**14  # chunks
 
 
 def waves_us(programs: int, together: int, setup: float, chunks: int, chunk: float) -> float:
-    """The time of ``programs`` with so many ``chunks`` each, if ``together`` of them run at the same time."""
+    """The time of ``programs`` with ``chunks`` each, ``together`` of them at once. ``chunk``: the time of a chunk."""
     return -(-programs // together) * (setup + chunks * chunk)
 
 
@@ -54,7 +54,7 @@ def sequences_of(p: Problem) -> tuple[int, int]:
 
 
 def _coarse(chunks: int) -> int:
-    """The number rounded up, by at most 3 %, so that there are fewer plans. Launches are remembered for each plan, and
+    """``chunks`` rounded up, by at most 3 %, so that there are few plans. Launches are remembered for each plan, and
     lengths change with every batch."""
     step = 1 << max(0, chunks.bit_length() - 6)
     return -(-chunks // step) * step

@@ -88,14 +88,18 @@ class Scores(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The tensors that `channel_gradients` writes for `key_head_gradients`, for each value head; else None. In bfloat16
-    `pairs` writes their first parts."""
+    """With a decay per channel, what kernels of gradients pass on to `key_head_gradients` and to each other; else None.
+
+    In bfloat16 `pairs` writes products with states: the first parts of dq and dk, and written and through.
+    `channel_gradients` completes dq and dk, and writes fallen. In other dtypes there is only `halved_gradients`, which
+    writes dq and dk.
+    """
 
     dq: Any  # [slots, HV, C, K]
     dk: Any  # [slots, HV, C, K]
-    written: Any  # [slots, HV, C, K]; this and the next two only in bfloat16
-    through: Any  # [slots, HV, K] float32
-    fallen: Any  # [slots, HV, K] float32
+    written: Any  # [slots, HV, C, K]: U dS1^T; this and the next two only in bfloat16
+    through: Any  # [slots, HV, K] float32: <S0, dS1> of each channel
+    fallen: Any  # [slots, HV, K] float32: the strongest decay within a block of 16 tokens, in bits, at most 0
 
 
 class Deep(NamedTuple):

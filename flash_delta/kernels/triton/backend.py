@@ -2,11 +2,13 @@
 
 ``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once. ``scan`` walks
 the state through the chunks. With a decay per channel, ``channel`` computes everything that depends on the decay, and
-``factor`` is not needed. The backward pass runs ``factor`` (or ``channel``) again. Then it runs ``scan`` for the states
-and ``scan_backward`` from right to left in one launch. After that ``pairs`` and the kernels of ``gradients``
-(``channel_gradients``, ``halved_gradients``, ``key_head_gradients``) run for all chunks at once. The forward pass saves
-the results of ``solve`` for the backward pass, and with ``disable_recompute`` everything. If the caller wants the
-states at the chunks' starts, ``scan`` writes the same tensors as for the backward pass.
+``factor`` is not needed. If the caller wants the states at the chunks' starts, ``scan`` writes the same tensors as for
+the backward pass.
+
+The forward pass saves the results of ``solve``, and with ``disable_recompute`` everything. The backward pass runs
+``factor`` (or ``channel``) again. Then one launch runs ``scan`` for the states and, beside it, ``scan_backward`` from
+right to left. After that, gradients are computed for all chunks at once: by ``pairs``, and by the kernels of
+gradients.py or, with a decay per channel, by ``channel_gradients``, ``halved_gradients`` and ``key_head_gradients``.
 """
 
 from collections.abc import Hashable, Iterable
@@ -324,8 +326,8 @@ def _cannot_decode(p: Problem) -> str | None:
 
 
 def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
-    """The results of `forward`. ``buffers``: that of `for_backward` if it is saved; and if chunks' states are wanted,
-    that of a workspace with these at its end. They are copied from it, sequence after sequence."""
+    """The results of `forward`. ``buffers``: that of `for_backward` if it is saved, and one with `Residual` if chunks'
+    states are wanted and not saved. The states are copied from it, sequence after sequence."""
     states = None
     if p.keep_states:
         kept = for_backward(p, *buffers) if kept_all(p) else Workspace(p, Residual, buffer=buffers[-1])

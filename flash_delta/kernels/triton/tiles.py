@@ -57,7 +57,7 @@ TILES = {
     ("pairs", "sm_80"): (Tile(4, 1, 32), Tile(8, 2, 64), Tile(8, 2, 64)),
     ("pairs", "sm_90"): (Tile(4, 1, 128), Tile(4, 1, 128), Tile(4, 1, 64)),
     ("pairs", "sm_100"): (Tile(4, 1, 128), Tile(8, 1, 128), Tile(4, 1, 128)),
-    # with the state's products
+    # `pairs` with a gate per channel, where it also computes products with states
     ("channel_pairs", "gfx942"): (Tile(4, 1, 64),) * 3,
     ("channel_pairs", "sm_80"): (Tile(8, 1, 64),) * 3,
     ("channel_pairs", "sm_90"): (*(Tile(8, 1, 128, registers=128),) * 2, Tile(8, 2, 128)),
@@ -104,8 +104,8 @@ TILES = {
     ("scan_backward", "sm_90"): (Tile(8, 2, 16),) * 3,
     ("scan_backward", "sm_100"): (Tile(8, 2, 16),) * 3,
 }
-# Of key gradients over 128 wide whose erase keys are tensors of their own (Comba): with two such chunks under way they
-# would take more shared memory than there is.
+# For key gradients over 128 wide with separate erase keys (Comba). With two stages, the usual tile would need more
+# shared memory than there is.
 OWN_ERASE_KEYS = {"sm_90": Tile(8, 1, 16)}
 # On every chip:
 WARP = Tile(1, 1)  # for solve and gates: one warp, which needs no barriers
@@ -126,7 +126,7 @@ FLOAT32 = {
 
 
 def copied(*stages: int) -> tuple[Tile, ...]:
-    """Tiles of 16, 32, 64 and 128 value columns, with chunks loaded by the copy engine. ``stages``: chunks at once."""
+    """Tiles of 16, 32, 64 and 128 value columns, with the copy engine. ``stages``: for each, the chunks in memory."""
     widths = ((4, 16), (4, 32), (4, 64), (8, 128))
     return tuple(Tile(warps, n, BV, tma=True) for (warps, BV), n in zip(widths, stages, strict=True))
 
@@ -170,7 +170,8 @@ PACES = {
     (False, "sm_90"): Pace(10.0, {16: 0.88, 32: 1.27, 64: 1.53, 128: 2.5}, 2.5, 1.07, 2, 8.0, 2.0, 0.9),
     (True, "sm_90"): Pace(10.0, {16: 1.25, 32: 1.5, 64: 1.87, 128: 3.5}, 3.5, 1.72, 1, 8.0, 2.0, 0.9),
 }
-# On other chips, times follow from the number of products, and segments have to promise more.
+# For other chips, nothing was measured: a chunk of a map takes 0.7 of a scan's chunk, as it has fewer products. So
+# segments have to promise more.
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
 # For the backward pass, as multiples of the scan's time per chunk: the scan again together with the backward scan, and
 # the scan that finds the ends of segments. And the share of a whole walk's time that segments may take. These are
@@ -259,7 +260,8 @@ def plan_back_endless(p: Problem, chip: Chip) -> Segments | None:
 
 
 def back_tiles(p: Problem, chip: Chip, length: int, every: bool, *, recompute: bool) -> tuple[Tile, ...]:
-    """The tiles of the backward scan in segments, which are as many as the chip can run. ``every``: all choices."""
+    """The tile of the backward scan in segments. There are many segments, so it is one of the two widest: the narrower
+    one if all its programs can run at once. ``every``: both."""
     kernel = "scan_both" if recompute else "scan_backward"
     tiles = _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
     walks = count_slots(p, length) * p.HV * (1 + recompute)
@@ -271,7 +273,7 @@ def maps_tile(p: Problem, chip: Chip) -> Tile:
 
 
 def segment_tiles(p: Problem, chip: Chip) -> tuple[Tile, ...]:
-    """The tiles of the scan that walks segments. They are wide, since there are enough segments to fill the chip."""
+    """The tiles for the scan that walks segments: the two widest, since there are enough segments to fill the chip."""
     return _scan_tiles("scan", p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
 
 
@@ -303,7 +305,7 @@ def _scan_tiles(
 
 
 def _walk_us(walk: float, channel: bool, chip: Chip, width: int, tile: Tile, states: int, length: int) -> float:
-    """The time of programs that walk so many states through ``length`` chunks. ``walk``: a chunk's time, in scans."""
+    """The time of programs that walk ``states`` through ``length`` chunks, each in ``walk`` times a scan's time."""
     pace = PACES.get((channel, family(chip.target)), PACE)
     chunk = walk * pace.scan.get(tile.BV, pace.other)
     return waves_us(states * -(-width // tile.BV), chip.processors, pace.setup, length, chunk)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_origin, ge
 import torch
 from torch import Tensor
 
-LOWEST_BOUND = -5.0  # kernels for bounded gates need that 15 tokens at this bound fit float32
+LOWEST_BOUND = -5.0  # kernels for bounded gates compute e^(15 * 5), 15 tokens at this bound, which fits float32
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
@@ -29,7 +29,7 @@ class Options(NamedTuple):
     recurrent: bool = False
     l2norm: Annotated[bool, "use_qk_l2norm_in_kernel"] = False
     raw_gate: Annotated[bool, "use_gate_in_kernel"] = False
-    safe_gate: Annotated[bool, "safe_gate"] = False  # lower_bound is also promised for given log decays
+    safe_gate: Annotated[bool, "safe_gate"] = False  # lower_bound holds for given log decays, too
     lower_bound: float | None = None
     raw_beta: Annotated[bool, "use_beta_sigmoid_in_kernel"] = False
     neg_eigval: Annotated[bool, "allow_neg_eigval"] = False

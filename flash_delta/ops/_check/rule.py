@@ -154,7 +154,7 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
 def read_lengths(
     op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None, wait: bool = False
 ) -> tuple[int, ...] | None:
-    """The sequences' lengths. If only the device has them: None, or with ``wait`` the host waits."""
+    """The sequences' lengths. If only the device has them: None, or with ``wait`` the host waits for them."""
     B, T = x.q.shape[:2]
     if x.cu_seqlens is None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")

@@ -52,7 +52,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:
-    """Check strides. Kernels count rows and tokens in 32 bits, in units of 16 if strides are multiples of it."""
+    """Check strides. Kernels count both in 32 bits, in units of gcd(row stride, token stride, 16) numbers."""
     (B, T), (row, token) = t.shape[:2], t.stride()[:2]
     if (B - 1) * row + (T - 1) * token >= 2**31 * gcd(row, token, 16):
         refuse(op, name, "tokens less than 2^31 numbers apart (2^35 in steps of 16)", f"strides {list(t.stride())}")
@@ -82,7 +82,7 @@ def _is_plain(pool: Tensor) -> bool:
 
 
 def _check_rows(p: Problem, s: Slots) -> int:
-    """Check indices and pools of the rows. Returns how many tokens a row may have."""
+    """Check the shapes of the rows' indices. Returns how many tokens a row may have."""
     op, B, T = p.op, p.N, _most_tokens(p, s)
     if s.num_accepted_tokens is None:
         check_shape(op, "read_indices", s.read_indices, B)

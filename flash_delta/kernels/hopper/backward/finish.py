@@ -1,12 +1,13 @@
-"""What is left after `walk_back`. `sum_heads` sums the gradients dq and dk of a key head over its value heads, and
-takes them back through norms: grid (slots, H, 2). `finish` makes the gradients of gates and b of the lines that
-`walk_back` has left: grid (slots, HV). They are two kernels because `finish` needs few registers and `sum_heads` many.
+"""What is left to do after `walk_back`. `sum_heads` sums the gradients dq and dk of a key head over its value heads,
+and takes them back through norms: grid (slots, H, 2). `finish` makes the gradients of gates and b from the lines that
+`walk_back` has written: grid (slots, HV). They are two kernels because `finish` needs few registers, and `sum_heads`
+many.
 
     dg_t = sum over j < t <= i of X_ij + sum over i >= t of reads_i + sum over i < t of writes_i + gamma <S0, dS1>
-    db_i = <dV_i, U_i> / b_i^2, and if b_i is tiny less (sum over j < i of L_ij <dV_i, U_j>) / b_i
+    db_i = <dV_i, U_i> / b_i^2, minus (sum over j < i of L_ij <dV_i, U_j>) / b_i if |b_i| < TINY
 
-X_ij is what the pair of tokens (i, j) has of any gate between them. Chunks after the last sequence get zeros, in dv
-too, which `walk_back` writes of others.
+X_ij is what the pair of tokens (i, j) adds to the gradient of every gate between them. Chunks after the last sequence
+get zeros, also in dv. In other chunks `walk_back` has written dv.
 """
 
 import triton
@@ -58,7 +59,7 @@ def sum_of(
     parts, x, x_strides, norm, out, row, token, stop, empty, h, T,
     HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of x, of a chunk and key head."""
+    """Stores the gradient of x for one chunk and key head."""
     head_strides, out_strides = (T.to(tl.int64) * HV * K, HV * K, K, 1), (T.to(tl.int64) * H * K, H * K, K, 1)
     z = tl.zeros([C, K], tl.float32)
     if not empty:
@@ -74,7 +75,7 @@ def sum_of(
 @triton.jit
 def beta_gradient(line, rate, beta_top, C: tl.constexpr, RAW_BETA: tl.constexpr):
     b = tl.load(rate + 3 * C)
-    divisor = tl.where(b == 0.0, 1.0, b)  # b is 0 after the end of a sequence only
+    divisor = tl.where(b == 0.0, 1.0, b)  # b is 0 only after the end of a sequence
     db = tl.load(line + ERASED * C) / (divisor * divisor)
     db -= tl.where(tl.abs(b) < TINY, tl.load(line + TAKEN * C) / divisor, 0.0)  # there U is b R (rates.py)
     if RAW_BETA:
@@ -84,7 +85,7 @@ def beta_gradient(line, rate, beta_top, C: tl.constexpr, RAW_BETA: tl.constexpr)
 
 @triton.jit
 def gate_gradient(line, rate, V: tl.constexpr, C: tl.constexpr):
-    """Of the log decays."""
+    """The gradient of the log decays."""
     i = tl.arange(0, C)
     pairs, writes, through = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for warp in tl.static_range(4):
@@ -95,7 +96,7 @@ def gate_gradient(line, rate, V: tl.constexpr, C: tl.constexpr):
             writes += tl.load(own + (WRITES + warp) * C)
         through += tl.load(own + THROUGH * C)
     reads = tl.load(line + READS * C)
-    carrying = i[:, None] <= i[None, :]  # [t, i]: what row i reads carries gate t, what it writes does not
+    carrying = i[:, None] <= i[None, :]  # [t, i]: gate t acts on what row i reads, and not on what it writes
     sums = tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)
     return sums + pairs + tl.load(rate + 7 * C) * tl.sum(through)
 
@@ -129,7 +130,7 @@ def finish(
         db = beta_gradient(line, rate, beta_top, C, RAW_BETA)
         store_row(rows_of(dbeta, strides, row, hv), strides, db, token, stop, C)
     if GATE:
-        log_decays = rate  # or anything: they are read with a raw gate only
+        log_decays = rate  # any pointer: it is read only with a raw gate
         if RAW_GATE:
             log_decays = decays + head * C
         given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)

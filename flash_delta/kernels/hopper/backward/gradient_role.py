@@ -1,4 +1,4 @@
-"""The role of `walk_back` that finds the gradients of queries, keys and gates (see walk.py)."""
+"""The role of `walk_back` that computes the gradients of queries, keys and gates (see walk.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,13 +22,13 @@ from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 
 @gluon.jit
 def score_decay(sr, s):
-    """What P is of q k^T. Above the diagonal it may be infinite."""
+    """The factor of q k^T in P. Above the diagonal it may be infinite."""
     return gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
 
 
 @gluon.jit
 def row_products(tile, x, WIDTH: gl.constexpr):
-    """Row sums of a tile times x, both [64, WIDTH]: 64 columns at a time, which takes fewer registers."""
+    """Row sums of a tile times x, both [64, WIDTH]. It takes 64 columns at a time, which needs fewer registers."""
     parts = apart_all(x, WIDTH // 64)
     sums = gl.sum(tile.slice(0, 64, 1).load(ROWS).to(gl.float32) * gl.convert_layout(parts[0], ROWS), 1)
     for m in gl.static_range(1, WIDTH // 64):
@@ -55,11 +55,11 @@ def gradient_role(
     _, hv = place(HV)
     _, row, start, size, token, chunks, chunk, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
-    gdc_wait()  # the kernels before this one have ended: what this one writes is free
+    gdc_wait()  # the kernels before this one have ended, so that this one may write
     for t in range(chunks):
         c = chunks - 1 - t
         s, ph = t % 2, t & 1
-        z = t >> 16  # 0, but the compiler does not know (state_role.py)
+        z = t >> 16  # 0, but the compiler does not know this (state_role.py)
         sdo, ss, su, sp, sl, so = sdo1.index(z), ss1.index(z), su1.index(z), sp1.index(z), sl1.index(z), so1.index(z)
         box, at = reinterpret(so, ty, [1, 1, C, WIDTH], BOX), RAGGED - size + token + c * C
         line = lines + ((chunk + c) * HV + hv).to(gl.int64) * (LINES * C)
@@ -86,7 +86,7 @@ def gradient_role(
             M = warpgroup_mma(sdv1.index(z + g), su.slice(64 * g, 64, 1).permute([1, 0]), M, is_async=True)
         tma.store_wait(0)  # the copy engine has read dk of the chunk before
         dq, M = warpgroup_mma_wait(GROUPS, deps=[dq, M])
-        barrier()  # all warps of this role: none writes before that
+        barrier()  # all warps of this role: none writes earlier
         so.store(dq.to(ty))
         sp.store(dP)
         fence_async_shared()
@@ -103,7 +103,7 @@ def gradient_role(
         sl.store(gl.where(i > j, -M * decay, 0.0).to(ty))
         if GATE:
             tma.store_wait(0)  # the copy engine has read dq
-            barrier()  # all warps of this role: none writes before that
+            barrier()  # all warps of this role: none writes earlier
             so.slice(0, 64, 1).store(gl.where(i < j, zero + 1.0, zero).to(ty))
         fence_async_shared()
         barrier()  # all warps of this role: what they wrote is there for wgmma
@@ -137,7 +137,7 @@ def gradient_role(
         mbarrier.arrive(g_done, count=1)
         if not GATE:
             tma.store_wait(0)  # the copy engine has read dq
-        barrier()  # all warps of this role: none writes before that, or while others still multiply by the ones
+        barrier()  # all warps of this role: none writes earlier, or while others multiply by the ones
         so.store(dk.to(ty))
         fence_async_shared()
         barrier()  # all warps of this role: dk is whole in shared memory

@@ -1,4 +1,4 @@
-"""The tensors by which the kernels of the backward pass hand each other their results."""
+"""The tensors that the kernels of the backward pass pass to each other."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,14 @@ from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.forward.rates import new_rates
 from flash_delta.problem import Problem
 
-# The lines of `Parts.lines`: 64 float32 numbers each, of one chunk and value head. Line numbers are those of tokens.
-READS = gl.constexpr(0)  # what queries read and keys erase of S0: <q, dq>, and so on
+# The lines of `Parts.lines` for one chunk and value head, 64 float32 numbers each. Except in THROUGH these are numbers
+# of tokens.
+READS = gl.constexpr(0)  # <q, dq> + <k, dk>, of the parts by which queries read and keys erase S0
 ERASED = gl.constexpr(1)  # <dV, U>, which is b^2 dbeta
-TAKEN = gl.constexpr(2)  # sums over j of <dV_i, U_j> L_ij, which is b_i times what its chunk takes from dbeta_i
-PAIRS = gl.constexpr(3)  # four lines, one per warp: the sums over pairs of tokens that carry a gate
-FIXED = gl.constexpr(7)  # then of every 64 value columns five lines:
-WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U> for what reads the state behind the chunk
+TAKEN = gl.constexpr(2)  # sums over j of <dV_i, U_j> L_ij: `finish` uses it if b_i is tiny
+PAIRS = gl.constexpr(3)  # four lines, one per warp: for each gate the sum over the pairs of tokens around it
+FIXED = gl.constexpr(7)  # the number of lines so far. Then every 64 value columns have GROUP lines:
+WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U>, with the part of dU that comes from dS1
 THROUGH = gl.constexpr(4)  # <S0, dS1>, one number per value column
 GROUP = gl.constexpr(5)
 
@@ -26,32 +27,32 @@ def count_lines(V: int) -> int:
 
 
 class Gates(NamedTuple):
-    """What `rates` finds for this pass (forward/rates.py)."""
+    """What `rates` computes for this pass (forward/rates.py)."""
 
     rates: Tensor  # [slots * HV * 2, 4 C] float32
     decays: Any  # [slots, HV, C] float32: log decays; None without a raw gate
 
 
 class Trace(NamedTuple):
-    """What the forward pass had, of every chunk."""
+    """What the forward pass had computed of every chunk."""
 
     before: Tensor  # [slots, HV, V, K]: the state that it starts from
     U: Tensor  # [slots, HV, C, V]
 
 
 class Parts(NamedTuple):
-    """What `walk_back` leaves for `finish`."""
+    """What `walk_back` leaves for `sum_heads` and `finish`."""
 
-    dq: Tensor  # [B, T, HV, K]: of every value head, and without the way back through a norm
+    dq: Tensor  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
     dk: Tensor  # [B, T, HV, K]
     lines: Tensor  # [slots, HV, lines, C] float32
 
 
 class Ends(NamedTuple):
-    """Of segments: what stands between them, [slots of segments, HV, V, K] float32."""
+    """Gradients of the states at the bounds of segments, [slots of segments, HV, V, K] float32."""
 
-    D: Any  # at the start of a segment if nothing comes into it from the right
-    ends: Any  # what does come into it
+    D: Any  # at the start of a segment, if the gradient at its end is zero
+    ends: Any  # at the end of a segment
 
 
 def new_gates(p: Problem) -> Gates:

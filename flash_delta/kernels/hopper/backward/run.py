@@ -1,4 +1,4 @@
-"""The backward pass by hand: which calls it runs, and its launches, one after the other."""
+"""The backward pass by hand: which calls it runs, and what it launches, one after the other."""
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Left(NamedTuple):
 
 
 def unsupported(p: Problem) -> str | None:
-    """Why the backward pass of ``p``, whose forward pass this backend runs, is that of ``triton``."""
+    """Why ``triton`` runs the backward pass of ``p``, whose forward pass this backend runs. None if it does not."""
     if p.dtype != torch.bfloat16:
         return f"U is divided by b, for which {p.dtype} has too few exponents"
     if not pads(p) and (p.K not in WIDTHS or p.V != p.K):
@@ -58,7 +58,7 @@ def unsupported(p: Problem) -> str | None:
 
 
 def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
-    """What the forward pass saves for this backward pass: with ``disable_recompute`` also states and U of chunks."""
+    """What the forward pass saves for this backward pass. With ``disable_recompute`` also states and U of chunks."""
     return Workspace(p, Walked, *((Residual,) if p.disable_recompute else ()), buffer=buffer)
 
 
@@ -66,9 +66,12 @@ def run_backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None,
     length: int | None, name: tuple,
 ) -> Inputs:  # fmt: skip
-    """What `gradients_of` makes gradients of. ``x``, ``do``: described to the copy engine without a copy, unless heads
-    are padded. ``length``: tokens of a segment, None where sequences are not split. ``saved``: of `for_backward`, and
-    of `new_maps` if the forward pass has left them. ``name``: by which the call is known from then on."""
+    """The tensors from which `gradients_of` makes the gradients.
+
+    x, do: the copy engine can read them without a copy, unless heads are padded.
+    length: tokens of a segment, or None if sequences are not split.
+    saved: those of `for_backward`, and those of `new_maps` if the forward pass has left them.
+    name: the name by which the call is known from then on."""
     found, kind = new_gradients(p, x), _kind(p)
     with on(p.device):
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal)))
@@ -79,8 +82,8 @@ def run_backward(
 
 
 def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
-    """The backward call of most forward calls with ``x``, to be compiled beside these: nobody looks at final states,
-    and the gradient has no gaps."""
+    """The backward call of most forward calls with ``x``. It is compiled together with these. In most calls nobody uses
+    the final states, and the gradient of o has no gaps."""
     nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     saved = (for_backward(padded(nowhere)).buffer,)
@@ -96,8 +99,8 @@ def prepare_back(
     given: Problem, x: Inputs, outer: tuple[Tensor, Tensor | None], saved: tuple[Tensor, ...], found: Inputs,
     length: int | None,
 ) -> tuple[Kernels, tuple[Tensor | None, ...]]:  # fmt: skip
-    """What launches all kernels, and the memory that it takes for that, on the device of ``given``. ``outer``: do and
-    dfinal."""
+    """The function that launches all kernels, and the memory that it needs, on the device of ``given``. ``outer``: do
+    and dfinal."""
     p, copies = padded(given), new_padded(given, x, *outer)
     d = found if copies is None else gradients_in(copies, found)
     forward, maps = for_backward(p, saved[0]), saved[1:]
@@ -131,7 +134,7 @@ def run_kernels(
     """Launches all kernels, except those whose results the forward pass has left."""
     gates, w, between, trace, parts = memory
     rates, split = gates.rates, w.starts is not None
-    run_rates_back(c, rates, norms, gates.decays)  # starts when all before it has ended; the others may start earlier
+    run_rates_back(c, rates, norms, gates.decays)  # starts after all before it; the others may start earlier
     if split and not left.maps:
         run_find_maps(c, rates, w)
         if not left.trace:

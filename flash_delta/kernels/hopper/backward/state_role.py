@@ -21,7 +21,7 @@ from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 
 @gluon.jit
 def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl.constexpr):
-    """Writes 32 columns of P and L, those of the keys from m on."""
+    """Writes 32 columns of P and L, for the keys from m on."""
     ty: gl.constexpr = k.dtype
     i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     j = m + gl.arange(0, 32, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
@@ -37,7 +37,7 @@ def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl
     else:
         P = warpgroup_mma_wait(0, deps=[P])
     P = gl.where(i >= j, P * decay, 0.0).to(ty)
-    mbarrier.wait(g_done, ph ^ 1)  # signalled by those who read P and L: they have left those of the chunk before
+    mbarrier.wait(g_done, ph ^ 1)  # signalled by those who read P and L: they have read the last ones
     sp.slice(m, 32, 1).store(P)
     if GRADIENTS:
         sl.slice(m, 32, 1).store(L)
@@ -45,8 +45,8 @@ def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl
 
 @gluon.jit
 def through_state(dS, before, v: gl.constexpr, WIDTH: gl.constexpr):
-    """<S0, dS1> of every value column from v on, [64], with the state before the chunk in shared memory."""
-    parts, own = apart_all(dS, WIDTH // 32), before.slice(v, 64, 0)  # 32 columns at a time: there are few registers
+    """<S0, dS1> of every value column from v on, [64]. ``before``: S0 in shared memory."""
+    parts, own = apart_all(dS, WIDTH // 32), before.slice(v, 64, 0)  # 32 columns at a time, as registers are few
     sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, NARROW_ROWS))
     for m in gl.static_range(WIDTH // 32):
         part = gl.convert_layout(parts[m], NARROW_ROWS)
@@ -73,14 +73,14 @@ def state_role(
     slot, hv = place(HV)
     n, row, start, size, token, chunks, chunk, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
-    own = sds1.index(g)  # [64, WIDTH]: also what whole states are copied through
+    own = sds1.index(g)  # [64, WIDTH]: whole states are also copied through it
     copies = reinterpret(own, ty, [WIDTH // 64, 64, 64], TILE)
     needed, faded = chunks > 0, chunks * 0 > 0
     if not GRADIENTS:
-        needed = needed & (number > 0)  # nobody needs what comes out of a sequence's first segment
+        needed = needed & (number > 0)  # nobody needs the result of a sequence's first segment
         faded = left < chunks
         chunks = gl.minimum(chunks, left)
-    gdc_wait()  # the kernels before this one have ended: what they wrote is there, and what this one writes is free
+    gdc_wait()  # the kernels before this one have ended, so that this one may read their results and write
     if (chunks > 0) | last:
         dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
         if ENDS:
@@ -92,7 +92,8 @@ def state_role(
         for t in range(chunks):
             c = chunks - 1 - t
             s, ph = t % 2, t & 1
-            # 0, but the compiler does not know: it would keep the tiles' addresses in registers over the loop.
+            # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
+            # loop.
             z = t >> 16
             sdo, sa, sds, sp, sl = sdo1.index(z), sa1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
             if GRADIENTS:
@@ -131,7 +132,7 @@ def state_role(
             erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
             if GRADIENTS:
                 tma.store_wait(0)  # the copy engine has read dV of the chunk before
-                barrier()  # all warps of this state group: none writes before that
+                barrier()  # all warps of this state group: none writes earlier
                 sdv.permute([1, 0]).store(dV.to(ty))
                 fence_async_shared()
                 barrier()  # all warps of this state group: dV is whole
@@ -151,7 +152,7 @@ def state_role(
             dS = warpgroup_mma(gl.convert_layout(reads.to(ty), wide_operand), q, dS, is_async=True)
             dS = warpgroup_mma_wait(0, deps=[dS])
             mbarrier.arrive(kq_free.index(s), count=1)
-            # In the loop, for the sake of Triton 3.9: after it ptxas would serialise all products.
+            # This is inside the loop because of Triton 3.9. After the loop, ptxas would serialise all products.
             if GRADIENTS and start_desc is not None and ((c == 0) & (number == 0)):
                 mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
                 store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
@@ -162,7 +163,7 @@ def state_role(
 
 @gluon.jit
 def store_by_warp(at, x):
-    """Stores for every warp the sums over its 16 rows of x [64, 64]: four lines."""
+    """Stores four lines: for every warp the sums over its 16 rows of x [64, 64]."""
     sums = gl.convert_layout(gl.sum(x.reshape([4, 16, C]), 1), BY_WARP)
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_WARP))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, BY_WARP))[None, :]

@@ -1,4 +1,5 @@
-"""All gradients of a chunk in one kernel, right to left: a program per segment, or sequence, and value head.
+"""All gradients of a chunk in one kernel, from right to left. There is a program per segment (or sequence) and value
+head.
 
     load        loads q, k and rates into a ring of two slots, and A, U, S0 and dO of a chunk: one warp
     state       P, L     dU = (e^{GC-G} . k) dS1 + P^T dO     dV = b . A^T dU
@@ -6,26 +7,29 @@
     gradient    dP = dO U^T     dq = scale e^G . (dO S0) + (dP D) k
                 M = dV U^T      dk = (e^{GC-G} . U) dS1 - e^G . (dV S0) + (dP D)^T q - (M D)^T k - (M D) k
 
-A = (I + diag(b) L)^{-1} is what the forward pass has saved. D is what makes P of q k^T, or L of k k^T. Every state
-group has 64 value columns of the state's gradient, transposed, dS^T [64, K], in float32 accumulators. There are two of
-them, or one for heads of 64. U, S0 and dO have one slot each: they are loaded under the last products of a chunk.
+A = (I + diag(b) L)^{-1}, and the forward pass has saved it. D is the factor of q k^T in P, or of k k^T in L. Every
+state group has 64 value columns of the state's gradient, transposed, dS^T [64, K], in float32 accumulators. There are
+two state groups, or one for heads of 64. U, S0 and dO have one slot each. They are loaded during the last products of a
+chunk.
 
-What `finish` needs for the gradients of gates and b goes to memory as lines (memory.py): sums of what carries a gate,
-and of nothing else, so that nothing cancels (docs/mathematics.md section 4).
+What `finish` needs for the gradients of gates and b goes to memory as lines (memory.py). For a gate, these are sums of
+only the terms on which this gate acts, so that nothing cancels (docs/mathematics.md section 4).
 
-Without GRADIENTS there is no such role. Then the kernel finds what the gradient of the state is at the start of every
-segment if nothing comes in from the right. `compose_maps` makes of it what does come into every segment. Such a walk
-begins at the first chunk from the right that has not decayed to zero at the start.
+Without GRADIENTS there is no gradient role. Then the kernel computes the state's gradient at the start of every
+segment, except a sequence's first, as if the gradient at the segment's end were zero. From this `compose_maps` makes
+the gradient at the end of every segment. Such a walk begins at the first chunk from the right that has not decayed to
+zero at the segment's start.
 
 Barriers, and who completes them:
 
     kq_full, a_full, u_full, s_full, do_full    the copy engine: the tiles are there
     kq_free     all roles that compute: they have read q, k and rates
-    a_free, do_free     the state groups: they have read A; dO (the gradient role has read it before ``mid``)
-    p_ready     the state groups: their columns of P and L are there
+    a_free      the state groups: they have read A
+    do_free     the state groups: they have read dO (the gradient role has read it before ``mid``)
+    p_ready     the state groups: their columns of P are there, and with GRADIENTS those of L
     dv_ready    the state groups: dV is there, and they have read P
     mid         all roles that compute: they have read S0, U and dS
-    g_done      who reads P and L last: they may be overwritten
+    g_done      the gradient role, or without it the state groups: P and L may be overwritten
 """
 
 from torch import Tensor
@@ -69,7 +73,7 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
     _, row, start, size, token, chunks, chunk, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     if not GRADIENTS:
         chunks = gl.minimum(chunks, left)
-    gdc_wait()  # the kernels before this one have ended: what they wrote is there
+    gdc_wait()  # the kernels before this one have ended, and their results can be read
     for t in range(chunks):
         c = chunks - 1 - t
         s, ph = t % 2, t & 1
@@ -102,7 +106,7 @@ def walk_back(
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
     GRADIENTS: gl.constexpr, LINES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``after``: of the gradient of the state at the end, of segments with ENDS, otherwise of sequences.
+    """``after``: the gradient of the states at the ends of segments with ENDS, otherwise at the ends of sequences.
     Grid (slots of segments * HV,)."""
     gdc_launch_dependents()
     GROUPS: gl.constexpr = WIDTH // 64
@@ -115,7 +119,7 @@ def walk_back(
     sds = gl.allocate_shared_memory(ty, [GROUPS, 64, WIDTH], TILE)
     sp = gl.allocate_shared_memory(ty, [1, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINE)
-    ss, su, sdv, sl, so = sds, sdo, sdo, sp, sdo  # without gradients nobody looks there
+    ss, su, sdv, sl, so = sds, sdo, sdo, sp, sdo  # without GRADIENTS nobody uses these
     if GRADIENTS:
         ss = gl.allocate_shared_memory(ty, [1, WIDTH, WIDTH], TILE)
         su = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
@@ -138,7 +142,7 @@ def walk_back(
     descs = (q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc)
     left = gl.program_id(0) * 0
     if not GRADIENTS:
-        gdc_wait()  # `rates` has ended
+        gdc_wait()  # `rates` has ended, and its results can be read
         _, _, _, _, _, chunks, chunk, number, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
         if number > 0:
             left = count_left(rates, place(HV)[1], HV, chunk, chunks, False)
@@ -176,8 +180,8 @@ def run_walk_back(
     c: Call, rates: Tensor, w: Walk, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None, parts: Parts,
     d: Inputs,
 ) -> None:  # fmt: skip
-    """Launches `walk_back` for all gradients. ``after``: the gradient of the final states; ``ends``: of the states at
-    the ends of segments, None where sequences are not split."""
+    """Launches `walk_back` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient of
+    the states at the ends of segments, or None if sequences are not split."""
     p, K = c.p, c.p.K
     saved = boxes.blocks(trace.before, K, K), boxes.blocks(trace.U, K)
     gradients = boxes.ragged(parts.dq, K), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
@@ -190,15 +194,15 @@ def run_walk_back(
 
 
 def run_find_ends(c: Call, rates: Tensor, w: Walk, do: Tensor, after: Tensor | None, D: Tensor) -> None:
-    """Launches `walk_back` for ``D``, the gradient of the state at the start of every segment but the first, if what
-    comes into it from the right is zero, or in the last one ``after``."""
+    """Launches `walk_back` for ``D``, the gradient of the state at the start of every segment except the first. For it
+    the gradient at the segment's end is taken as zero, or in the last segment as ``after``."""
     state = None if after is None else boxes.states(c.p, after)
     given = (None,) * 5 + (state, boxes.rows(D), D)
     _run(c, rates, w, do, given, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
 
 
 def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, **constants: int) -> None:
-    """``given``: descriptors of S0, U, dq, dk, dv, of the states' gradients at the end and at the start, and lines."""
+    """``given``: descriptors of S0, U, dq, dk, dv, and of the states' gradients at the end and at the start; lines."""
     p, x = c.p, c.x
     q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
     arguments = (

@@ -19,7 +19,8 @@ from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
 
 @gluon.jit
 def invert_own(scores, norms, strengths, sD):
-    """Of the scores of k, and then of q, with k: A of blocks of 16, what is left of them; P, in the rows of q."""
+    """From ``scores`` [64, 32], of k with k and below of q with k: the inverses of blocks of 16, the blocks to the left
+    of them, and weighted scores, which are P in the rows of q."""
     P = scores * norms.permute([1, 0]).load(NARROW_ROWS) * norms.slice(0, STEP, 1).load(NARROW_ROWS)
     M = P * (strengths.permute([1, 0]).load(NARROW_ROWS) * -1.0)
     even, odd = M.reshape([4, 16, 2, 16]).permute([0, 1, 3, 2]).split()
@@ -30,7 +31,7 @@ def invert_own(scores, norms, strengths, sD):
 
 @gluon.jit
 def store_maps(inverted, tile, sD):
-    """A, and below it P: [64, 32]."""
+    """Stores A, and below it P: [64, 32]."""
     A, left, P = inverted
     row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     column = gl.arange(0, STEP, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
@@ -40,7 +41,7 @@ def store_maps(inverted, tile, sD):
 
 @gluon.jit
 def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr):
-    """``made`` and ``bars`` as `gate_role` has them. sD: as in `invert`."""
+    """``made`` and ``bars``: as in `gate_role`. sD: as in `invert`."""
     rows, columns, maps, norms, strengths = made[0], made[1], made[2], made[3], made[4]
     tiled, ready = bars[3], bars[4]
     NX: gl.constexpr = rows.shape[0]

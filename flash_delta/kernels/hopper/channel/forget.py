@@ -1,12 +1,12 @@
-"""Whether gates forget. If they do, long sequences are walked in parts at the same time (loop.py).
+"""Finds whether gates forget. If they do, long sequences are walked in parts at the same time (loop.py).
 
-What a state was before some tokens is nothing after them if they decay every channel by 2^184: in float32 anything
-below 2^35 is zero then. `find_forgetting` looks whether the EARLY tokens before each part do. So a part is walked from
-these tokens on, from a state of zeros, to the bits of a walk of the whole sequence.
+If some tokens decay every channel by 2^184, the state before them has no effect after them. In float32 any number below
+2^35 is then zero. `find_forgetting` checks whether the EARLY tokens before each part decay so much. If so, a part is
+walked from these tokens on, from a state of zeros. Its results have the same bits as in a walk of the whole sequence.
 
-Only if it is so before all parts of all states, `channel_loop` walks them. Otherwise `prepare` and `walk_channels` do
-what they do for such calls, with other roundings. The host does not know which: all are launched, and those that are
-not wanted end at once.
+`channel_loop` walks the parts only if gates forget before all parts of all states. Otherwise `prepare` and
+`walk_channels` compute the outputs, with other roundings. The host does not know which. It launches all of these
+kernels, and those that are not needed end at once.
 """
 
 import torch
@@ -31,14 +31,14 @@ MOST = gl.constexpr(256)  # numbers of ``forgets``
 
 @gluon.jit
 def all_forget(forgets, count):
-    """Whether there are parts, ``count`` of them beside first ones, and gates forget before each."""
+    """Whether gates forget before each part. ``count``: of all parts except first ones. False if it is 0."""
     i = gl.arange(0, MOST, layout=THREADS)
     return (count > 0) & (gl.min(gl.load(forgets + i, mask=i < count, other=1), 0) > 0)
 
 
 @gluon.jit
 def fallen(g, places, start, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """By how many bits the EARLY tokens before ``begin`` decay each channel."""
+    """The log decay of each channel over the EARLY tokens before ``begin``, in bits."""
     batch_stride, of_tokens, n, hv = places
     a = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, OWN)))[:, None, None]
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
@@ -57,8 +57,8 @@ def find_forgetting(
     g, A_log, dt_bias, cu_seqlens, forgets, T, parts, lower_bound, g_batch, g_strides,
     HV: gl.constexpr, PACKED: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Program (parts - 1) i + j writes its number of ``forgets``: 1 if gates forget before part j + 1 of state i, or if
-    there is no such part; else 0."""
+    """Program (parts - 1) i + j writes its number of ``forgets``. This is 1 if gates forget before part j + 1 of state
+    i, or if there is no such part. Otherwise it is 0."""
     state, part = gl.program_id(0) // (parts - 1), gl.program_id(0) % (parts - 1) + 1
     n, hv, start, size = bounds(state, cu_seqlens, None, T, HV, PACKED)
     if PACKED:
@@ -69,7 +69,7 @@ def find_forgetting(
     if (begin < size) & (begin >= EARLY):
         places = g_batch, g_strides, (n + 0).to(gl.int64), hv
         total = fallen(g, places, start, begin, constants, RAW_GATE, BOUNDED)
-        count = gl.sum(gl.where(total <= FADED, 1, 0), 0)  # not of channels that are no numbers
+        count = gl.sum(gl.where(total <= FADED, 1, 0), 0)  # NaN does not count
         found = gl.where(count == K, 1, 0)
     i = gl.arange(0, MOST, layout=THREADS)
     gl.store(forgets + gl.program_id(0) + i, i * 0 + found, mask=i < 1)

@@ -1,19 +1,21 @@
-"""The role that gates the keys and queries of 32 tokens, so that all scores are one product.
+"""The role that decays the keys and queries of 32 tokens, so that one product gives all scores.
 
-Decays are taken apart at one place per channel. With G the sums of log decays, in bits, from the start of the 32 tokens
-on, let u = G - n, where n is 0, or where they fall by more than 115 bits the whole part of the rest. If they fall by no
-more than 231 bits, u lies within 116 bits of 0, and bfloat16 holds all of
+Decays are taken apart at one point per channel. Let G be the sums of log decays, in bits, from the start of the 32
+tokens on, and let u = G - n. If the 32 tokens fall by at most 115 bits, n is 0. Otherwise n is the whole part of the
+fall beyond 115 bits, with the sign of G. If they fall by at most 231 bits, u lies within 116 bits of 0, and bfloat16
+holds all of
 
     rows     k 2^u, then q 2^u          columns  k 2^{-u}
 
-The states need nothing else: they are multiplied by 2^n before (loop.py). n depends on tokens that come later. But it
-is whole, so that it changes no number but by a power of two: no token changes a bit of what is found of tokens before
-it. float32 does not hold 2^G, and so 2^{G + 114} is found first.
+States are multiplied by 2^n before (loop.py), and need nothing else. n depends on later tokens. But n is whole, and so
+changes numbers only by a power of two. Therefore no token changes a bit of the results of earlier tokens. float32
+cannot hold 2^G, so the role computes 2^{G + 114} first.
 
-With a bound of -5 nats 32 tokens never fall further. **Without a bound**, those that fall further than FALL go through
-all roles in pieces, each in a slot of its own: as many tokens as fall no further from the first one on, and then as
-many again. In a piece the tokens of others neither decay nor have b or a query. As a token's decay counts as FADED if
-it is less, a piece has 8 tokens or more. FALL is not 231 bits: a state times 2^n would lose bits.
+With a bound of -5 nats 32 tokens never fall by more than 231 bits. **Without a bound** they may fall further. If they
+fall further than FALL, they go through all roles in pieces, and each piece has a slot of its own. The first piece
+ends before the token with which it would fall further than FALL. The next piece starts there, and so on. In a piece the
+tokens of other pieces do not decay, and they have neither b nor a query. Log decays below FADED count as FADED, so a
+piece has 8 tokens or more, except the last one. FALL is not 231 bits, because then a state times 2^n would lose bits.
 """
 
 from triton.experimental import gluon
@@ -34,12 +36,12 @@ EVERYWHERE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # 
 # Bits.
 FALL = gl.constexpr(-200.0)  # of 32 tokens without a bound, or of a piece of them
 LOW = gl.constexpr(-115)  # of u
-UP = gl.constexpr(114)  # added to exponents of 2, and taken away again
+UP = gl.constexpr(114)  # added to exponents of 2, and subtracted again
 
 
 @gluon.jit
 def head_parameters(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """What `log_decays` needs of a value head."""
+    """The numbers of a value head that `log_decays` needs."""
     A_log, dt_bias, lower_bound = numbers[0], numbers[1], numbers[2]
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
     A, bias = lower_bound * 0.0, gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
@@ -52,7 +54,7 @@ def head_parameters(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def load_strengths(numbers, row, hv, start, token, length):
-    """What b of 32 tokens is made of, twice."""
+    """beta of 32 tokens as given, twice; 0 after the sequence's end. Without beta it is 1."""
     beta, beta_batch, beta_strides = numbers[4], numbers[5], numbers[6]
     i = gl.arange(0, 2 * STEP, layout=THREADS) % STEP
     b = gl.full([2 * STEP], 1.0, gl.float32, THREADS)
@@ -71,8 +73,8 @@ def is_in(i, first, end):
 def store_vectors(
     tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
-    """Norms of k, and then those of q with the scale; b, twice. For tokens before ``first`` and from ``end`` on b is 0,
-    and so are norms of q in a piece."""
+    """Stores norms of k, and then those of q with the scale; and b, twice. For tokens before ``first`` and from ``end``
+    on b is 0. In a piece their norms of q are 0, too."""
     sq, sk, _ = tiles
     norms, strengths = vectors
     scale, beta_top = numbers[3], numbers[7]
@@ -95,8 +97,8 @@ def store_vectors(
 def sum_blocks(
     sg, totals, constants, first, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
-    """The sums of log decays from each block's start; ``totals``: of whole blocks. With PIECE tokens before ``first``
-    do not decay."""
+    """The sums of log decays from each block's start. ``totals`` gets those of whole blocks. With PIECE tokens before
+    ``first`` do not decay."""
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     decay = log_decays(take(sg, 0), constants, RAW_GATE, BOUNDED)
     if PIECE:
@@ -109,7 +111,7 @@ def sum_blocks(
 
 @gluon.jit
 def cut(s, totals, end):
-    """The sums if tokens from ``end`` on did not decay, and their ``totals``."""
+    """The sums as if tokens from ``end`` on did not decay. ``totals`` gets those of whole blocks."""
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     block = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None].expand_dims(1)
     count = gl.where(block == 0, gl.minimum(end, 16), end - 16)
@@ -120,7 +122,7 @@ def cut(s, totals, end):
 
 @gluon.jit
 def power(n):
-    """2^n of int32, where it is normal."""
+    """2^n for n in int32, if this is a normal number of float32."""
     return ((n + 127) * (1 << 23)).to(gl.float32, bitcast=True)
 
 
@@ -131,13 +133,13 @@ def both_totals(totals, layout: gl.constexpr):
 
 @gluon.jit
 def before(total, rest):
-    """n, of the totals of both blocks."""
+    """n, from the totals of both blocks."""
     return gl.minimum((total + rest).to(gl.int32) - LOW, 0)
 
 
 @gluon.jit
 def store_tiles(sq, sk, s, totals, rows, columns):
-    """One store for all rows, for a second one would wait for the first."""
+    """Stores rows and columns. There is one store for all rows, because a second one would wait for the first."""
     first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
     total, rest = both_totals(totals, SUMS)
     n = before(total, rest) + UP
@@ -150,7 +152,7 @@ def store_tiles(sq, sk, s, totals, rows, columns):
 
 @gluon.jit
 def store_decays(totals, lead, trail):
-    """What states are multiplied by before the tokens, 2^n, and after them."""
+    """Stores the factors of states: ``lead``, which is 2^n, before the tokens, and ``trail`` after them."""
     total, rest = both_totals(totals, CHANNELS)
     n = before(total, rest)
     lead.store(power(n))
@@ -159,14 +161,14 @@ def store_decays(totals, lead, trail):
 
 @gluon.jit
 def falls_too_far(totals):
-    """Whether the tokens do; all warps find the same."""
+    """Whether a channel falls further than FALL in the 32 tokens. All warps find the same."""
     total, rest = both_totals(totals, EVERYWHERE)
     return gl.min(gl.min(total + rest, 0), 0) < FALL
 
 
 @gluon.jit
 def find_end(s, totals, first):
-    """The first token that falls too far from ``first`` on, of sums from there on."""
+    """The token after the piece that begins with token ``first``. ``s``: the sums from ``first`` on."""
     late = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] > 0
     s += gl.where(late, totals.slice(0, 1, 0).load(SUMS), 0.0).expand_dims(1)
     return gl.maximum(gl.sum(gl.where(gl.min(s, 2).reshape([STEP]) < FALL, 0, 1), 0), first + 1)
@@ -174,8 +176,8 @@ def find_end(s, totals, first):
 
 @gluon.jit
 def store_piece(tiles, made, x, s, first, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Makes all of the piece that begins with token ``first``, in slot x, of sums from there on. Returns the token
-    after it."""
+    """Makes all of the piece that begins with token ``first``, in slot x. ``s``: the sums from ``first`` on. Returns
+    the token after the piece."""
     totals, left, b, numbers = own
     end = find_end(s, totals, first)
     barrier()  # all warps of the gate group: they have read sums
@@ -191,7 +193,7 @@ def store_piece(tiles, made, x, s, first, own, NORM: gl.constexpr, RAW_BETA: gl.
 
 @gluon.jit
 def store_flag(flag, last):
-    """Says whether a slot has the last ones of 32 tokens."""
+    """Stores whether a slot has the last piece of 32 tokens."""
     flag.store(gl.full([1], 0, gl.int32, THREADS) + gl.where(last, 1, 0))
 
 
@@ -205,9 +207,13 @@ def gate_role(
     shared, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """shared: (totals, given, made, bars, numbers, work), of which ``given`` are the tiles that are loaded, ``made``
-    those that roles hand on, and ``numbers`` A_log, dt_bias, the bound, the scale, beta with its strides, and what its
-    sigmoid is multiplied by."""
+    """shared: (totals, given, made, bars, numbers, work).
+
+    given: the tiles that are loaded.
+    made: what the roles pass to each other: rows, columns, A and P, norms, b, ``lead``, ``trail``, and flags.
+    numbers: A_log, dt_bias, the bound, the scale; beta, its stride between batch rows, its other strides, and the
+    factor of its sigmoid.
+    work: as in parts.py."""
     totals, given, made, bars, numbers, work = shared
     sq, sk, sg = given
     gfull, full, left_given, tiled, done = bars[0], bars[1], bars[2], bars[3], bars[5]
@@ -222,16 +228,16 @@ def gate_role(
         b = load_strengths(numbers, n, hv, start, begin, length)
         for token in range(begin, stop, STEP):
             if BOUNDED:
-                y = t  # one number less
+                y = t  # a number less to keep
             s, x = y % NR, t % NX
             tiles, left = (sq.index(s), sk.index(s), sg.index(s)), length - token
             mbarrier.wait(gfull.index(s), (y // NR) & 1)  # signalled by the copy engine: g is there
-            if RAW_GATE:  # noqa: SIM102 (a constant; the other is none); else the copy engine has left zeros there
+            if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
                 if left < STEP:
                     rest_living(tiles[2], left)
             sums = sum_blocks(tiles[2], totals, constants, 0, RAW_GATE, BOUNDED, False)
             mbarrier.wait(full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
-            wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
+            wait_free(done, t, NX, NX)  # signalled by the state group, which has read this slot
             vectors = made[3].index(x), made[4].index(x)
             store_vectors(tiles, vectors, b, 0, left, numbers, NORM, RAW_BETA, False)
             barrier()  # all warps of the gate group: sums of blocks are there
@@ -249,7 +255,7 @@ def gate_role(
                         barrier()  # all warps of the gate group: a piece is there, and they have read sums
                         mbarrier.arrive(tiled.index(t % NX), count=1)
                         t += 1
-                        wait_free(done, t, NX, NX)  # signalled by the state group, which has left what lay here
+                        wait_free(done, t, NX, NX)  # signalled by the state group, which has read this slot
                         sums = sum_blocks(tiles[2], totals, constants, end, RAW_GATE, False, True)
                         barrier()  # all warps of the gate group: sums of blocks are there
             else:

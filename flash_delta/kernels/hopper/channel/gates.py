@@ -1,8 +1,9 @@
-"""Log decays per channel, as `prepare` and `gate_role` make them of what the copy engine has loaded.
+"""Log decays per channel, which `prepare` and `gate_role` make of what the copy engine has loaded.
 
-Of raw activations they are ``lower_bound sigmoid(e^A_log (a + dt_bias))``, or without a bound ``-e^A_log softplus(a +
-dt_bias)``. Those that are given count as the bound that is promised, if they are less. Without a bound all count as a
-least number, if they are less: `prepare` has LEAST, and `channel_loop` FADED. Here they are in bits.
+With raw activations they are ``lower_bound sigmoid(e^A_log (a + dt_bias))``, or without a bound
+``-e^A_log softplus(a + dt_bias)``. Given log decays below a promised bound count as the bound. Without a bound there is
+a least log decay, and lower ones count as that: LEAST in `prepare`, FADED in `channel_loop`. Here log decays are in
+bits.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier
 
 BITS = gl.constexpr(1.4426950408889634)  # log2(e)
 LEAST = gl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small
-FADED = gl.constexpr(-17.3)  # nats per token, 25 bits: what a float32 rounds away beside what it keeps
+FADED = gl.constexpr(-17.3)  # nats per token, 25 bits: float32 rounds away what is smaller by that much
 MIDDLE = gl.constexpr(55.0)  # bits, of gates without a bound (steep.py)
 
 
@@ -37,19 +38,19 @@ def softplus_bits(y):
 
 @gluon.jit
 def rest_living(sg, left):
-    """Gives tokens from ``left`` on the activation whose log decay is 0."""
+    """Gives tokens from ``left`` on the activation -inf, whose log decay is 0."""
     for h in gl.static_range(sg.shape[0] // 32):
         i = 32 * h + gl.arange(0, 32, layout=gl.SliceLayout(1, TOKENS))[:, None]
         half = sg.slice(32 * h, 32, 0)
         half.store(gl.where(i < left, half.load(TOKENS).to(gl.float32), float("-inf")).to(sg.dtype))
-    barrier()  # all warps of the program: it reads what others have written
+    barrier()  # all warps of the program, or of the gate group: they read what others have written
 
 
 @gluon.jit
 def gate_constants(A, bias, least, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """What `log_decays` multiplies activations by and adds to them, a number for the bound, and ``least``, the bound if
-    there is one."""
-    rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: times the activation -inf it has to be inf
+    """The numbers that `log_decays` needs: the factor of activations, what is added to them, a number for the bound,
+    and ``least``, which is the bound if there is one."""
+    rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: its product with the activation -inf has to be inf
     inverse, shift = 0.0, 0.0
     if BOUNDED:
         inverse = -1.0 / (least * BITS)
@@ -60,12 +61,12 @@ def gate_constants(A, bias, least, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr
 
 @gluon.jit
 def log_decays(x, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Of activations, or of log decays as given, in nats: in bits."""
+    """Log decays in bits, from activations, or from log decays as given in nats."""
     rate, shift, inverse, least = constants
     if not RAW_GATE:
         return gl.maximum(x, least) * BITS
     elif BOUNDED:
-        # the square of a reciprocal root needs no division; a square is added by one instruction
+        # The square of a reciprocal root needs no division, and one instruction adds the square.
         root = gl.rsqrt(inverse + inverse * gl.exp2(x * rate + shift))
         return root * root * -1.0
     else:
@@ -74,8 +75,8 @@ def log_decays(x, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def sum_gates(sg, totals, A, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """The sums of log decays from each block's start, for both halves, and ``middle``, which they all have been moved
-    up by. ``totals``: of whole blocks, as they are."""
+    """The sums of log decays from each block's start, for both halves, and ``middle``, which is added to all of them.
+    ``totals`` gets the sums of whole blocks, without ``middle``."""
     constants = gate_constants(A, bias, lower_bound if BOUNDED else LEAST, RAW_GATE, BOUNDED)
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     middle = MIDDLE

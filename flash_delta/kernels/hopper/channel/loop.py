@@ -1,18 +1,19 @@
-"""The forward pass with a decay per channel in one kernel: a program walks one state after the other, 32 tokens at a
+"""The forward pass with a decay per channel in one kernel. A program walks one state after the other, 32 tokens at a
 time, with a role per warp group.
 
     load     loads q, k and g into a ring of NR slots, and v into one of NV: one warp each
-    gate     makes rows and columns of them (gate_role.py), into a ring of NX slots
-    factor   makes A and P of rows and columns (factor_role.py), into the same slots
+    gate     makes rows and columns of them, into a ring of NX slots (gate_role.py)
+    factor   makes A and P of rows and columns, into the same slots (factor_role.py)
     state    E = (2^n S0) k~    R = b (v - r_k E)    U = A R    S1 = d . (2^n S0 + k^^T (r_k U))
              O = scale r_q ((2^n S0) q~) + P U
 
-k~ and q~ are the rows, k^ the columns, and d, ``trail``, decays from the point where decays are taken apart to the end.
-Where 32 tokens fall too far they come in several pieces (gate_role.py). A piece has outputs of 0 for the tokens of
-others, and so they are added up.
+k~ and q~ are the rows, and k^ are the columns. d is ``trail``, the decay from the point where decays are taken apart to
+the end of the 32 tokens. If 32 tokens fall too far, they come in several pieces (gate_role.py). The outputs of a piece
+are 0 for tokens of other pieces, so the outputs of all pieces are added up.
 
-One state group holds the state, transposed, S^T [V, K], in float32 accumulators, as two halves [64, K], which it walks
-one after the other. The rules of forward/loop.py for ptxas hold here, too.
+One state group holds the state, transposed, S^T [V, K], in float32 accumulators. If a program has a whole state, these
+are two halves [64, K], and the group walks one half after the other. The rules of forward/loop.py for ptxas hold here,
+too.
 
 Barriers, and who completes them:
 
@@ -22,8 +23,8 @@ Barriers, and who completes them:
     left     the gate group: it has read q, k and g
     tiled    the gate group: rows, columns, norms, b and decays are there
     ready    the factor group: A and P are there, too
-    done     the state group: it has read all that
-    vdone    the state group: it has read v for the last piece of 32 tokens; where there are no pieces ``done`` says so
+    done     the state group: it has read all that is in a slot of the ring of NX
+    vdone    the state group: it has read v for the last piece of 32 tokens. Without pieces this is ``done``
 """
 
 import torch
@@ -88,7 +89,7 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
         h = hv // group
         for token in range(first, end, STEP):
             s = t % NR
-            wait_free(left, t, NR, NR)  # signalled by the factor group, which has left the tokens in this slot
+            wait_free(left, t, NR, NR)  # signalled by the gate group, which has read the tokens in this slot
             mbarrier.expect(gfull.index(s), STEP * K * (4 if descs[2].dtype == gl.float32 else 2))
             load_box(descs[2], n * batches[2] + start, size, token, hv * heads[2], gfull.index(s), tiles[2].index(s), K)
             mbarrier.expect(full.index(s), 2 * STEP * K * 2)
@@ -111,7 +112,7 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
             n = n * 0
         for token in range(first, end, STEP):
             s = t % NV
-            wait_free(vdone, t, NV, NS)  # signalled by the state group, which has left the tokens in this slot
+            wait_free(vdone, t, NV, NS)  # signalled by the state group, which has read the tokens in this slot
             mbarrier.expect(vfull.index(s), STEP * V * 2)
             column = hv * v_heads + gl.program_id(1) * V
             load_box(desc, n * v_batch + start, size, token, column, vfull.index(s), sv.index(s), V)
@@ -140,7 +141,7 @@ def halves(scores):
 
 @gluon.jit
 def add_up(whole, piece):
-    """Of every number one of the two is 0."""
+    """Adds the outputs of a piece to those before. Of every two numbers one is 0."""
     whole.store(whole.load(OUTPUTS) + piece.load(OUTPUTS))
     fence_async_shared()
     barrier()  # all warps of the state group: the sums are there
@@ -172,8 +173,8 @@ def state_role(
         if pool is not None:
             source, target = ends(item, pool, HV)
             state = hv * K
-            tma.store_wait(0)  # the copy engine has read ``so``: without a slot to write no store has waited for that
-            barrier()  # all warps of the state group: none asks for a state before that
+            tma.store_wait(0)  # the copy engine has read ``so``, for which nobody has waited if no state was stored
+            barrier()  # all warps of the state group: none asks for a state earlier
         if not PACKED:
             row += n * T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
@@ -195,8 +196,8 @@ def state_role(
             A, P = maps.index(x).slice(0, STEP, 0), maps.index(x).slice(STEP, STEP, 0)
             at = RAGGED - length + token
             if parts is not None:
-                at = gl.where(token < begin, RAGGED, at)  # in front of the part all is clipped
-            mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: all that it makes is there
+                at = gl.where(token < begin, RAGGED, at)  # outputs before the part are clipped
+            mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: A and P are there
             mbarrier.wait(vfull.index(y), (step // NV) & 1)  # signalled by the copy engine: v is there
             last, buffer = True, step
             if not BOUNDED:
@@ -206,7 +207,7 @@ def state_role(
                     tma.store_wait(0)  # the copy engine has read all buffers of ``so``
             tma.store_wait(HALVES * (NO - 1))  # the copy engine has read the next buffer of ``so``
             out = reinterpret(so.index(buffer % NO), ty, [2, STEP, 64], TILE)
-            barrier()  # all warps of the state group: none writes before that
+            barrier()  # all warps of the state group: none writes earlier
             for half in gl.static_range(HALVES):
                 S *= lead.index(x).load(WIDE_ROWS)
                 sb = gl.convert_layout(S.to(ty), wide_operand)
@@ -230,7 +231,7 @@ def state_role(
             fence_async_shared()
             mbarrier.arrive(done.index(x), count=1)
             barrier()  # all warps of the state group: the buffer is full
-            if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+            if not BOUNDED:  # noqa: SIM102 (the outer condition is a constant)
                 if not fresh:
                     add_up(so.index(step % NO), so.index(buffer % NO))
             if last:
@@ -267,11 +268,13 @@ def run_roles(
     NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr,
     FACTORS: gl.constexpr,
 ):  # fmt: skip
-    """Shares a program's memory out, and starts its roles.
+    """Divides a program's shared memory, and starts its roles.
 
-    descs: of q, k, v, g and o, and of the states before and after. numbers, work: as `gate_role` has them. places: of
-    q, k, g and v the tokens from one batch row to the next; of each the numbers from head to head; the value heads per
-    key head. kept: as in checkpoints.py."""
+    descs: of q, k, v, g and o, and of the first and final states.
+    kept: as in checkpoints.py.
+    numbers, work: as in `gate_role`.
+    places: the tokens between batch rows of q, k, g and v; the strides between heads of each; the value heads per key
+    head."""
     q_desc, k_desc, v_desc, g_desc, o_desc, initial, final = descs
     q_batch, k_batch, g_batch, v_batch, heads, group = places
     ty: gl.constexpr = q_desc.dtype
@@ -327,7 +330,7 @@ def channel_loop(
     NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
     PARTED: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states; item i is value head i % HV of sequence i // HV. If PARTED, it is that of the
+    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. If PARTED, ``items`` counts the
     parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
     descs = (q_desc, k_desc, v_desc, g_desc, o_desc, initial, final)
     work, forgets = (cu_seqlens, T, parts if PARTED else None, items, None), forgets if PARTED else None
@@ -342,7 +345,7 @@ def channel_loop(
 def run_channel_loop(
     c: Call, o: Tensor, final: Tensor, t: ChannelTile, forgets: Tensor | None = None, parts: int = 1
 ) -> None:
-    """With several ``parts`` of each sequence it is up to ``forgets`` whether it does anything."""
+    """With ``forgets`` sequences have several ``parts``, and the kernel works only if gates forget."""
     p, x, initial = c.p, c.x, c.x.initial_state
     widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.g_dtype == torch.float32 else 3
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)

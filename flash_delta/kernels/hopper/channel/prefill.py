@@ -1,4 +1,4 @@
-"""Prompts on a pool with a decay per channel: which calls it runs, and its launches."""
+"""Prompts on a pool with a decay per channel: which calls come here, and what they launch."""
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ HEADS = 0.48  # per multiprocessor; with more heads, one prompt fills the chip
 
 
 def slow(p: Problem, chip: Chip) -> str | None:
-    """Why such calls are not always faster than with ``triton``, or None. Neither lengths nor the number of prompts may
-    decide.
+    """Why such calls are not always faster than with ``triton``, or None. The result must not depend on lengths or on
+    the number of prompts (`backend.preference`).
 
     Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads this backend is 1.2x to 2.2x as
     fast. With 32 heads and several prompts it is 2.2x as fast, but one long prompt takes 0.515 ms instead of 0.430.
@@ -37,7 +37,7 @@ def slow(p: Problem, chip: Chip) -> str | None:
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
-    """With tokens and sequences. `decode` runs the short ones, beside the others."""
+    """``o``, for calls with tokens and sequences. `decode` runs short sequences beside the others."""
     o, walks, convolved = triton.output_of(p, s), new_walks(p), new_convolved(p)
 
     def kernels(c: Call) -> None:

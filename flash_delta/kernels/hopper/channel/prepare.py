@@ -1,22 +1,22 @@
-"""With a decay per channel: all that a chunk's tokens are to each other. A program does one chunk and value head after
-the other.
+"""With a decay per channel: everything that depends on one chunk only. A program computes one chunk and value head
+after the other.
 
     Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
     P_ij = scale r_q sum_c q_ic e^{G_ic - G_jc} k_jc r_k   i >= j       A = (I + diag(b) L)^{-1}
 
-L is P with k for q and without the scale, i > j. The same as `channel` and `solve` of the ``triton`` backend write:
-norms, r, are in P and A but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
+L is P with k for q and without the scale, for i > j. `channel` and `solve` of the ``triton`` backend write the same.
+The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
 
-For the backward pass L is written, with norms and without b, and where A is saved already it is not found again.
+For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
 
-Log decays are given, or made of raw gates (gates.py). With a bound of -5 or more 16 tokens fall by 80 nats at most, and
-scores are products (scores.py). Otherwise a chunk may need some scores once more (steep.py). Exponents are in
-bits (log2).
+Log decays are given, or made of raw gates (gates.py). With a bound of -5 or more 16 tokens fall by at most 80 nats, and
+scores are products (scores.py). Without a bound some scores of a chunk may be computed once more (steep.py). Exponents
+are in bits (log2).
 
-The copy engine loads q, k and g. First the gates of all tokens are summed up; then, 32 tokens at a time, decayed q and
-k are written over q, k and g, and beside them what scores are made of. Tokens after a sequence's end do not decay.
-While A is found, the next chunk is on its way. Gates in float32 also take the place of ``far``, and so inverting does
-not.
+The copy engine loads q, k and g. First the kernel sums up the gates of all tokens. Then it takes 32 tokens at a time:
+it overwrites q, k and g with decayed q and k, and writes the factors of scores beside them. Tokens after a sequence's
+end do not decay. While the kernel computes A, the copy engine loads the next chunk. Gates in float32 also take the
+place of ``far``, so the inverse uses other memory.
 """
 
 from torch import Tensor
@@ -102,7 +102,7 @@ def ask(item, row, start, size, first, given):
 
 @gluon.jit
 def parameters(item, row, start, size, first, own):
-    """Of the same chunk A_log, the channels' biases, and what b is made of: early, for loads take their time."""
+    """A_log, the channels' biases, and beta as given of a chunk. They are loaded early, because loads take long."""
     HV, A_log, dt_bias, beta, beta_batch, beta_strides = own
     hv, i = item % HV, gl.arange(0, C, layout=THREADS)
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
@@ -120,8 +120,8 @@ def parameters(item, row, start, size, first, own):
 
 @gluon.jit
 def vectors(sq, sk, of_rows, norms, out, item, b, left, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
-    """Writes ``rates``, norms, with the scale, and b, and what is saved of them; and for `weighted` those of rows and
-    columns: of L with -b, unless that has a place of its own."""
+    """Writes ``rates``, which are norms, with the scale, and b; what is saved of them; and for `weighted` the weights
+    of rows and columns. The weights of L's rows contain -b, unless -b is stored in ``strengths``."""
     rates, saved_b, saved_norms = out
     weights, strengths = of_rows
     HV, group, scale, beta_top = own
@@ -155,7 +155,7 @@ def vectors(sq, sk, of_rows, norms, out, item, b, left, own, NORM: gl.constexpr,
 
 @gluon.jit
 def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr):
-    """Half h of Qg, Kg, Kd, over q, k and g, and what its scores are made of."""
+    """Stores half h of Qg, Kg and Kd in place of q, k and g, and the rows and columns for its scores."""
     sq, sk, sg, rows, columns, far = tiles
     t0, t1 = totals.slice(0, 1, 0).load(SUMS), totals.slice(1, 1, 0).load(SUMS)
     t2, t3 = totals.slice(2, 1, 0).load(SUMS), totals.slice(3, 1, 0).load(SUMS)
@@ -190,7 +190,8 @@ def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr)
 
 @gluon.jit
 def store_scores(tile, upper, zeros, across, lower):
-    """Stores P or L, of which parts are given, and what comes with its rows: [2, 64, 64]."""
+    """Stores [2, 64, 64]: P, and then L. Their parts are given: the halves with themselves, and the second half with
+    the first."""
     tile.slice(0, 32, 1).store(beside(upper, zeros).to(tile.dtype).reshape([2, 32, C]))
     tile.slice(32, 32, 1).store(beside(across, lower).to(tile.dtype).reshape([2, 32, C]))
 
@@ -199,7 +200,7 @@ def store_scores(tile, upper, zeros, across, lower):
 def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NORM: gl.constexpr):
     """The scores of half h with itself."""
     own, near = both(scores)
-    if exact is not None:  # noqa: SIM102 (a constant; the other is none)
+    if exact is not None:  # noqa: SIM102 (the outer condition is a constant)
         if steep:
             own = with_halved_scores(own, exact, lowest)
     return weighted(near_scores(own, near), h, 32 * h, weights, norms, NORM)
@@ -207,7 +208,7 @@ def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NO
 
 @gluon.jit
 def store_inverse(rows, columns, strengths, a_desc, at):
-    """Finds A of what `store_scores` has left in ``columns``, and stores it."""
+    """Computes A from the L that `store_scores` has left in ``columns``, and stores it."""
     ty: gl.constexpr = a_desc.dtype
     M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
     if strengths is not None:
@@ -231,8 +232,8 @@ def prepare(
     lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
     RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """``items``: slots times value heads. After the last packed sequence zeros are written to o, if it is given.
-    ``parted``: how many parts the loop may have walked in its place (forget.py)."""
+    """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
+    many parts, without first ones, `channel_loop` walks instead if gates forget (forget.py)."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -263,14 +264,15 @@ def prepare(
     A, bias, b = parameters(item, row, start, size, first, own)
     t = item * 0
     while item < items:
-        # 0, but the compiler does not know: it would keep the tiles' addresses in registers over the loop.
+        # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
+        # loop.
         z = t >> 16
         sq, sk, gates, sg, far = sq1.index(z), sk1.index(z), gates1.index(z), sg2.index(z), sg2.index(z + 1)
         rows, columns = rows1.index(z), columns1.index(z)
         tiles = (sq, sk, sg, rows, columns, far)
         left = gl.minimum(size - first, C)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
-        if RAW_GATE:  # noqa: SIM102 (one of the two is a constant); else the copy engine has left zeros there
+        if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
             if left < C:
                 rest_living(gates, left)
         sums, middle = sum_gates(gates, totals, A, bias, lower_bound, RAW_GATE, BOUNDED)
@@ -291,12 +293,12 @@ def prepare(
         scores = warpgroup_mma_wait(0, deps=[scores])
         upper = own_scores(scores, exact, lowest, weights, norms, 0, steep, NORM)
         barrier()  # all warps of the program: the products above have read rows and columns
-        if not BOUNDED:  # noqa: SIM102 (a constant; the other is none)
+        if not BOUNDED:  # noqa: SIM102 (the outer condition is a constant)
             if steep:
                 store_halved_scores(tiles, sums[1], exact, lowest, 1)
         store_half(tiles, sums[1], middle, totals, 1, BOUNDED)
         fence_async_shared()
-        barrier()  # all warps of the program: rows and columns are there, and Qg, Kg and Kd
+        barrier()  # all warps of the program: rows, columns, Qg, Kg and Kd are there
         at = item * C
         tma_store(qg_desc, [at, 0], sq)
         tma_store(kg_desc, [at, 0], sk)
@@ -317,7 +319,7 @@ def prepare(
         if item < items:
             ask(item, row, start, size, first, given)
         A, bias, b = parameters(item, row, start, size, first, own)
-        # Rows of P and of L come together: what is beside P, and what is in front of L, is not used.
+        # The same products give P and L, so both tiles get both: of ``sp`` only P is used, of ``sl`` only L.
         sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
         store_scores(sp, upper, upper * 0.0, across, lower)
         store_scores(sl, upper, upper * 0.0, across, lower)
@@ -336,8 +338,8 @@ def run_prepare(
     c: Call, out: Prepared, o: Tensor | None, L: Tensor | None = None, s: Solved | None = None,
     forgets: Tensor | None = None, parts: int = 1,
 ) -> None:  # fmt: skip
-    """``o`` gets zeros after the last packed sequence. For the backward pass there are ``L``, and what is saved. With
-    several ``parts`` it is up to ``forgets`` whether it does anything."""
+    """``o`` gets zeros after the last packed sequence. ``L`` and ``s`` are written for the backward pass. With several
+    ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
     p, x = c.p, c.x
     items = count_slots(p) * p.HV
     *batches, heads = strides(x.q, x.k, x.g)

@@ -1,5 +1,5 @@
-"""The loop on a pool of states: its items are the value heads of the sequences that `list_prompts` has listed
-(forward/prompt_list.py), states come from slots and go to slots, and some are left there on the way (checkpoints.py).
+"""The loop on a pool of states. Its items are the value heads of the sequences that `list_prompts` has listed
+(forward/prompt_list.py). It reads states from slots and writes them to slots, and also checkpoints (checkpoints.py).
 """
 
 import torch
@@ -31,7 +31,7 @@ def channel_prompts(
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
-    """This launch works if there are ``least`` to ``most`` of the sequences in ``walks``."""
+    """This launch works only if ``walks`` has ``least`` to ``most`` sequences."""
     gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
     kept = None
     if checkpoints is not None:
@@ -49,7 +49,7 @@ def channel_prompts(
 
 
 def run_channel_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots, *choice: ChannelTile) -> None:
-    """Launches it, once for every tile that the number of prompts may select."""
+    """Launches the loop, once for every tile that the number of prompts may select."""
     p, x, plans = c.p, c.x, []
     states, kept = pool(p, s.state_pool), checkpoint_arguments(p, s)
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)

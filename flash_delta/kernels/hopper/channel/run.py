@@ -1,7 +1,7 @@
-"""A decay per key channel: which calls it runs, and its launches.
+"""A decay per key channel: which calls come here, and what they launch.
 
-In the backward pass ``triton`` walks the states. Before that comes `prepare`, in place of `channel` and `solve`; after
-it, where it can, `chunk_back` (channel_backward/).
+In the backward pass ``triton`` walks the states. Before that `prepare` runs in place of `channel` and `solve`. After
+that `chunk_back` runs if it can (channel_backward/).
 """
 
 from functools import partial
@@ -39,14 +39,14 @@ FORWARD = ("hopper", "channel")  # the kind of these calls
 
 
 class Parting(NamedTuple):
-    """Of a sequence that is walked in parts where gates forget."""
+    """How sequences are walked in parts if gates forget."""
 
-    forgets: Tensor  # for each part but first ones whether they do before it
+    forgets: Tensor  # for each part, except first ones, whether gates forget before it
     parts: int  # 1: sequences are not cut
 
 
 def unsupported(p: Problem) -> str | None:
-    """Why it cannot run ``p``, a problem with a decay per channel."""
+    """Why these kernels cannot run ``p``, a problem with a decay per channel. None if they can."""
     if p.dtype != torch.bfloat16 or (p.K, p.V) != (128, 128):
         return f"with a decay per channel it runs heads of 128 in bfloat16; they are {p.K} and {p.V} in {p.dtype}"
     if p.g_dtype not in (torch.bfloat16, torch.float32):
@@ -75,7 +75,7 @@ def remark(p: Problem) -> str:
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """With tokens and sequences."""
+    """For calls with tokens and sequences."""
     kind = *FORWARD, p.needs_grad, p.writes_states
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
@@ -129,32 +129,32 @@ def _later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
 
 
 def _taken_back(x: Inputs) -> Inputs:
-    """As `as_taken`. The initial states stay as they are: `triton` walks from them."""
+    """The result of `as_taken`, but with the initial states as given, since `triton` walks from them."""
     return as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
 
 
 def _chunks(p: Problem) -> Chunks:
-    """What the backward pass does with each chunk."""
+    """The kernels that run before and after the walk of the backward pass."""
     if by_chunk.unsupported(p) is None:
         return Chunks("hopper", (Deep,), _prepare_again, by_chunk.find_gradients)
     return CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
 
 
 def _found(p: Problem) -> str:
-    """What `remark` says of the kernels after that walk."""
+    """What `remark` says about the kernels after the walk back."""
     reason = by_chunk.unsupported(p)
     return ", and finds the gradients of chunks: " + reason if reason else ""
 
 
 def _prepare_again(c: Call, memory: tuple[Workspace, ...], anew: bool) -> None:
-    """For the backward pass. A has been saved, if anything has."""
+    """Launches `prepare` for the backward pass. Unless ``anew``, A has been saved."""
     solved, _, channels = [group for w in memory for group in w.views()][:3]
     out = _prepared(channels, solved)
     run_prepare(c, out if anew else out._replace(A=None), None, channels.L, solved)
 
 
 def _prepared(channels: Channels, solved: Solved) -> Prepared:
-    """Where `prepare` writes what `channel` and `solve` would."""
+    """The memory of `channel` and `solve`, as `prepare` takes it."""
     return Prepared(*channels[:4], solved.A, channels.gamma, channels.rates)
 
 
@@ -163,13 +163,13 @@ def _with_saved(w: Prepared, solved: Solved | None = None) -> Prepared:
 
 
 def can_loop(p: Problem) -> bool:
-    """Whether `channel_loop` can run it. It saves nothing, and neither do kernels in its place: the backward pass finds
-    A anew."""
+    """Whether `channel_loop` can run ``p``. If it can, the forward pass saves nothing, whichever kernels run. The
+    backward pass then computes A again."""
     return not p.writes_states
 
 
 def saves(p: Problem) -> bool:
-    """Whether the forward pass leaves anything to the backward pass."""
+    """Whether the forward pass saves anything for the backward pass."""
     return p.needs_grad and not can_loop(p)
 
 
@@ -178,18 +178,18 @@ def _loops(p: Problem) -> bool:
 
 
 def _walks(p: Problem) -> bool:
-    """Whether `walk_channels` walks the states where they are not split."""
+    """Whether `walk_channels` walks the states if they are not split."""
     return walks_by_hand(p, chip_of(p.device)) and not p.writes_states
 
 
 def _parts(p: Problem, split: object) -> int:
-    """Into how many parts sequences are cut where gates forget."""
+    """The number of parts into which sequences are cut if gates forget. 1: they are not cut."""
     chip = chip_of(p.device)
     return loop_parts(p, chip) if _may_part(p) and walks_by_hand(p, chip) and split is None and not _loops(p) else 1
 
 
 def _may_part(p: Problem) -> bool:
-    """Whether calls are, of some sizes."""
+    """Whether sequences of some sizes are cut into parts."""
     return can_loop(p) and walks_by_hand(p._replace(N=1), chip_of(p.device))
 
 
@@ -211,7 +211,7 @@ def _walk(
     c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
     segments: SegmentedScan | None, parting: Parting,
 ) -> None:  # fmt: skip
-    """Launches what walks the states; while compiling, all that a call of other sizes may launch."""
+    """Launches the kernels that walk the states. While compiling, it launches all that calls of other sizes need."""
     kept = [] if saved is None else c.parts(saved)
     if handed is None:
         solved, factors, channels, residual = kept

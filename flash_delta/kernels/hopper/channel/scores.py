@@ -1,13 +1,16 @@
-"""Scores of a chunk with a decay per channel, by wgmma, and where its numbers lie in registers and in shared memory.
+"""Scores of a chunk with a decay per channel, by wgmma, and the layouts of its numbers in registers and shared memory.
 
-``P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc`` and L, the same with k for q, take their decay apart: rows are decayed from
-r, columns up to r. Rows come in blocks of 16 tokens, and r is G before a block. For columns in front of it no factor is
-above 1; within the block those of columns are, up to e^80. Rows are then multiplied by e^40 and columns by e^-40, so
-that both stay well within what bfloat16 holds.
+``P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc``. L is the same with k for q. The decay is taken apart at r: rows are decayed
+from r, and columns up to r. Rows come in blocks of 16 tokens, and r is G before a block. For columns before the block
+no factor is above 1. Within the block the factors of columns are up to e^80, with a bound of -5. Then rows are
+multiplied by e^40 and columns by e^-40, so that both stay well within what bfloat16 holds.
 
-A chunk is done in two halves of 32 tokens. The rows of a half are 16 q, 16 q, 16 k, 16 k, a block for each warp. Its
-columns are ``own``, k up to the start of its own block, and ``near``, up to the end of that block, for the next one.
-The columns of the first half are needed up to the starts of blocks 2 and 3, too: ``far``.
+A chunk is done in two halves of 32 tokens. The rows of a half are 16 q, 16 q, 16 k, 16 k, a block for each warp. There
+are these columns:
+
+* ``own``: k up to the start of its own block.
+* ``near``: k up to the end of its own block, for the next block.
+* ``far``: k of the first half, up to the starts of blocks 2 and 3 of the chunk.
 """
 
 from triton.experimental import gluon
@@ -19,10 +22,10 @@ from flash_delta.kernels.hopper.forward.state_copies import apart
 from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROWS, THREADS, C
 
 K = gl.constexpr(128)
-# In registers: a thread owns all 16 tokens of two channels, so that sums over tokens stay where they are.
+# In registers. A thread owns all 16 tokens of two channels, so that sums over tokens need no other thread.
 OWN = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0]))  # [2, 16, 128]: a half
 WARPS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))  # 16 rows a warp
-EIGHTS = gl.constexpr(  # [32, 128], 8 rows a warp, so that two of them are 16 rows as a product takes them
+EIGHTS = gl.constexpr(  # [32, 128], 8 rows per warp. Two such tiles are the 16 rows that a product takes
     gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]],
         [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -48,7 +51,7 @@ def put(tile, h: gl.constexpr, x):
 
 @gluon.jit
 def squared_lengths(x):
-    """Of the rows of [4, 16, 128]: the diagonal of x x^T, of which a warp multiplies its own 16 rows."""
+    """The squared lengths of the rows of x [4, 16, 128]: the diagonal of x x^T. A warp multiplies its own 16 rows."""
     rows = gl.convert_layout(x, gl.DotOperandLayout(0, BLOCKS, 2))
     columns = gl.convert_layout(gl.permute(x, [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
     squares = mma_v2(rows, columns, gl.zeros([4, 16, 16], gl.float32, BLOCKS))
@@ -59,7 +62,7 @@ def squared_lengths(x):
 
 @gluon.jit
 def squared_lengths_of_two(first, second):
-    """Of the rows of two tiles [32, 128], as [2, 32]. A warp has 8 rows of each."""
+    """The squared lengths of the rows of two tiles [32, 128], as [2, 32]. A warp has 8 rows of each tile."""
     x = gl.join(first.load(EIGHTS), second.load(EIGHTS)).reshape([4, 8, K, 2]).permute([0, 3, 1, 2])
     return squared_lengths(x.reshape([4, 16, K])).reshape([4, 2, 8]).permute([1, 0, 2]).reshape([2, 32])
 
@@ -73,21 +76,21 @@ def reciprocal_lengths(tile):
 
 @gluon.jit
 def products(rows, columns):
-    """Rows [64, 128] times two sets of 32 columns, on their way."""
+    """Starts the product of rows [64, 128] with two sets of 32 columns."""
     zero = gl.zeros([C, C], gl.float32, ROWS)
     return warpgroup_mma(rows, columns.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def both(scores):
-    """What `products` gives, for each set of columns."""
+    """The result of `products`, apart for the two sets of columns."""
     left, right = apart(scores)
     return gl.convert_layout(left, NARROW_ROWS), gl.convert_layout(right, NARROW_ROWS)
 
 
 @gluon.jit
 def weighted(scores, h: gl.constexpr, columns: gl.constexpr, weights, norms, NORM: gl.constexpr):
-    """Scores [64, 32] of the rows of half h and the 32 columns from ``columns`` on, times the weights of both."""
+    """Scores [64, 32] of the rows of half h with the 32 columns from ``columns`` on, times the weights of both."""
     scores *= weights.slice(h, 1, 0).permute([1, 0]).load(NARROW_ROWS)
     if NORM:
         scores *= norms.slice(columns, 32, 1).load(NARROW_ROWS)
@@ -107,6 +110,6 @@ def near_scores(own, near):
 
 @gluon.jit
 def far_scores(second, third):
-    """The scores of the second half with the first, whose columns are decayed up to block 2 and up to block 3."""
+    """The scores of the second half with the first: from columns up to block 2, and from columns up to block 3."""
     row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     return gl.where(row // 16 % 2 == 0, second, third)

@@ -1,12 +1,13 @@
-"""Chunks whose gates fall further within 16 tokens than a point in their middle can bear.
+"""Scores of chunks whose gates fall too far within 16 tokens to be taken apart at one point.
 
-Without a bound a channel may fall by any number of nats from one token to the next. Beyond 110 bits in a block of 16
-the scores of that block with itself are made once more: its tokens are halved again and again, and a pair's decay is
-taken apart where its two tokens part, at the last token of the earlier half. So no factor is above 1. For each of four
-levels that is one product of 64 rows with 32 columns, whose pairs are those of that level.
+Without a bound a channel may fall by any number of nats from one token to the next. If a channel falls by more than 110
+bits in a block of 16 tokens, the scores of this block with itself are computed once more. Its tokens are halved again
+and again. The decay of a pair is taken apart where its two tokens part, at the last token of the earlier half. So no
+factor is above 1. There are four levels, and each is one product of 64 rows with 32 columns, of which the pairs of this
+level are used.
 
-Whether a chunk needs it, its warps find out from the sums over its blocks. Which rows get these scores depends only on
-tokens up to their own.
+Warps find out from the sums of blocks whether a chunk needs this. Which rows get these scores depends only on tokens up
+to their own.
 """
 
 from triton.experimental import gluon
@@ -17,22 +18,22 @@ from flash_delta.kernels.hopper.channel.scores import OWN, both, products, put, 
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import NARROW_ROWS, C
 
-# Bits. Sums are monotonous, and so are their roundings: where a row is unsafe, its block is looked at.
+# Bits. Sums are monotonous, even after rounding. So if a row is unsafe, its block is found, too.
 LOOK = gl.constexpr(-109.5)  # of a block
-UNSAFE = gl.constexpr(-55.0)  # of a row's sum, which has been moved up by 55
-CLAMP = gl.constexpr(60.0)  # of a column: those that would have more belong to unsafe rows only
+UNSAFE = gl.constexpr(-55.0)  # of a row's sum, to which 55 was added
+CLAMP = gl.constexpr(60.0)  # of a column: only unsafe rows need columns with more
 EVERYWHERE = gl.constexpr(gl.BlockedLayout([4, 4], [1, 32], [1, 4], [1, 0]))  # [4, 128], all of it in every warp
 
 
 @gluon.jit
 def is_steep(totals):
-    """Whether a block of the chunk falls too far; all warps find the same."""
+    """Whether a block of the chunk falls too far. All warps find the same."""
     return gl.min(gl.min(totals.load(EVERYWHERE), 0), 0) < LOOK
 
 
 @gluon.jit
 def halved(s, level: gl.constexpr):
-    """The decay of every token from, or up to, the last token of the earlier half of its 2^(level + 1) tokens."""
+    """For every token the decay between it and the last token of the earlier half of its 2^(level + 1) tokens."""
     width: gl.constexpr = 2 << level
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     parting = s
@@ -44,9 +45,11 @@ def halved(s, level: gl.constexpr):
 
 @gluon.jit
 def store_halved_scores(tiles, s, exact, lowest, h: gl.constexpr):
-    """The scores of each block of half h with itself: ``exact [64, 32]``, and its rows' lowest sums, ``lowest``.
+    """Stores the scores of each block of half h with itself in ``exact [64, 32]``, and the lowest sum of each row in
+    ``lowest``.
 
-    Before the call all warps must have left rows and columns, and after it they have. q and k are there as given.
+    Before the call all warps must have read rows and columns. When it returns, they have read them. q and k are there
+    as given.
     """
     sq, sk, _, rows, columns, _ = tiles
     low = gl.min(s, 2).reshape([1, 32])
@@ -57,7 +60,7 @@ def store_halved_scores(tiles, s, exact, lowest, h: gl.constexpr):
     token = row % 32
     own = gl.sum(take(sq, h) * take(sk, h), 2).reshape([32])
     own = gl.convert_layout(own, gl.SliceLayout(0, NARROW_ROWS))[None, :]
-    scores = gl.where(column == row, own, 0.0)  # q with its own token's key; for rows of k that does not count
+    scores = gl.where(column == row, own, 0.0)  # q with the key of its own token; rows of k do not use this
     for level in gl.static_range(4):
         decay = halved(s, level)
         kk = take(sk, h) * decay
@@ -74,11 +77,11 @@ def store_halved_scores(tiles, s, exact, lowest, h: gl.constexpr):
         scores = gl.where(parted & later, found, scores)
         barrier()  # all warps of the program: the product has read rows and columns
     exact.store(scores)
-    barrier()  # all warps of the program: it reads what others have written
+    barrier()  # all warps of the program: scores are there, which other warps read
 
 
 @gluon.jit
 def with_halved_scores(scores, exact, lowest):
-    """Scores [64, 32] of a half with itself, of which unsafe rows get those that are exact."""
+    """Scores [64, 32] of a half with itself, with exact scores in unsafe rows."""
     unsafe = lowest.permute([1, 0]).load(NARROW_ROWS) < UNSAFE
     return gl.where(unsafe, exact.load(NARROW_ROWS), scores)

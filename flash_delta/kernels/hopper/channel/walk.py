@@ -1,15 +1,18 @@
-"""With a decay per channel: a program walks one state after the other, 64 value columns of each, through what `prepare`
-has written.
+"""With a decay per channel: the walk through the chunks that `prepare` has written. A program walks one state after the
+other, 64 value columns of each.
 
     load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v, A and P into a ring of NV: one
              warp each
     state    R = b (v - r_k (Kg S0))     U = A R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
-The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py, whose rules for ptxas hold here,
-too. Grid (programs, V / 64).
+The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py. The rules there for ptxas hold
+here, too. Grid (programs, V / 64).
 
-Barriers, and who completes them: ``full`` and ``vfull`` the copy engine (the tiles of a chunk are there), ``done`` the
-state group (it has read all of a chunk's tiles, so that its slots are free).
+Barriers, and who completes them:
+
+    full     the copy engine: Qg, Kg, Kd, gamma and rates of a chunk are there
+    vfull    the copy engine: v, A and P are there
+    done     the state group: it has read all tiles of a chunk, so that its slots are free
 """
 
 from torch import Tensor
@@ -44,12 +47,12 @@ WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]
 
 @gluon.jit
 def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr):
-    """The role that fills a ring: with KEYS with Qg, Kg, Kd, gamma and rates, otherwise with v, A and P."""
+    """The role that fills a ring. With KEYS it loads Qg, Kg, Kd, gamma and rates, otherwise v, A and P."""
     descs, tiles, bars, work, v_batch, v_heads = given
     full, done = bars
     cu_seqlens, T, items = work
     SLOTS: gl.constexpr = tiles[0].shape[0]
-    gdc_wait()  # `prepare` has ended: what it wrote is there
+    gdc_wait()  # `prepare` has ended, and its results can be read
     t = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
@@ -58,7 +61,7 @@ def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
             row += n * v_batch
         for token in range(0, size, C):
             s, at = t % SLOTS, head + token // C * HV
-            wait_free(done, t, SLOTS, NS)  # signalled by the state group, which has left the chunk in this slot
+            wait_free(done, t, SLOTS, NS)  # signalled by the state group, which has read the chunk in this slot
             bar = full.index(s)
             if KEYS:
                 mbarrier.expect(bar, 3 * C * K * 2 + 4 * C * 4 + K * 4)
@@ -126,7 +129,7 @@ def state_role(
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             mbarrier.arrive(done.index(s), count=1)
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
-            barrier()  # all warps of the state group: none writes before that
+            barrier()  # all warps of the state group: none writes earlier
             out = so.index(t % NO)
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
             store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
@@ -168,7 +171,7 @@ def walk_channels(
 
 
 def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
-    """With several ``parts`` it is up to ``forgets`` whether it does anything."""
+    """With several ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
     p, x, initial = c.p, c.x, c.x.initial_state
     first = states(p, final if initial is None else initial)
     arguments = (

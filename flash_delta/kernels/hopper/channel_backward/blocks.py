@@ -1,17 +1,18 @@
-"""What the tokens of a chunk say to each other with a decay per channel: tiles, gates and products of 16 tokens.
+"""What tokens of a chunk do to each other with a decay per channel: tiles, gates and products of 16 tokens.
 
-A tile is [128, 16]: channels are the rows of accumulators, 16 for each of eight warps. So decayed copies go into the
-next product from registers, and what they are multiplied with, the same for all channels, waits in shared memory.
+A tile is [128, 16]. Channels are the rows of accumulators, and each of eight warps has 16 of them. So decayed copies of
+keys and queries go into the next product from registers. The other factor is the same for all channels, and waits in
+shared memory.
 
 A pair's decay is taken apart at the end of the column's block and at the first token of the row's block:
 
     k_j e^{G_i - G_j} = e^{G_i - first_I} . e^{first_I - end_J} . (e^{end_J - G_j} k_j)
 
-The factor in the middle is one number a channel, which products get when they are added up. So a block's keys and
-queries are decayed and rounded once, whatever they meet, and what a pair adds to the gates of both its tokens cancels
-in gates before them up to float32's rounding. No factor is above 1, except the middle one of a block with itself,
-which is as large as a channel falls there. Copies carry 2^SHIFT, so that neither they nor their products become too
-small. Channels that fall by more than MILD within a block are done by `deep_part`.
+The factor in the middle is one number per channel. It multiplies products when they are added up. So the keys and
+queries of a block are decayed and rounded only once, for all other blocks. What a pair adds to the gates of its two
+tokens cancels in the gates before both, up to rounding in float32. No factor is above 1, except the middle one of a
+block with itself, which is as large as the channel falls there. Copies are multiplied by 2^SHIFT, so that neither they
+nor their products become too small. `deep_part` computes the channels that fall by more than MILD within a block.
 """
 
 from triton.experimental import gluon
@@ -44,20 +45,21 @@ def empty_tile():
 
 @gluon.jit
 def token():
-    """Of every column of a tile its token in the block."""
+    """For every column of a tile its token in the block, [1, 16]."""
     return gl.arange(0, 16, layout=gl.SliceLayout(0, CHANNELS))[None, :]
 
 
 @gluon.jit
 def places():
-    """Rows and columns of a matrix [16, 16] that tiles are multiplied with."""
+    """The numbers of rows and columns of a matrix [16, 16] by which tiles are multiplied."""
     r = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))[:, None]
     return r, gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT))[None, :]
 
 
 @gluon.jit
 def rounded(x):
-    """As bfloat16 rounds it, in float32. Converted back and forth, numbers would not be converted two at once."""
+    """x as bfloat16 rounds it, in float32. If x were converted there and back, the compiler would not convert two
+    numbers at once."""
     return ((x.to(gl.int32, bitcast=True) + 32768) & -65536).to(gl.float32, bitcast=True)
 
 
@@ -68,8 +70,8 @@ def operand(x):
 
 @gluon.jit
 def sum_over(x, carried, PARTS: gl.constexpr):
-    """Of every column t the sum of those columns of x whose row of ``carried`` has t: products of parts of 8 bits with
-    zeros and ones are exact."""
+    """In every column t the sum of those columns r of x for which ``carried`` has [r, t]. x is split into PARTS of 8
+    bits, whose products with zeros and ones are exact. 3 of them are all of x; with fewer, the last one is rounded."""
     ones = gl.where(carried, 1.0, 0.0).to(gl.bfloat16)
     out = empty_tile()
     for _ in gl.static_range(PARTS - 1):
@@ -81,8 +83,8 @@ def sum_over(x, carried, PARTS: gl.constexpr):
 
 @gluon.jit
 def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Log decays in bits, as channel/gates.py has them; those of tokens that are not there are 0."""
-    if not RAW_GATE:  # from after the end come zeros
+    """Log decays in bits, as in channel/gates.py. They are 0 for tokens after the sequence's end."""
+    if not RAW_GATE:  # zeros were loaded after the end
         return gl.maximum(a, lower_bound if BOUNDED else LEAST) * BITS
     elif BOUNDED:
         inverse, turned = -1.0 / (lower_bound * BITS), rate * -BITS
@@ -95,7 +97,7 @@ def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED:
 
 @gluon.jit
 def may_be_deep(tile, gate, RAW_GATE: gl.constexpr):
-    """Whether a channel may fall by more than MILD within a block. Of raw gates it takes a bound of softplus."""
+    """Whether a channel may fall by more than MILD within a block. For raw gates it uses an upper bound of softplus."""
     rate, bias, _ = gate
     most = rate * 0.0
     for I in gl.static_range(4):
@@ -111,7 +113,7 @@ def may_be_deep(tile, gate, RAW_GATE: gl.constexpr):
 
 @gluon.jit
 def gate_backward(d, decay, a, live, rate, bias, BOUNDED: gl.constexpr):
-    """The gradients of activations and, element by element, of A_log, from that of log decays; ``decay`` in bits."""
+    """The gradients of activations and, per element, of A_log, from that of log decays, ``d``. ``decay``: in bits."""
     x, d, decay = a + bias[:, None], gl.where(live, d, 0.0), decay * (1.0 / BITS)
     if BOUNDED:
         up = gl.exp2(gl.minimum(x * rate[:, None], 80.0) * BITS)
@@ -124,8 +126,9 @@ def gate_backward(d, decay, a, live, rate, bias, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def between(aq, ap, z, factor, kd, qe, pe, dP, dL):
-    """Adds what rows of one block and columns of another, or of the same, say to each other: to rows before their own
-    decay, with dp's sign turned, and to columns before theirs."""
+    """Adds the gradients from pairs of a row in one block and a column in another, or in the same. aq and ap are those
+    of rows before their own decay, the latter with opposite sign. z is that of columns before their own decay. The
+    argument ``dL`` contains -dL."""
     rows_of_P, rows_of_L = dP.permute([1, 0]).load(RIGHT), dL.permute([1, 0]).load(RIGHT)
     aq += factor * mma_v2(kd, rows_of_P, empty_tile())
     ap += factor * mma_v2(kd, rows_of_L, empty_tile())
@@ -135,11 +138,12 @@ def between(aq, ap, z, factor, kd, qe, pe, dP, dL):
 
 @gluon.jit
 def deep_part(sq, sk, gates, dP, dL, deep, I: gl.constexpr, PART: gl.constexpr):
-    """What block I says to itself, of the channels that are ``deep``; for others 0. It is to be added to dq (PART 0),
-    dk (1) or dg's terms (2), one after the other: registers are few, and such chunks are rare.
+    """The gradients from pairs within block I, in channels that are ``deep``, and 0 in others. The caller adds them to
+    dq (PART 0), dk (1) or the terms of dg (2). This is done one part after the other, because registers are few, and
+    such chunks are rare. The argument ``dL`` contains -dL.
 
-    The block is halved again and again, and a pair's decay is taken apart where its tokens part: no factor is above 1,
-    whatever a channel falls by."""
+    The block is halved again and again, and a pair's decay is taken apart where its two tokens part. So no factor is
+    above 1, however far a channel falls."""
     r, t = places()
     q, k = gl.where(deep[:, None], load_block(sq, I), 0.0), gl.where(deep[:, None], load_block(sk, I), 0.0)
     out = empty_tile()

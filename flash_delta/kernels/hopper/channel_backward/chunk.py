@@ -1,5 +1,5 @@
-"""With a decay per channel: what the tokens of a chunk get once the products over values are there, 16 tokens at a
-time, from right to left (blocks.py)."""
+"""With a decay per channel: the gradients of a chunk's tokens, from products over values. It takes 16 tokens at a time,
+from right to left (blocks.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +24,7 @@ from flash_delta.kernels.hopper.channel_backward.blocks import (
 from flash_delta.kernels.hopper.channel_backward.parking import park, parked
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, beside_all
 
-PARKED_SUMS = gl.constexpr(2)  # blocks, from the first on, whose sums of gates are parked
+PARKED_SUMS = gl.constexpr(2)  # the first so many blocks park their sums of gates
 
 
 @gluon.jit
@@ -39,7 +39,7 @@ def tiles_of(x):
 
 @gluon.jit
 def last_tile(x, parking, first: gl.constexpr):
-    """Of [128, 64] the last tile; parks the others, from place ``first`` on."""
+    """The last tile of x [128, 64]. The others are parked, from place ``first`` on."""
     tiles = tiles_of(x)
     for I in gl.static_range(3):
         park(parking, first + I, tiles[I])
@@ -54,7 +54,7 @@ def line_of(lines, n: gl.constexpr, I: gl.constexpr):
 
 @gluon.jit
 def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Activations of a block, their log decays, and which tokens are there."""
+    """Activations of a block, their log decays, and which of its tokens are in the sequence."""
     rate, bias, lower_bound = gate
     a, live = load_block(sg, I), token() < left - 16 * I
     return a, log_decay(a, live, rate, bias, lower_bound, RAW_GATE, BOUNDED), live
@@ -62,9 +62,15 @@ def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: g
 
 @gluon.jit
 def decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Of every block the sums of gates after its first token (parked for the first two blocks), the keys decayed to its
-    end, what they write after the chunk, decayed from there to their block's end, the gate of the first token, and the
-    sum of the others. Of all the sum of what is written."""
+    """Walks the blocks from right to left. Returns for every block:
+
+    * the sums of gates after its first token (for the first blocks they are parked)
+    * the keys, decayed to the end of the block
+    * the gradient of keys as they write to the state after the chunk, decayed from there to the end of the block
+    * the gate of the first token
+    * the sum of the other gates
+
+    Then the sum over all tokens of k times the gradient of what it writes, and the sum of all gates."""
     r, t = places()
     written = tiles_of(W)
     sums, keys, z, opens, falls = (), (), (), (), ()
@@ -88,7 +94,7 @@ def decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE: gl.constexpr, 
 
 @gluon.jit
 def reach(opens, falls, I: gl.constexpr, J: gl.constexpr):
-    """From the end of block J to the first token of block I."""
+    """The sum of gates from the end of block J to the first token of block I."""
     D = opens[I]
     for m in gl.static_range(J + 1, I):
         D += opens[m] + falls[m]
@@ -100,8 +106,8 @@ def chunk_gradients(
     X, Y, W, through, sq, sk, sg, sP, sM, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
-    """Overwrites q, k and g with their gradients; returns those of A_log and of biases. DEEP: a channel may fall by
-    more than MILD within a block."""
+    """Overwrites q, k and g with their gradients. Returns the gradients of A_log and of biases. DEEP: a channel may
+    fall by more than MILD within a block."""
     r, t = places()
     read, erase = last_tile(X, parking, 0), last_tile(Y, parking, 3)
     sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE, BOUNDED)
@@ -147,7 +153,7 @@ def chunk_gradients(
         elif BOUNDED:
             d = gl.where(a < gate[2], 0.0, d)
         sg.slice(16 * I, 16, 0).permute([1, 0]).store(d.to(sg.dtype))
-        if NORM and I < 3:  # where the products were
+        if NORM and I < 3:  # in the places of the products
             park(parking, I, dq)
             park(parking, 3 + I, dk)
         elif NORM:
@@ -163,8 +169,9 @@ def chunk_gradients(
 
 @gluon.jit
 def store_normed(tile, parking, first: gl.constexpr, last, square):
-    """Overwrites x with ``z - x r^2 <x, z>``, r^2 being ``square``. z: three tiles, parked from ``first`` on, and
-    ``last``. Half of the tokens at a time: to sum up all of them takes 2 KB of shared memory, and 1 is left."""
+    """Overwrites x with ``z - x r^2 <x, z>``. ``square`` is r^2. z is three tiles that are parked from ``first`` on,
+    and ``last``. It takes half of the tokens at a time: a sum for all of them needs 2 KB of shared memory, and 1 KB is
+    left."""
     for h in gl.static_range(2):
         parts = parked(parking, first + 2 * h), last if h == 1 else parked(parking, first + 1)
         half = tile.slice(32 * h, 32, 0).permute([1, 0])

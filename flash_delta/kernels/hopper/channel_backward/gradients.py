@@ -1,5 +1,5 @@
 """With a decay per channel, bfloat16 and heads of 128: all gradients of a chunk from the states around it, in one
-kernel. A program does one chunk and head after the other.
+kernel. A program computes one chunk and head after the other.
 
     dP = tril(dO U^T)        dL = -tril(dV U^T, -1)        dV = b . dU~
     dq = scale e^G . (dO S0^T) + sum over j <= i of dP_ij e^{G_i - G_j} . k_j
@@ -8,20 +8,24 @@ kernel. A program does one chunk and head after the other.
     dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
     db = <dU~, R - L U>      dv = dV
 
-It is what `pairs`, `channel_gradients` and `key_head_gradients` of the ``triton`` backend do, of which the first two
-hand on 64 KB a chunk through memory. U, R, dU~ and the states are theirs, too (workspace.py).
+In the ``triton`` backend `pairs`, `channel_gradients` and `key_head_gradients` do the same, and the first two pass on
+64 KB per chunk through memory. They also read the same U, R, dU~ and states (workspace.py).
 
-First the products over values, by wgmma: those with the states leave [128 channels, 64 tokens] in registers, scores go
-to shared memory. Then all else, 16 tokens at a time, from right to left (chunk.py). While that is done the copy engine
-loads what the next chunk's products need. q, k and g of a chunk are overwritten by their gradients.
+First the kernel computes the products over values, by wgmma. Products with states leave [128 channels, 64 tokens] in
+registers, and scores go to shared memory. Then it does everything else, 16 tokens at a time, from right to left
+(chunk.py). Meanwhile the copy engine loads what the next chunk's products need. The gradients of q, k and g overwrite
+them.
 
-Chunks in which a channel falls by very much are rare, and their code needs more registers. So one launch does all the
-others and notes which these are, and another one does them (DEEP).
+Chunks in which a channel falls by very much are rare, and their code needs more registers. So one launch does all other
+chunks and notes which are left. Another launch does those (DEEP).
 
-Where dS1, R and L lay, tiles wait meanwhile (parking.py). So these are asked for last. They are also needed last.
+Tiles wait in the memory of dS1, R and L (parking.py). So the kernel asks for these last. They are also needed last.
 
-Barriers: ``full`` has three, which the copy engine completes: the tiles of the products are there; q, k and g are
-there; dS1, R and L are there.
+``full`` has three barriers. The copy engine completes them:
+
+    0    dO, U, dU~ and S0 are there
+    1    q, k and g are there
+    2    dS1, R and L are there
 """
 
 from torch import Tensor
@@ -72,7 +76,7 @@ SCORES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [3, 2, 1, 0]))  # the sam
 
 @gluon.jit
 def store_nothing(slot, hv, results, sums, cu_seqlens, N, T, HV):
-    """Of a slot without a chunk: zeros, to tokens after the last sequence and to what is summed up over slots."""
+    """Stores zeros for a slot without a chunk: for tokens after the last sequence, and in sums over slots."""
     dq, dk, dv, dg, dbeta = results
     i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
     nothing = gl.zeros([C, K], gl.float32, ROWS)
@@ -102,7 +106,7 @@ def store_sums(head, sums, dA, dbias):
 
 @gluon.jit
 def next_deep(item, items, deep):
-    """The program's next item from ``item`` on that is noted down."""
+    """The program's next item from ``item`` on that is noted in ``deep``."""
     found, step, n = items, gl.num_programs(0), gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0]))
     while (item < items) & (found >= items):
         some = item + n * step
@@ -133,7 +137,7 @@ def next_chunk(item, work, results, sums, deep, PACKED: gl.constexpr, DEEP: gl.c
 
 @gluon.jit
 def ask_values(where, descs, tiles, bar, strides, HV):
-    """Asks for what the products of a chunk need first: dO, U, dU~ and S0."""
+    """Asks for the tiles that the products of a chunk need first: dO, U, dU~ and S0."""
     item, row, start, size, first = where
     batch, head = strides
     mbarrier.expect(bar, 3 * C * K * 2 + K * K * 2)
@@ -164,7 +168,7 @@ def ask_keys(where, descs, tiles, bar, strides, HV):
 
 @gluon.jit
 def load_factors(item, vectors, norms, NORM: gl.constexpr):
-    """Of a chunk's tokens b and the norms of q and k: early, for loads take their time."""
+    """b and the norms of q and k of a chunk's tokens. They are loaded early, because loads take long."""
     i = gl.arange(0, C, layout=THREADS)
     head = item.to(gl.int64)
     b = gl.load(vectors + head * 4 * C + 2 * C + i)
@@ -176,7 +180,8 @@ def load_factors(item, vectors, norms, NORM: gl.constexpr):
 
 @gluon.jit
 def store_factors(factors, lines, scale, NORM: gl.constexpr):
-    """Lines: what reads, erases and writes in a state is multiplied with; b; the squares of norms of q and k."""
+    """Stores six lines: the factors of what reads from, erases in and writes to a state; b; the squares of the norms of
+    q and k."""
     b, of_q, of_k = factors
     if not NORM:
         of_q, of_k = b * 0.0 + 1.0, b * 0.0 + 1.0
@@ -196,7 +201,7 @@ def of_rows(lines, n: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def store_scores(P, M, sL, sP, sM, lines):
-    """Stores dP and -dL as blocks, and returns what L takes from db."""
+    """Stores dP and -dL as blocks, with their factors. Returns what L subtracts from db."""
     i = gl.arange(0, C, layout=gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, SQUARE))[None, :]
     of_k = lines.index(2).load(SQUARE)
@@ -215,7 +220,7 @@ def store_scores(P, M, sL, sP, sM, lines):
 
 @gluon.jit
 def store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_BETA: gl.constexpr):
-    """dv and dbeta."""
+    """Stores dv and dbeta."""
     item, row, start, size, first = where
     i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
     lam, b = slam.load(ROWS).to(gl.float32), of_rows(lines, 3, ROWS)
@@ -233,7 +238,7 @@ def store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_
 
 @gluon.jit
 def state_sums(ss, sds):
-    """Of every channel S0 . dS1: the diagonal of a product, of which a warp multiplies its own 16 rows."""
+    """S0 . dS1 of every channel. This is the diagonal of a product, and a warp multiplies its own 16 rows."""
     x = gl.zeros([8, 16, 16], gl.float32, OWN)
     for h in gl.static_range(2):
         s, d = ss.slice(64 * h, 64, 0).permute([1, 0]), sds.slice(64 * h, 64, 0).permute([1, 0])
@@ -248,7 +253,7 @@ def state_sums(ss, sds):
 
 @gluon.jit
 def load_parameters(A_log, dt_bias, item, HV):
-    """Of a head the rate, e^A_log, and the channels' biases. The rate is never 0 (device/channel_gate.py)."""
+    """A head's rate, e^A_log, and its channels' biases. The rate is never 0 (device/channel_gate.py)."""
     c = gl.arange(0, K, layout=OF_CHANNELS)
     rate, bias = gl.full([K], 1.0, gl.float32, OF_CHANNELS), gl.full([K], 0.0, gl.float32, OF_CHANNELS)
     if A_log is not None:
@@ -273,8 +278,7 @@ def chunk_back(
     PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
     DEEP: gl.constexpr,
 ):  # fmt: skip
-    """``items``: slots times heads. ``deep``: of every one whether it is left to the launch with DEEP; None if none
-    is."""
+    """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sdo1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -297,7 +301,7 @@ def chunk_back(
     work, results = (items, cu_seqlens, N, T, HV), (dq, dk, dv, dg, dbeta)
     values, last = (do_desc, u_desc, lam_desc, s_desc), (ds_desc, r_desc, l_desc)
     keys, of_keys, of_values = (q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads[3])
-    gdc_wait()  # the kernels before this one have ended: what they wrote is there
+    gdc_wait()  # the kernels before this one have ended, and their results can be read
     where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
     if where[0] < items:
         ask_values(
@@ -308,7 +312,8 @@ def chunk_back(
         store_factors(load_factors(where[0], vectors, norms, NORM), lines, scale, NORM)
     t = where[0] * 0
     while where[0] < items:
-        # 0, but the compiler does not know: it would keep the tiles' addresses in registers over the loop.
+        # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
+        # loop.
         n = t >> 16
         sdo, su, slam, sr, ss, sds = (
             sdo1.index(n), su1.index(n), slam1.index(n), sr1.index(n), ss1.index(n), sds1.index(n)
@@ -357,7 +362,7 @@ def chunk_back(
             store_box(dg_desc, sg, end, size, first, item % HV * K)
         store_factors(factors, lines, scale, NORM)
         tma.store_wait(0)  # the copy engine has read the gradients
-        barrier()  # all warps of the program: none asks before that
+        barrier()  # all warps of the program: none asks earlier
         if where[0] < items:
             ask_keys(where, keys, (sq, sk, sg), full.index(1), of_keys, HV)
         t += 1
@@ -366,8 +371,9 @@ def chunk_back(
 def run_chunk_back(
     c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, deep: Deep, do: Tensor, d: Inputs, *, rest: bool
 ) -> None:
-    """Launches `chunk_back` for all of ``d`` except the initial state's: of A_log and dt_bias for every chunk, [slots,
-    HV, K]. ``rest``: for the chunks that the launch without it has left out. With a known bound there are none."""
+    """Launches `chunk_back` for all of ``d`` except the initial state's gradient. Those of A_log and dt_bias are per
+    chunk, [slots, HV, K]. ``rest``: for the chunks that the launch without it has left out. With a bound there are
+    none."""
     p, x = c.p, c.x
     items, K = count_slots(p) * p.HV, p.K
     *batches, heads = strides(x.q, x.k, x.g, do)

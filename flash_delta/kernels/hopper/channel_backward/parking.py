@@ -1,6 +1,6 @@
-"""Tiles of 16 tokens that wait in shared memory, since the chunk's first blocks come last. Registers have no room for
-them, and local memory would be far away: the cache has 28 KB beside so much shared memory, and all threads together
-would keep 150. Every thread reads what it has written itself.
+"""Tiles of 16 tokens that wait in shared memory, since the chunk's first blocks come last. There are not enough
+registers for them, and local memory would be slow. Besides so much shared memory the cache has only 28 KB, and all
+threads together would keep 150 KB there. Every thread reads what it has written itself.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ OWN = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, 8, 1], [2, 1, 0])
 
 @gluon.jit
 def place(parking, n: gl.constexpr):
-    """Place n of eight, 8 KB each: the first tile of ``parking`` has four, the second two, the others one."""
+    """Place n of eight, 8 KB each: four in the first tile of ``parking``, two in the second, one in each other."""
     if n < 4:
         return reinterpret(parking[0], gl.float32, [8, 256, 4], PLACE).slice(2 * n, 2, 0)
     elif n < 6:
@@ -26,7 +26,7 @@ def place(parking, n: gl.constexpr):
 
 @gluon.jit
 def park(parking, n: gl.constexpr, x):
-    """An element's row is 16 warp + 8 a + lane // 4, its column 8 b + 2 (lane % 4) + c."""
+    """Stores x in place n. An element's row is 16 warp + 8 a + lane // 4, its column 8 b + 2 (lane % 4) + c."""
     x = x.reshape([8, 2, 8, 2, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([2, 256, 4])  # b, the thread, a and c
     place(parking, n).store(gl.convert_layout(x, OWN))
 

@@ -1,12 +1,13 @@
 """The inverse of a chunk, by one warp group: A diag(b) with A = (I - M)^-1, where M is strictly lower triangular.
 
-Blocks on the diagonal are inverted by doubling, as in ``triton/forward/solve.py``: if A has the inverses of blocks of
-s tokens, ``A + A M A`` has those of 2 s. There M is what lies between the two halves of a block, so that no number gets
-larger than the inverse itself.
+Blocks on the diagonal are inverted by doubling, as in ``triton/forward/solve.py``. If A has the inverses of blocks of s
+tokens, then ``A + A M A`` has the inverses of blocks of 2 s tokens. In this formula M is only the part that lies
+between the two halves of a block. So no number gets larger than the inverse itself.
 
-Warp w holds rows 16 w to 16 w + 15, in registers; warps exchange numbers through shared memory three times. Up to 16
-tokens every warp works on its own block, ``[4, 16, 16]``, with mma. These small matrices are kept together with their
-transposes: a product leaves B^T in the registers in which the next product wants B. The last doubling is two wgmma.
+Warp w holds rows 16 w to 16 w + 15 in registers. Warps exchange numbers through three tiles in shared memory: sD, sM
+and sT. Up to 16 tokens, every warp works on its own block of ``[4, 16, 16]``, with mma. It keeps these small matrices
+together with their transposes, because a product leaves B^T in the registers where the next product needs B. The last
+doubling is two wgmma.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,7 @@ from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
 
 @gluon.jit
 def product(a, bt, c):
-    """``c + a b`` of [4, 16, 16] with float16 factors, where b is given by its transpose."""
+    """``c + a b`` of [4, 16, 16] with float16 factors. ``bt`` is b transposed."""
     x = gl.convert_layout(a.to(gl.float16), gl.DotOperandLayout(0, BLOCKS, 2))
     y = gl.convert_layout(gl.permute(bt.to(gl.float16), [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
     return mma_v2(x, y, c)
@@ -37,7 +38,8 @@ def doubled(A, At, M, r, c, level: gl.constexpr):
 
 @gluon.jit
 def own_blocks(M):
-    """For every warp its block of M [64, 64] on the diagonal, and the one to the left of it (warp 0 gets any block)."""
+    """For every warp its block of M [64, 64] on the diagonal, and the block to the left of that. Warp 0 has no block to
+    the left. It gets its own block again."""
     even, odd = M.reshape([4, 16, 2, 2, 16]).permute([0, 1, 4, 2, 3]).split()  # columns of blocks 0 and 2, 1 and 3
     first, third = even.split()
     second, fourth = odd.split()
@@ -50,7 +52,7 @@ def own_blocks(M):
 
 @gluon.jit
 def halves(odd, even_left, odd_left, right):
-    """[64, 32] of blocks [4, 16, 16]: in odd warps ``odd_left`` and ``right``, in even warps ``even_left`` and 0."""
+    """[64, 32] from blocks [4, 16, 16]. Odd warps have ``odd_left`` and ``right``, even warps ``even_left`` and 0."""
     left = gl.where(odd, odd_left, even_left)
     right = gl.where(odd, right, 0.0)
     both = gl.join(left, right).permute([0, 1, 3, 2]).reshape([64, 32])
@@ -59,8 +61,8 @@ def halves(odd, even_left, odd_left, right):
 
 @gluon.jit
 def invert_blocks(D, sD):
-    """The inverses of each warp's block, of which what is on the diagonal and above is ignored; their transposes go to
-    sD, for `invert_pairs`. Before that a barrier is needed."""
+    """The inverse of each warp's block. The block's diagonal and what is above are ignored. The transposed inverses go
+    to sD. The caller needs a barrier before `invert_pairs` reads them."""
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
@@ -76,8 +78,8 @@ def invert_blocks(D, sD):
 
 @gluon.jit
 def invert_pairs(A, B, sD):
-    """The inverses of two blocks of 32, as their rows [64, 32], from those of 16. An odd warp needs the transposed
-    inverse of the warp before it. B: for odd warps the block to the left of theirs."""
+    """The rows [64, 32] of the inverses of two blocks of 32, from the inverses of blocks of 16. An odd warp needs the
+    transposed inverse of the warp before it. B: for odd warps, the block to the left of their own."""
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
     pairs = A.reshape([2, 2, 16, 16])
     before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs.to(gl.float16))[0]
@@ -88,18 +90,18 @@ def invert_pairs(A, B, sD):
 
 @gluon.jit
 def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
-    """A diag(b), or with KEEP A: columns 0 to 31 and 32 to 63, each [64, 32] in registers.
+    """A diag(b), or with KEEP A: columns 0 to 31 and columns 32 to 63, each [64, 32] in registers.
 
-    M: [64, 64] with layout ROWS; its diagonal and what is above are ignored. b: [1, 64] in shared memory.
+    M: [64, 64] with layout ROWS. Its diagonal and what is above are ignored. b: [1, 64] in shared memory.
     sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
-    returns, some warps may still use it: the caller needs a barrier before it writes there.
+    returns, some warps may still use it. So the caller needs a barrier before it writes there.
     """
     sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
     D, B = own_blocks(M)
     A = invert_blocks(D, sD)
     barrier()  # all warps of this group: their transposed inverses are in sD
     A = invert_pairs(A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
-    # 32 -> 64: what is missing are rows from 32 on, columns up to 31.
+    # From blocks of 32 to 64: rows from 32 on, columns up to 31 are still missing.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
     scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)
     sT.store(scaled.to(gl.float16))

@@ -1,31 +1,31 @@
-"""The forward pass for Hopper in one kernel: a program walks one state after the other, with a role per warp group.
+"""The forward pass for Hopper in one kernel. A program walks one state after the other, with a role per warp group.
 
     load     loads q, k and rates of a chunk into a ring of NS slots, and v into a ring of NV: one warp each
-    rate     makes the rates instead, where there are no norms and no raw gates, and nothing is saved: one warp
-    factor   writes A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots. If two warp
-             groups have a state, it writes A only, and each of them writes half of the columns of P
+    rate     makes the rates instead, without a pool, norms and raw gates, if nothing is saved: one warp
+    factor   writes A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots. If there are
+             two state groups, it writes only A, and each state group writes half of the columns of P
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
-Every state group holds 64 value columns of the state, transposed, S^T [64, K], in float32 accumulators. Their values go
-from registers into the next product, and so do those of R, U and O. There are one or two state groups, and one or two
-factor groups, which take chunks in turns. The docstring of rates.py says what the rates are.
+Every state group holds 64 value columns of the state, transposed, S^T [64, K], in float32 accumulators. The values of
+S, R and U go from registers into the next product. There are one or two state groups, and one or two factor groups.
+Factor groups take chunks in turns. The docstring of rates.py says what the rates are.
 
 Barriers, and who completes them:
 
-    full     the copy engine, and the rate role where it makes rates: q, k and rates of a chunk are there
+    full     the copy engine, and the rate role if it makes rates: q, k and rates of a chunk are there
     vfull    the copy engine: v is there
     xfull    the factor group: A is there, and P if it writes P
     pfull    both state groups: their halves of P are there
-    done     all state groups: they have read all of a chunk's tiles, so that all its slots are free
+    done     all state groups: they have read all tiles of a chunk, so that its slots are free
 
-For the backward pass (KEEP) A also goes to memory, as `solve` writes it: (I + diag(b) L)^{-1}. Then R is multiplied by
-b instead. With SAVE the state groups also write what `scan` of the ``triton`` backend saves: S0 of every chunk, R
-(without b) and U.
+With KEEP, A also goes to memory for the backward pass. Then A is (I + diag(b) L)^{-1}, as `solve` writes it, and R is
+multiplied by b instead. With SAVE the state groups also write what `scan` of the ``triton`` backend saves: S0 of every
+chunk, R (without b) and U.
 
-Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way, or ptxas waits for
-all of them. No role may need more registers than it has, or ptxas waits after every wgmma of the kernel (C7512, see
-``flash-delta compile``).
+Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way. Otherwise ptxas
+waits for all of them. And no role may need more registers than it has. Otherwise ptxas waits after every wgmma of the
+kernel (C7512, see ``flash-delta compile``).
 """
 
 from collections.abc import Iterable
@@ -82,7 +82,7 @@ def factor_role(
         chunks = (length + C - 1) // C
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
-        # Signalled by the copy engine: k, q and rates are there, as the load role asked.
+        # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
         mbarrier.wait(full.index(s), ((first + begin) // NS) & 1, pred=begin < chunks)
         scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])  # still on its way
@@ -93,13 +93,13 @@ def factor_role(
             strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
             scores = warpgroup_mma_wait(0, deps=[scores])
             M = scores * decay * strength
-            wait_free(done, t, NX, NS)  # signalled by the state groups, which have read the A and P that lay here
+            wait_free(done, t, NX, NS)  # signalled by the state groups, which have read the A and P in this slot
             if READS:
                 reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
                 reads = warpgroup_mma_wait(0, deps=[reads])
                 sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
             if KEEP:
-                tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A that lay here
+                tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
             sT = reinterpret(sa.index(x), gl.float16, [C, C // 2], HALF)
             left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
             barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
@@ -109,11 +109,11 @@ def factor_role(
             mbarrier.arrive(xfull.index(x), count=1)
             if KEEP:
                 barrier()  # all warps of this factor group: A is whole in shared memory
-                if gl.program_id(1) == 0:  # two programs may walk the same state; one of them writes
+                if gl.program_id(1) == 0:  # two programs may walk the same state, and one of them writes
                     tma_store(a_desc, [((first_slot(n, start, T, PACKED) + c) * HV + hv) * C, 0], sa.index(x))
-            # Starts the scores of this group's next chunk. After the last chunk they are of stale tiles, and not used.
+            # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
             later = t + FACTORS
-            # Signalled by the copy engine: k, q and rates of that chunk are there.
+            # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
             mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
             keys = sk.index(later % NS)
             scores = warpgroup_mma(keys, keys.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -149,7 +149,7 @@ def state_role(
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     PARTS: gl.constexpr = WIDTH // 64
-    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles of a chunk that go to memory by way of ``so``
+    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles of a chunk that go to memory through ``so``
     NO: gl.constexpr = so.shape[0]  # buffers
     BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
@@ -169,7 +169,8 @@ def state_role(
         for token in range(0, length, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
-            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates are there
+            # Signalled by the copy engine, and by the rate role if it makes rates: q, k and rates are there.
+            mbarrier.wait(full.index(s), (t // NS) & 1)
             E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             if SAVE:
@@ -228,8 +229,8 @@ def state_role(
             if last >= 0:
                 store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
             else:
-                tma.store_wait(0)  # the copy engine has read ``so``, into which the next state comes
-                barrier()  # all warps of this group: none asks for that state before
+                tma.store_wait(0)  # the copy engine has read ``so``, where the next state will be loaded
+                barrier()  # all warps of this group: none asks for that state earlier
         else:
             store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
@@ -246,8 +247,8 @@ def forward_loop(
     KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
     NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states; item i is value head i % HV of sequence i // HV. With ``walks`` (prompt_list.py)
-    the device counts the sequences, and this launch works if there are ``least`` to ``most`` of them.
+    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` (prompt_list.py)
+    the device counts the sequences, and this launch works only if there are ``least`` to ``most`` of them.
     K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
@@ -321,8 +322,8 @@ def run_loop(
     c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *choice: LoopTile,
     r: Residual | None = None,
 ) -> None:  # fmt: skip
-    """Launches the loop with at most one program per multiprocessor and block of value columns; a program walks several
-    states. Without ``rates`` it makes them. ``A`` and ``r`` are written for the backward pass."""
+    """Launches the loop, with at most one program per multiprocessor and block of value columns. A program walks
+    several states. Without ``rates`` the loop makes them. ``A`` and ``r`` are written for the backward pass."""
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
     ends = states(p, final if initial is None else initial), states(p, final)
@@ -334,8 +335,8 @@ def _run(
     c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *,
     initial: bool,
 ) -> None:  # fmt: skip
-    """``stored``: descriptors of A, of what is saved of chunks, and of the states before and after them. ``on_pool``:
-    what the kernel takes on a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from ``slots`` on."""
+    """``stored``: descriptors of A, of what is saved of chunks, and of the first and final states. ``on_pool``: the
+    arguments for a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from ``slots`` on."""
     p, x, plans = c.p, c.x, []
     q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)

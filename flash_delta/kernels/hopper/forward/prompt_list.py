@@ -1,8 +1,9 @@
-"""Which sequences of a prefill the loop walks. One program of `rates` finds them on the device: those that are not
-padding and have more than SHORT tokens. `decode` runs the shorter ones; with SHORT 0 it runs none.
+"""Finds the sequences of a prefill that the loop walks. One program of `rates` does this on the device. The loop walks
+sequences that are not padding and have more than SHORT tokens. `decode` runs the shorter ones. With SHORT 0 it runs
+none.
 
 With a decay per channel there is no `rates`, and `list_prompts` does this instead. It also writes zeros to o of padding
-and after the last sequence: grid (slots), a program looks at one chunk of all heads."""
+and after the last sequence. Its grid is (slots), and a program looks at one chunk of all heads."""
 
 import triton
 import triton.language as tl
@@ -16,12 +17,12 @@ from flash_delta.kernels.triton.forward.scan import load_slots
 from flash_delta.problem import Slots
 
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]
-INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
 
 @triton.jit
 def find_slots(tables, n, slots):
-    """The slots that sequences n read and write (-1: none), and whether they are no padding, as in `scan`.
+    """The slots that sequences n read and write (-1: none), and which sequences are not padding, as in `scan`.
 
     tables: indices of slots to read and to write, flags of initial states, and the strides of these three.
     slots: as `as_slot` takes it."""
@@ -36,8 +37,8 @@ def find_slots(tables, n, slots):
 
 @triton.jit
 def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
-    """Writes how many sequences the loop walks, and for each its number, the slot that its state is read from and the
-    slot that it is written to; -1 where there is none."""
+    """Writes how many sequences the loop walks. For each of them it writes three numbers: the sequence, the slot that
+    its state is read from, and the slot that its state is written to. If there is no such slot, the number is -1."""
     count = N * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
@@ -57,7 +58,7 @@ def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
 
 @triton.jit
 def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
-    """Whether `decode` runs sequence n. What lies after the last sequence does not count as one."""
+    """Whether `decode` runs sequence n. The tokens after the last sequence are not a sequence."""
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     return (n < N) & (stop - start <= SHORT)
 

@@ -1,6 +1,6 @@
-"""The role that makes the rates of the loop's chunks, in one warp. Where it does, `rates` is not launched.
+"""The role that makes the rates of the loop's chunks, in one warp. If it does so, `rates` is not launched.
 
-It takes log decays and strengths as given, and no norms. What the rates are is said in rates.py.
+It takes log decays and strengths as given. There are no norms. rates.py says what the rates are.
 """
 
 from triton.experimental import gluon
@@ -24,8 +24,8 @@ def add(a, b):
 
 @gluon.jit
 def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, length):
-    """Log decays and strengths of a sequence's tokens; 0 after its end. Without the tensors no token decays, and all
-    are written with strength 1."""
+    """Log decays and strengths of a sequence's tokens, and 0 after its end. Without ``g`` no token decays. Without
+    ``beta`` every token has strength 1."""
     live, at = token < length, (start + token).to(gl.int64)
     x = (token * 0).to(gl.float32)
     b = gl.where(live, x + 1.0, 0.0)
@@ -38,7 +38,7 @@ def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, leng
 
 @gluon.jit
 def find_rates(x, b, i, scale):
-    """The eight vectors of a chunk's tokens ``i``, [1, 64], from log decays ``x`` and strengths ``b``."""
+    """The eight vectors [1, 64] of a chunk, from log decays ``x`` and strengths ``b`` of its tokens ``i``."""
     sums = gl.associative_scan(gl.maximum(x, LEAST).to(gl.float64), 1, add)
     G = (sums * BITS).to(gl.float32)
     last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
@@ -49,7 +49,7 @@ def find_rates(x, b, i, scale):
 
 @gluon.jit
 def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS: gl.constexpr):
-    """Writes zeros to o after the last sequence of a packed row; programs take its tokens in turns."""
+    """Writes zeros to o after the last sequence of a packed row. Programs take the tokens in turns."""
     end = load_bound(cu_seqlens, N, T)
     none = (i * 0).to(gl.float32)
     for token in range(end + program, T, programs):
@@ -62,10 +62,10 @@ def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS: gl.constex
 def rate_role(
     given, MAKES_RATES: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring of rates, unless `rates` makes them.
+    """Fills the ring of rates. It does nothing if `rates` makes them.
 
-    given: (gates, numbers, ring, bars, work). gates: g, beta and o. numbers: of g and of beta the numbers from one
-    batch row to the next, and those from token to token and from head to head; then the scale."""
+    given: (gates, numbers, ring, bars, work). gates: g, beta and o. numbers: the stride of g between batch rows, its
+    strides between tokens and between heads; the same of beta; then the scale."""
     if MAKES_RATES:
         make_rates(given, HV, WIDTH, NS, PACKED)
 
@@ -102,5 +102,5 @@ def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, P
 
 
 def makes_rates(p: Problem) -> bool:
-    """Whether the loop makes its rates: without norms and raw gates, where nothing is saved."""
+    """Whether the loop makes its rates. It does so without a pool, norms and raw gates, if nothing is saved."""
     return p.pool is None and not (p.needs_grad or p.l2norm or p.raw_gate or p.raw_beta)

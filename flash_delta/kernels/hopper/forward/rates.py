@@ -1,4 +1,4 @@
-"""Stage ``cumulate``: what the loop applies to scores and accumulators, for every chunk and value head.
+"""Stage ``cumulate``: the factors by which the loop multiplies scores and accumulators, per chunk and value head.
 
     G = log2 e (g_1 + .. + g_i)         the log decay g as given, or made from its raw activation
     rates [8, C]:   0   G + log2(scale r_q)
@@ -10,22 +10,26 @@
                     6   r_k 2^{G_C - G}
                     7   gamma = 2^{G_C}, in every column
 
-r_q and r_k are the reciprocal lengths of q and k, 1 without a norm. G is summed in float64. Decays are cut off at
-e^-128, which is 0 in float32, so that |G| stays below 2^14, and its differences resolve 2^-10 after 64 such tokens.
+r_q and r_k are the reciprocal lengths of q and k, or 1 without a norm. G is summed in float64. Log decays below -128
+count as -128, since e^-128 is 0 in float32. So |G| stays below 2^14, and float32 resolves differences of G to 2^-10,
+even after 64 such tokens.
 
-Rows after the end of a sequence get b = 0 and no decay. After the last sequence of a packed row this kernel
-writes zeros to o. With a norm it also writes ``norms``, where p has the lengths of k.
+Rows after the end of a sequence get b = 0 and no decay. The kernel writes zeros to o after the last sequence of a
+packed row.
 
-For the backward pass of ``triton`` it writes what `solve` writes, except A: ``vectors``. That by hand finds dbeta from
-U, which has b as a factor, and DIVIDES by b. So then |b| is at least 2^-40, and where it is below 2^-14 row 2 has 0 for
-it: the float16 numbers of `invert` hold no such b. There U is b R, which `finish` knows.
+The backward pass of ``triton`` reads what `solve` writes. For it the kernel writes all of that except A: ``vectors``,
+and with a norm ``norms``, where p has the lengths of k.
 
-That pass runs this kernel again: rates are a quarter of the memory of A, and to find them again is one short launch.
-BACK there is no b in row 2, ``norms`` are those that the forward pass has left, two vectors a key head, and ``decays``
-are written, a raw gate's log decays.
+The backward pass by hand needs ``norms`` of q and k only. It finds dbeta from U, which has b as a factor, and divides
+by b (DIVIDES). So |b| is raised to at least 2^-40. If |b| is below 2^-14, row 2 has 0 instead of b, because the
+float16 numbers of `invert` cannot hold such a b. There U is b R, and `finish` takes this into account.
 
-On a pool (``walks``) the first program lists the sequences that the loop walks, o of padding is written as zeros, and
-nothing is written of sequences that `decode` runs.
+That pass runs this kernel again (BACK). Rates take a quarter of the memory of A, and one short launch computes them
+again. Then row 2 is r_k / (scale r_q). The kernel reads ``norms``, of which the forward pass has left two vectors per
+key head. With a raw gate it writes the log decays to ``decays``.
+
+On a pool (``walks``) the first program lists the sequences that the loop walks. The kernel writes zeros to o of
+padding, and nothing for sequences that `decode` runs.
 
 Grid (slots, HV / HEADS). A program has HEADS value heads; with a norm they are those of one key head.
 """
@@ -48,8 +52,8 @@ from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
-SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # |b| that is divided by; that erases in its chunk
-INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as `decode` has them
+SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # the least |b|: to divide by, to erase in its chunk
+INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
@@ -156,7 +160,7 @@ def new_rates(p: Problem) -> Tensor:
 
 def new_walks(p: Problem) -> Tensor:
     """Memory for the list of sequences that the loop walks on a pool (prompt_list.py)."""
-    numbers = -(-(1 + 3 * p.N) // 64) * 64  # in whole lines of memory, as `run` rounds them
+    numbers = -(-(1 + 3 * p.N) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
     return torch.empty(numbers, dtype=torch.int32, device=p.device)
 
 
@@ -164,7 +168,7 @@ def run_rates(
     c: Call, o: Tensor, out: Tensor, saved: Solved | Walked | None = None, walks: Tensor | None = None,
     slots: Slots = NO_SLOTS,
 ) -> None:  # fmt: skip
-    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``: states are in ``slots``."""
+    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``: the list, on a pool with ``slots``."""
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     norms, vectors = None if saved is None else saved.norms, saved.vectors if isinstance(saved, Solved) else None
     written = (o, out, norms, vectors, None)

@@ -1,10 +1,10 @@
-"""Copies of a state between memory and the registers of its warp group: S^T [64, WIDTH] float32, in parts of 32 keys.
+"""Copies a state between memory and the registers of its warp group: S^T [64, WIDTH] float32, in parts of 32 keys.
 
-The copy engine moves the parts, through the NO buffers of the outputs (8 KB each): addresses for so many loads would
-take the registers that the loop needs.
+The copy engine moves the parts through the NO buffers of the outputs, 8 KB each. If threads loaded the state
+themselves, so many addresses would take the registers that the loop needs.
 
-A state in a ``slot`` of a pool may have 16 bits. Slot -1 is outside of what the descriptor describes, so a load from it
-gives zeros. Callers do not store to it: the test that did so ended in an illegal instruction on an H200 (docs/notes).
+A state in a ``slot`` of a pool may have 16 bits. The descriptor does not describe slot -1, so a load from there gives
+zeros. Callers do not store to slot -1. The test that did so ended in an illegal instruction on an H200 (docs/notes).
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from flash_delta.kernels.hopper.layouts import HALF, NARROW_ROWS, ROW_HALF, ROW_
 
 @gluon.jit
 def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
-    """The buffer of part m, with the rows that it has in memory."""
+    """The buffer of part m, with the shape that the part has in memory."""
     shape: gl.constexpr = [64, 32] if V_FIRST else [32, 64]
     if desc.dtype == gl.float32:
         return reinterpret(so.index(m % NO), gl.float32, shape, STATE)
@@ -27,7 +27,7 @@ def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
 
 @gluon.jit
 def box_of(tile, slot, row, column, m: gl.constexpr, V_FIRST: gl.constexpr):
-    """Where part m is in memory, and its buffer with the axes of the descriptor, of which a pool's has three."""
+    """Where part m is in memory, and its buffer with the axes of the descriptor. A pool's descriptor has three axes."""
     r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
     if slot is None:
         return (r, c), tile
@@ -55,7 +55,7 @@ def fetch(
 def fetched(
     desc, slot, row, column, so, bars, m: gl.constexpr, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
 ):
-    """Part m of S^T, [64, 32]; asks for the part that comes into the same buffer."""
+    """Part m of S^T, [64, 32]. It also asks for the part that comes into the same buffer next."""
     mbarrier.wait(bars.index(m % NO), m // NO % 2)  # signalled by the copy engine: part m is there
     tile = part_of(so, desc, m, V_FIRST, NO)
     part = tile.load(NARROW_ROWS) if V_FIRST else tile.permute([1, 0]).load(NARROW_ROWS)
@@ -96,8 +96,8 @@ def apart_all(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def store_through(tile, box, desc, at, x, TURNED: gl.constexpr):
-    """Stores x to memory through the buffer ``tile``, which has to be free; TURNED: transposed. ``box`` is the same
-    buffer with the axes of the descriptor."""
+    """Stores x to memory through the buffer ``tile``, which has to be free. ``box`` is the same buffer with the axes of
+    the descriptor. TURNED: x is stored transposed."""
     if TURNED:
         tile.permute([1, 0]).store(x)
     else:
@@ -109,9 +109,9 @@ def store_through(tile, box, desc, at, x, TURNED: gl.constexpr):
 
 @gluon.jit
 def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexpr):
-    """Stores [64, 64] to memory, through the next of NO buffers; TURNED: transposed."""
-    tma.store_wait(NO - 1)  # the copy engine has read what lay in the next buffer
-    barrier()  # all warps of this group: none writes before that
+    """Stores x [64, 64] to memory, through the next of NO buffers. TURNED: x is stored transposed."""
+    tma.store_wait(NO - 1)  # the copy engine has read the next buffer
+    barrier()  # all warps of this group: none writes earlier
     tile = so.index(number % NO)
     store_through(tile, tile, desc, (row, column), x, TURNED)
 
@@ -120,7 +120,7 @@ def send(desc, x, row, column, so, number, NO: gl.constexpr, TURNED: gl.constexp
 def ask_for_state(
     desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr
 ):  # fmt: skip
-    """Asks for the first parts of what `take_state` takes."""
+    """Asks for the first parts of the state that `take_state` takes."""
     for m in gl.static_range(NO):
         fetch(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO)
 
@@ -129,7 +129,7 @@ def ask_for_state(
 def take_state(
     desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr, ROWS: gl.constexpr
 ):
-    """What `load_state` loads, after `ask_for_state`."""
+    """The state that `load_state` loads, after `ask_for_state`."""
     parts = ()
     for m in gl.static_range(WIDTH // 32):
         parts += (fetched(desc, slot, row, column, so, bars, m, WIDTH, V_FIRST, NO),)
@@ -140,22 +140,22 @@ def take_state(
 def load_state(
     desc, slot, row, column, so, bars, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr, ROWS: gl.constexpr
 ):
-    """S^T of the head whose state begins at ``row``, of all states or of a pool's ``slot``: 64 values from ``column``.
+    """S^T of the head whose state begins at ``row``: 64 values from ``column`` on. ``slot``: that of a pool, or None.
 
-    Every one of ``bars`` goes through an even number of phases, so that the next call finds them as this one did. No
-    store from ``so`` may be on its way."""
+    Every barrier of ``bars`` goes through an even number of phases. So the next call finds it as this one did. No store
+    from ``so`` may be on its way."""
     ask_for_state(desc, slot, row, column, so, bars, WIDTH, V_FIRST, NO)
     return take_state(desc, slot, row, column, so, bars, WIDTH, V_FIRST, NO, ROWS)
 
 
 @gluon.jit
 def store_state(desc, S, slot, row, column, so, WIDTH: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
-    """Stores what `load_state` loads. When it returns, ``so`` is free."""
+    """Stores a state where `load_state` loads it. When the call returns, ``so`` is free."""
     parts = apart_all(S, WIDTH // 32)
     tma.store_wait(0)  # the copy engine has read all buffers
     for m in gl.static_range(WIDTH // 32):
-        tma.store_wait(NO - 1)  # the copy engine has read what lay in this part's buffer
-        barrier()  # all warps of this group: none writes before that
+        tma.store_wait(NO - 1)  # the copy engine has read this part's buffer
+        barrier()  # all warps of this group: none writes earlier
         part, tile = gl.convert_layout(parts[m], NARROW_ROWS).to(desc.dtype), part_of(so, desc, m, V_FIRST, NO)
         at, box = box_of(tile, slot, row, column, m, V_FIRST)
         store_through(tile, box, desc, at, part, not V_FIRST)

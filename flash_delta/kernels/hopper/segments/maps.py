@@ -5,18 +5,18 @@
     load     loads k, rates and A of a chunk, and v if the map is B, into a ring of NS slots: one warp
     state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
 
-A program computes either Phi or B of a segment. Phi is the image of the identity without values. B is the image of
-zero. In a sequence's first segment, B starts from the initial state instead, and is then the state at the end. So the
-first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or one for
-heads of 64.
+A program computes either Phi or B of a segment. For Phi it walks the identity, without values. For B it walks zero,
+with values. In a sequence's first segment, B starts from the initial state instead, and is then the state at the end.
+So the first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or
+one for heads of 64.
 
-Chunks that have decayed to zero at the end of a segment need no walk. The sums of gates show this beforehand: B begins
-where chunks start to matter, and if some do not matter, Phi is zero. Also, once Phi is zero it stays zero. Then its
-program ends, with the same bits as without this. Programs of Phi are launched first, so that other programs follow
-those that end early.
+Chunks whose effect has decayed to zero at the end of a segment are not walked. The sums of gates show this beforehand:
+B begins where chunks start to matter, and if some do not matter, Phi is zero. Also, once Phi is zero it stays zero, so
+its program ends, with the same bits as if it went on. Programs of Phi are launched first, so that programs of B take
+the place of those that end early.
 
-`compose_maps` multiplies numbers that are two bfloat16 each, and leaves out the smallest of the four products. Its
-error is 2^-16. The walk itself rounds to 2^-9.
+`compose_maps` multiplies numbers that are the sum of two bfloat16 each, and leaves out the smallest of the four
+products. Its error is 2^-16. The walk itself rounds to 2^-9.
 """
 
 import triton
@@ -73,7 +73,7 @@ def map_role(
     index = gl.program_id(0)  # slot * HV + value head
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_ROWS))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE_ROWS))[None, :]
-    kept = (skipped == 0) & (keys > 0)  # the identity; decayed rows are zero
+    kept = (skipped == 0) & (keys > 0)  # Phi starts as the identity, or as zero if chunks have decayed; B as zero
     S = gl.where((i + v + gl.where(kept, 0, WIDTH)) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
     if INITIAL and ((number == 0) & (keys == 0) & (skipped == 0)):
         head = (n * HV + place(HV)[1]) * WIDTH

@@ -31,7 +31,7 @@ class Work(NamedTuple):
 class BackPace(NamedTuple):
     """Times of the backward pass."""
 
-    setup: float  # of a program until its first chunk, and after its last one
+    setup: float  # of a program, before its first chunk and after its last one
     map: float  # per chunk of half a map
     trace: float  # per chunk of `run_retrace`
     end: float  # per chunk of `run_find_ends`
@@ -41,7 +41,7 @@ class BackPace(NamedTuple):
 class SegmentPace(NamedTuple):
     """Times that depend on the width of heads."""
 
-    setup: float  # of a program until its first chunk, and after its last one
+    setup: float  # of a program, before its first chunk and after its last one
     factor: float  # per chunk and head, on one multiprocessor
     whole: dict[int, float]  # per chunk of the loop for whole sequences, by its groups (tiles.py)
     map: float  # per chunk of half a map
@@ -72,13 +72,14 @@ def split_endless(p: Problem, processors: int) -> int | None:
 
 
 def split_prompt(p: Problem, processors: int) -> int | None:
-    """The same on a pool, where a single prompt may be split. Checkpoints do not matter, since they may not change any
-    bit of a result."""
+    """The same on a pool, where a single prompt may be split. It must not depend on checkpoints, which may not change
+    any bit of a result."""
     return split_length(p, processors) if p.N == 1 else None
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
-    """The lengths for a call with the hand-written backward pass. With ``batch_invariant`` they change no bits."""
+    """The lengths for a call with the hand-written backward pass. With ``batch_invariant`` nothing is split, so that no
+    length changes a bit."""
     if p.batch_invariant or p.N == 0:
         return Lengths(None, None)
     return _split_training(_work(p, processors), p.K, split_endless(p, processors) is not None)
@@ -136,7 +137,7 @@ def _back_times(work: Work, width: int) -> dict[int | None, float]:
 
     times: dict[int | None, float] = {None: WORTH * walks(states, chunks)}
     for number, length in splits(chunks):
-        # With gates as at the beginning of training, so many of these walks begin late or end early.
+        # 0.75: with gates as at the beginning of training, some of these walks begin late or end early.
         ends = max(1.0, 0.75 * states * (number - 1) / processors) * (pace.setup + length * pace.end)
         found = LAUNCHES + ends + number * COMPOSE + _maps_us(work, width, C * length)
         times.setdefault(C * length, found + walks(states * number, length))

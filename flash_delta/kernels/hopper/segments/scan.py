@@ -10,9 +10,11 @@ There are two state groups with 64 columns of the transposed state each, as in t
 grid is (slots * HV,). Heads of 256 have one state group and a program for every 64 columns, and the grid is
 (slots * HV, V / 64). They walk whole sequences, from their initial states.
 
-There are three barriers. The copy engine completes ``full`` when all tiles of a chunk have arrived. The score group
-completes ``pfull`` when P is ready. All state groups complete ``done`` when they have read all tiles of a chunk. Its
-slots are then free.
+Each slot of the rings has a barrier of these kinds:
+
+    full     the copy engine completes it when all tiles of a chunk have arrived
+    pfull    the score group completes it when P is ready
+    done     all state groups complete it when they have read all tiles of a chunk, so that its slots are free
 
 For a prompt on a pool the state groups also store checkpoints (checkpoints.py). A segment starts from the state that
 the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.

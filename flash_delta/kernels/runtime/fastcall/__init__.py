@@ -2,10 +2,10 @@
 
 `key` is a Python function until a GPU's kernels are loaded. From then on it is a C function (key.c), which takes a
 tenth of the time and calls Python for tensors that are not plain. Without a GPU nothing is compiled, and Triton is not
-needed. The two functions never return the same key, since C returns bytes. At worst a call is checked once more.
+needed. The keys of the two functions differ, since C returns bytes. So a call may at worst be checked once more.
 
-C reads tensors through an interface that torch has from 2.10 on. With an older torch, the key stays that of Python, and
-Triton's launcher is used.
+C reads tensors through an interface that torch has from 2.10 on. With an older torch, `key` stays the Python function,
+and Triton launches.
 """
 
 import os

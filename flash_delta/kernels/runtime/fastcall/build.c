@@ -1,13 +1,13 @@
 // Builds a frame. Letters give the types of a kernel's parameters: those of Python's `struct` for numbers, P for a
 // pointer, M for a descriptor, x for a constant, which is no parameter. The items of a tuple are in parentheses.
-typedef struct { PyObject *tensor; uint64_t start, stop; } Given;  // `stop`: for a workspace, which contains others
+typedef struct { PyObject *tensor; uint64_t start, stop; } Given;  // values may point into [start, stop) of a workspace
 typedef struct {
   Frame *frame;
   const Given *given;
   Py_ssize_t count;    // the number of items in `given`
-  uint64_t *constant;  // the next free place; the same for the following
-  void **parameter;
-  unsigned char *map;
+  uint64_t *constant;  // the next free place for a constant,
+  void **parameter;    // a parameter,
+  unsigned char *map;  // a descriptor
   Config *config;  // the config of the first launch
 } Builder;
 
@@ -143,7 +143,7 @@ static int put_launch(Builder *b, const Step *s) {
   return 1;
 }
 
-// Counts the items of every kind that launches need.
+// How many items of every kind launches need.
 typedef struct { size_t pointers, maps, numbers, launches; } Counts;
 
 static int count_values(PyObject *steps, Counts *counts) {
@@ -214,9 +214,10 @@ static int look_at(PyObject *tensors, Given *given) {
   return 1;
 }
 
-PyDoc_STRVAR(frame_doc, "frame(launch, replace, steps, tensors, places, scratch) -> bytearray, to be launched. The\n"
-                        "driver's functions; what is launched (cuda.Step); all tensors, of which the last ones may\n"
-                        "lie in spare memory at the places; whether one more place is scratch memory.");
+PyDoc_STRVAR(frame_doc, "frame(launch, replace, steps, tensors, places, scratch) -> bytearray, for `launch`.\n\n"
+                        "launch, replace: the driver's functions.  steps: each launch, as cuda_driver.Step.\n"
+                        "tensors: all of the call; the last ones may be in spare memory, at `places`.\n"
+                        "scratch: whether the last place is scratch memory, which is no tensor.");
 static PyObject *make_frame(PyObject *self, PyObject *args) {
   PyObject *steps, *tensors, *places, *made = NULL;
   Frame f = {0};

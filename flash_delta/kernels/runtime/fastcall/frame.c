@@ -84,9 +84,9 @@ static int launch_all(Frame *f, void *stream) {
   return 0;
 }
 
-PyDoc_STRVAR(launch_doc, "launch(frame, stream, memory, *groups) -> int: the driver's status. `frame`: one that is in\n"
-                         "nobody else's use; `memory`: what its places are in, or None where tensors stand for them\n"
-                         "at the groups' end. After a refusal the next call goes on where it was.");
+PyDoc_STRVAR(launch_doc, "launch(frame, stream, memory, *groups) -> int: the driver's status, 0 if all is launched.\n\n"
+                         "frame: no other thread may use it.  memory: spare memory with the frame's places, or None\n"
+                         "if the groups end with tensors for these. After an error the next call continues there.");
 static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (count < 3) return PyErr_Format(PyExc_TypeError, "launch: expected a frame, a stream, memory and groups");
   Frame *f = frame_of(args[0]);
@@ -94,7 +94,7 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count)
   void *stream = PyLong_AsVoidPtr(args[1]);
   if (PyErr_Occurred() || !write_addresses(f, args[2], args + 3, count - 3)) return NULL;
   int status;
-  Py_BEGIN_ALLOW_THREADS  // a launch waits if a queue is full, and to empty it may need another thread
+  Py_BEGIN_ALLOW_THREADS  // a launch waits if the queue is full, and emptying it may need another thread
   status = launch_all(f, stream);
   Py_END_ALLOW_THREADS
   return PyLong_FromLong(status);
@@ -103,8 +103,8 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count)
 // Adjusts a pointer into a frame that was copied to an address ``by`` bytes higher.
 #define MOVE(pointer) ((pointer) = (void *)((char *)(pointer) + by))
 
-PyDoc_STRVAR(copy_doc, "copy(frame) -> bytearray: another one of the same call. Somebody may be launching from the\n"
-                       "first: what that changes, addresses and the stream, is written anew before each launch.");
+PyDoc_STRVAR(copy_doc, "copy(frame) -> bytearray: another frame for the same call. Another thread may be launching\n"
+                       "the first one. It changes only addresses and the stream, which every launch writes again.");
 static PyObject *copy(PyObject *self, PyObject *from) {
   const Frame *old = frame_of(from);
   if (!old) return NULL;
@@ -121,7 +121,7 @@ static PyObject *copy(PyObject *self, PyObject *from) {
   return made;
 }
 
-PyDoc_STRVAR(done_doc, "done(frame) -> int: of a call that was refused, the launches before; -1: a descriptor was.");
+PyDoc_STRVAR(done_doc, "done(frame) -> int: the number of the launch that the driver refused; -1: a descriptor.");
 static PyObject *done(PyObject *self, PyObject *frame) {
   const Frame *f = frame_of(frame);
   return f ? PyLong_FromLongLong(f->done) : NULL;

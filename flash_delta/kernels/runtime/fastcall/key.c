@@ -95,7 +95,7 @@ static int put_environment(Key *key) {
   return !wish || put(key, wish, strlen(wish));
 }
 
-PyDoc_STRVAR(key_doc, "key(gradients, *groups): as fastcall.look, which gets what is not a plain tensor.");
+PyDoc_STRVAR(key_doc, "key(gradients, *groups): as fastcall.look, which it calls if a tensor is not plain.");
 static PyObject *make_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Key key;
   key.used = 1;  // the first byte: whether autograd has to record the call

@@ -1,6 +1,6 @@
 // The module of all files before this one (__init__.py).
 
-PyDoc_STRVAR(setup_doc, "setup(capsule, Tensor, Parameter, variable, look): before all else, once.");
+PyDoc_STRVAR(setup_doc, "setup(capsule, Tensor, Parameter, variable, look): call it once, before anything else.");
 static PyObject *setup(PyObject *self, PyObject *args) {
   PyObject *capsule, *tensor, *parameter, *variable, *python;
   if (!PyArg_ParseTuple(args, "OOOSO", &capsule, &tensor, &parameter, &variable, &python)) return NULL;

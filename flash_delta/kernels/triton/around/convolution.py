@@ -118,7 +118,8 @@ def convolve_backward(
     dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
     PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx and dinitial are contiguous. parts are [slots, W, D], or with dbias [slots, W + 1, D]."""
+    """dx and dinitial are contiguous. ``parts`` are those of dweight, [slots, W, D]; with a bias there is one more row,
+    for dbias."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)

@@ -125,15 +125,18 @@ def store_rows(out, x, first, count, stride, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """x rounded as by bfloat16. This avoids the conversion, which is slow for numbers that are used again."""
+    """x as bfloat16 rounds it, still in float32. A conversion there and back is slow: it takes one number at a time,
+    not two."""
     return leading((x.to(tl.int32, bitcast=True) + 32768).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
-    """Adds the products between rows of one block and columns of another. The rows' gradients are before their own
-    decay, with dp's sign turned. z and y are the columns' gradients, and what they subtract from the gates'
-    gradients."""
+    """Adds the products between rows of a block and columns of the same or an earlier block.
+
+    aq, ap: the rows' gradients before the rows' own decay, with dp's sign turned.
+    z, y: the columns' gradients, and what the columns subtract from the gates' gradients.
+    """
     columns = rounded(columns)
     ke = columns.to(dP.dtype)
     aq, ap = tl.dot(ke, tl.trans(dP), aq), tl.dot(ke, tl.trans(dL), ap)
@@ -170,9 +173,9 @@ def channel_gradients(
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     stop = tl.minimum(stop, token + C)
     LAST: tl.constexpr = C // 16 - 1
-    # From right to left: what keys write after the chunk, and the sum of the gates from a block on; for every block
-    # except the last one, the keys decayed up to its end, and its sum of gates. The compiler moves no load over a
-    # barrier, and products have many barriers. So everything from memory is loaded at once.
+    # From right to left. rest: what keys write after the chunk. D: the sum of the gates from a block on. For every
+    # block except the last one: its keys, decayed up to its end, and totals, its sum of gates. The compiler moves no
+    # load over a barrier, and products have many barriers. So everything from memory is loaded at once.
     k_tiles = blocks_of(k, k_strides, token, stop, c, K, W, C)
     g_tiles = blocks_of(g, g_strides, token, stop, c, K, W, C)
     written_tiles = blocks_of(written, rows, token * 0, C, c, K, W, C)

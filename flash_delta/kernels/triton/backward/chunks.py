@@ -22,7 +22,7 @@ class Chunks(NamedTuple):
     name: str
     hands: tuple[type, ...]  # the groups of tensors that the kernels of ``find`` pass to each other
     prepare: Callable[[Call, tuple[Workspace, ...], bool], None]
-    """Finds again what walks need of chunks. It gets the call, its memory, and whether nothing was saved."""
+    """Computes again what the walks need. It gets the call, its memory, and whether nothing was saved."""
     find: Callable[[Call, tuple[Workspace, ...], Inputs], None]
     """Gets the call, its memory, and where gradients go: of A_log and dt_bias as sums per chunk."""
 

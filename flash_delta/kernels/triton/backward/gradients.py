@@ -49,10 +49,10 @@ def norm_backward(z, x, r):
 
 @triton.jit
 def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
-    """Adds ``t`` to the accumulator ``z``. With OWN_SUMS t began with 0. Without it t began with z.
+    """Adds ``t`` to the accumulator ``z``. With OWN_SUMS t began with 0. Without it t began with z, and is their sum.
 
     Returns the new accumulator, what t has added to the row sums of x z, and ``before`` for the next call: without
-    OWN_SUMS these are the row sums of x z so far.
+    OWN_SUMS the row sums of x z so far.
     """
     sums = before
     if GATE:

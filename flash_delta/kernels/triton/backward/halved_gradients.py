@@ -1,4 +1,4 @@
-"""The same gradients as `channel_gradients`, for any decay and any type. No factor is above 1, and no sum cancels.
+"""The same gradients as `channel_gradients`, for any decay and any dtype. No factor is above 1, and no sum cancels.
 
 A chunk is halved again and again, into parts of 32, 16, .. 1 tokens. The decay of a pair is split at the level where
 its two tokens are in different parts: ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the
@@ -94,8 +94,8 @@ def load_gates(
 
 @triton.jit
 def leading(x):
-    """The bits of a float32 that bfloat16 has, by a mask. This avoids a conversion, which is slow for numbers that are
-    used again."""
+    """The bits of a float32 that bfloat16 has, by a mask. A conversion there and back is slow: it takes one number, not
+    two, at a time."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
@@ -309,7 +309,7 @@ def halved_gradients(
     written = write_state(dstates, U, 0, column, writes, K, W, C, V, BV, PRECISION)
     rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
     dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
-    for step in range(2):  # not unrolled, because instructions also need a cache
+    for step in range(2):  # not unrolled, because long code does not fit the cache for instructions
         I = 1 - step
         at = token + 32 * I
         qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)

@@ -43,11 +43,11 @@ from flash_delta.problem import Inputs
 
 @triton.jit
 def times_ones(x, ones, PARTS: tl.constexpr):
-    """The float32 product of x and a bfloat16 matrix of zeros and ones. x is split into parts of 8 bits, so it is
-    exact.
+    """The float32 product of x and a bfloat16 matrix of zeros and ones. x is split into PARTS of 8 bits, whose products
+    are exact. 3 of them are all of x.
 
-    It is a difference of products, hence the turned sign. If one product continued another, both warp groups would get
-    the same rows.
+    Products of the smaller parts, with their sign turned, are subtracted. If one product continued the accumulator of
+    another, the compiler would give both warp groups the same rows.
     """
     part = x.to(tl.bfloat16)
     out = tl.dot(part, ones)

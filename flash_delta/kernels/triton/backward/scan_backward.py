@@ -13,9 +13,9 @@ RECOMPUTE: as many programs before these run `scan` again and write what was not
 of the other, and each mostly waits for its own products. So both together take little longer than one.
 
 In SEGMENTS (segments.py) the grid has slots of segments instead of N. A segment starts from ``dfinal[slot]``, the
-gradient that comes from the right, and `scan` starts from ``initial_state[slot]``. A launch with ENDS computes these
-gradients. It computes dS at the start of every segment except a sequence's first. For this, the gradient from the right
-is ``dfinal`` for a sequence's last segment, and 0 for the others. It writes dS to ``dinitial[slot]`` and nothing else.
+gradient that comes from the right, and `scan` starts from ``initial_state[slot]``. Before that, a launch with ENDS
+computes D, from which `compose` makes these gradients: dS at the start of every segment except a sequence's first, as
+if 0 came from the right, or ``dfinal`` into a sequence's last segment. It writes D to ``dinitial[slot]``, nothing else.
 """
 
 from typing import Any
@@ -157,8 +157,8 @@ def launch_walk(
     c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, ends: tuple[Tensor | None, ...],
     strides_of: tuple[Any, ...], t: Tile, walks: int, length: int, *, follows: bool, **constants: bool,
 ) -> None:  # fmt: skip
-    """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: for the strides of the first two
-    and the last. ``walks``: the number of sequences, or of slots of segments."""
+    """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: the strides of the first two and of
+    the last of these. ``walks``: the number of sequences, or of slots of segments."""
     p, x = c.p, c.x
     pointers = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
     grid = (-(-p.V // columns(p, t)), p.HV, walks * (1 + constants["RECOMPUTE"]))

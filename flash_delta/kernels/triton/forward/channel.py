@@ -10,17 +10,24 @@ A decay per channel has to be split between the two factors of a score, ``(q e^{
 in blocks of 16 tokens, and r is G at a block's first token. For the columns of earlier blocks both factors are at most
 1. r never comes after its rows, so a token does not change any bit of earlier tokens. Within the block the second
 factor is up to e^{r - G_j}. float32 and bfloat16 hold it as long as no channel decays by more than 76 nats. Rows with a
-larger decay are computed again from explicit differences (``explicit_scores``).
+larger decay, if there are any, are computed again from explicit differences (``explicit_scores``).
 
 One thread owns two neighbouring channels and stores them as one word. A tile is 16 vectors of channels, one per token.
 So sums over tokens stay in a register. Differences of sums are summed directly, so that nothing cancels. Exponents are
 in bits (log2).
 
-Writes Qg, Kg, Kd ``[slots, HV, C, K]``, P, L ``[slots, HV, C, C]`` and gamma ``[slots, HV, K]``. L has only the blocks
-on and below the diagonal, and is float16 if inputs have 16 bits, since `solve` multiplies in float16. Also writes what
-`solve` writes without a decay per channel: b, row 2 of ``vectors [slots, HV, 4, C]``, and norms. (If norms were saved,
-the bits are the same.) Also writes what `factor` writes: ``rates [slots, HV, 4, C]`` with the norms of q times the
-scale, the norms of k, and b. Grid (slots HV).
+Writes, with K' = pitch(K):
+
+    Qg, Kg, Kd  [slots, HV, C, K']
+    P           [slots, HV, C, C]
+    L           [slots, HV, C, C]     only blocks on and below the diagonal; float16 if inputs have 16 bits, since
+                                      `solve` multiplies in float16
+    gamma       [slots, HV, K]
+    rates       [slots, HV, 4, C]     norms of q times the scale; norms of k; b (otherwise from `factor`)
+    vectors     [slots, HV, 4, C]     row 2: b (otherwise from `solve`)
+    norms       [slots, H, 3, C]      (otherwise from `solve`); if they were saved, these are the same bits
+
+Grid (slots HV).
 """
 
 import triton
@@ -34,12 +41,12 @@ from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
 from flash_delta.kernels.triton.tiles import tile
 
-# Bits by which a channel decays within a block of 16 tokens. A factor of e^-76 is 2^-109.6. With a bounded gate the
-# factor is at least e^-75. Sums are rounded in different orders. The limits are such that a row that is unsafe by its
-# own sum is always found, and that all columns of a safe row are valid.
-LOOK = tl.constexpr(-109.0)
-UNSAFE = tl.constexpr(-110.0)
-DROP = tl.constexpr(112.0)
+# Bits by which a channel decays within a block of 16 tokens. A decay by 76 nats is 2^-109.6. With a bounded gate it is
+# 75 nats at most. Three places compare such sums, which are rounded in different orders. So the limits differ: an
+# unsafe row is always found, and a safe row has all its columns.
+LOOK = tl.constexpr(-109.0)  # a chunk with less has its blocks looked at again
+UNSAFE = tl.constexpr(-110.0)  # rows with less are stored again
+DROP = tl.constexpr(112.0)  # a column with a larger inverse is 0
 
 
 @triton.jit
@@ -210,7 +217,8 @@ def token_block(
 ):  # fmt: skip
     """Block I of 16 tokens. ``left``: how many of them exist. ``early``: k of the block before, decayed up to its end.
 
-    Returns this block's k, G at its end, the sum of the half's gates so far, and the decay of the channels.
+    Returns this block's k, decayed up to its end; G there; the sum of the half's gates so far; and the sum of the
+    block's gates after the first one.
     """
     ty: tl.constexpr = k_tile.dtype
     WIDE: tl.constexpr = tl.float32 if ty == tl.float16 else ty  # e^76 is too large for float16
@@ -309,8 +317,8 @@ def channel(
     G, since, lowest = zeros, zeros, zeros
     stop = tl.minimum(stop, token + C)
     early = (zeros,) * 16
-    # Tiles are loaded some blocks ahead, by cp.async if the chip has it. The loop is not unrolled, because instructions
-    # also need a cache, and Triton's passes are slow on long loops.
+    # Tiles are loaded some blocks ahead, by cp.async if the chip has it. The loop is not unrolled, because long code
+    # does not fit the cache for instructions, and Triton's passes are slow on it.
     for I in range(C // 16):
         at = token + 16 * I
         q_tile = load_tile(q_rows, q_strides, at, stop, 0, K, 16, BK)
@@ -322,13 +330,13 @@ def channel(
         )  # fmt: skip
         lowest = tl.minimum(lowest, fell)
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
-    # Until here the first half is decayed only up to its own end.
+    # So far Kd of the first half is decayed only up to the end of that half.
     HALF: tl.constexpr = C // 2
     early, j = load_block(Kd + tile, 0, 0, C, KP, HALF, BK), tl.arange(0, HALF)[:, None]
     early = (early * tl.exp2(since)[None, :]).to(ty)
     tl.store(Kd + tile + j * KP + c[None, :], early, mask=(c < KP)[None, :])
     if not BOUNDED and tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
-        tl.debug_barrier()  # other threads write some rows of above again
+        tl.debug_barrier()  # other threads write some of the rows above again
         explicit_scores(
             q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,
             k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,

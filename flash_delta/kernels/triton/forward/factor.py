@@ -1,12 +1,12 @@
-"""Stage ``scores``, and a chunk's map of the state from it and ``solve``. The scan then only applies this map.
+"""Stage ``scores``, and from it and ``solve`` each chunk's map of the state. The scan then only applies this map.
 
     Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
     X = A^T Kd     Kd = k e^{G_C - G}
 
 Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k. Also writes the factors that the scan
 applies to accumulators, ``rates [slots, HV, 4, C]``: scale e^G for rows that read, e^H for rows that erase, b, and
-gamma. They include norms. Grid (slots, H): q k^T is computed once for all value heads of a key head. (With a decay per
-channel `scan` uses P, Kd and A directly.)
+gamma. The first two include norms. Grid (slots, H): q k^T is computed once for all value heads of a key head. (With a
+decay per channel this kernel does not run: `scan` uses P, Kd and A directly.)
 """
 
 import triton

@@ -8,10 +8,10 @@ With a decay per channel (CHANNEL) this kernel computes U = A (b . R), and rows 
 
 `factor`'s X and Y would only save one small product of five. They would add 56 KB of memory traffic per chunk and head.
 
-The state is kept transposed, S^T [BV, K], in float32 accumulators. The next product reads them from registers, and also
-R and O. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as given, and
-Qg and Kg lack only norms. One program walks a sequence with BV columns of one value head's state: grid (V / BV, HV, N).
-With packed sequences there is one more, which writes zeros after the last sequence.
+The state is kept transposed, S^T [BV, K], in float32 accumulators, which the next product reads from registers. So are
+R and O, [BV, C]. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as
+given, and Qg and Kg lack only norms and the scale. One program walks a sequence with BV columns of one value head's
+state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last sequence.
 
 On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. Checkpoints are at
 a stride, or one for each sequence, which serving/offsets.py completes up to its offset. An index that names no slot is
@@ -82,7 +82,7 @@ def store_state(state, strides, S, n, hv, d, c, V: tl.constexpr, K: tl.constexpr
 def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
     """The factors of one chunk: scale e^G and e^H of its rows, b, and gamma. A sequence without chunks reads nothing.
 
-    With CHANNEL gamma is [1, BK]. Rates are the factors that `channel` has not applied; e_p is also for the keys.
+    With CHANNEL gamma is [1, BK], e_q and e_p are what `channel` has not applied, and e_p is also for keys that write.
     """
     at, some = rates + head * (4 * C) + i, i < chunks * C
     e_q, e_p = tl.load(at, mask=some, other=0.0), tl.load(at + C, mask=some, other=0.0)
@@ -197,7 +197,7 @@ def walk(
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if OUTPUT:
         o_rows = rows_of(o, o_strides, row, hv)
-    # Rows of tensors with slots: those of the sequence's first chunk and this head. The next is HV * C rows further.
+    # In tensors with slots, rows of the sequence's first chunk begin at this head. The next chunk's are HV * C further.
     head = slot.to(tl.int64) * HV + hv
     chunks = (stop - start + C - 1) // C
     first, stored, last, well = n, True, n, True  # where the states are
@@ -222,7 +222,7 @@ def walk(
         q_strides, p_strides = k_matrix, k_matrix
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
-    # For 128 value columns a third stage of all tiles does not fit. P in registers takes 258 us, not 303 (docs/notes).
+    # With 128 value columns a third stage of all tiles does not fit. P in registers takes 258 us, not 303 (docs/notes).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
         qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
@@ -251,7 +251,7 @@ def walk(
         y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
     # One loop from checkpoint to checkpoint. A checkpoint inside of a pipelined loop would need more shared memory.
-    # Maps also have parts: zeros that get no values stay zeros, and with strong gates Phi is soon all zeros.
+    # Maps also have parts, before which zeros are looked for: with strong gates Phi is soon zero, and stays zero.
     begin, end = 0, chunks
     interval, columns = find_checkpoints(checkpoint_offsets, n, checkpoint_column, stop - start, interval, columns, C)
     parts = (chunks + interval - 1) // interval if CHECKPOINTS or MAP else 1
@@ -300,7 +300,7 @@ def walk(
             reached = is_reached(m, interval, columns, stop - start, checkpoint_offsets, C)
             slot, known = load_slot(checkpoint_indices, n, m, (checkpoint_row, checkpoint_column), slots, reached)
             store_state(final_state, final_strides, S, slot, hv, d, c, V, K, known)
-    if SEGMENTS and OUTPUT:  # found again: kept through the loop, these are registers too many (Triton 3.9, BV = 128)
+    if SEGMENTS and OUTPUT:  # again: kept through the loop, they take too many registers (Triton 3.9, BV = 128)
         last, _, _, _, _, _, well = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     if (OUTPUT or MAP) and (not POOL or write_indices is not None):
         store_state(final_state, final_strides, S, last, hv, d, c, V + K if MAP else V, K, well)
@@ -377,7 +377,7 @@ def run_scan(
     c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor | None, r: Residual | None, *choice: Tile,
     slots: Slots | None = None,
 ) -> None:  # fmt: skip
-    """Launches scan and output. ``r``: for what the backward pass needs. ``slots``: where the states are on a pool."""
+    """Launches scan and output. ``r``: tensors to write for the backward pass. ``slots``: those of a pool."""
     p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
     initial, indices, counts = x.initial_state, (None,) * 5, (0,) * 4
     if slots is not None:

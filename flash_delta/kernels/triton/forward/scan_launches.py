@@ -62,7 +62,7 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
 def copies(c: Call, t: Tile, *values: Tensor) -> dict[str, bool]:
     """Whether the copy engine moves tensors of the workspace, and tensors of the caller: keys and ``values``.
 
-    If rows have to be loaded number by number, it moves nothing, because these loads take the registers that it needs.
+    If rows have to be loaded number by number, it moves nothing: addresses of such loads leave it too few registers.
     """
     given = (*values, *outside(c.p, c.x))
     return {"TMA": t.tma and wide(given), "GIVEN_TMA": t.tma and fits_tma(c.p, *given)}

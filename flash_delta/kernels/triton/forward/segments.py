@@ -1,4 +1,4 @@
-"""Walks a long sequence on few heads in segments at the same time.
+"""Walks a long sequence on few heads in segments, all at the same time.
 
 A run of chunks maps the state that it starts from exactly: S_end = Phi S + B. If a sequence's programs would leave most
 of a chip idle, the sequence is cut into segments of equal length, which tiles.plan_segments decides:
@@ -75,7 +75,7 @@ def compose(
 
 
 NOTHING = (None,) * 8  # no states saved, and no slots of a pool
-PART = 32  # chunks after which a map is checked for zeros; with 8, restarts of the pipeline took 10 % (docs/notes)
+PART = 32  # chunks between two checks whether a map is zero; with 8, restarts of the pipeline took 10 % (docs/notes)
 
 
 class SegmentedScan(NamedTuple):

@@ -10,10 +10,14 @@ two halves. So no intermediate number is larger than those of the inverse, for a
 transposes, because the registers of a product's result B^T are those of the operand B of the next product. M contains
 decays only from later to earlier tokens, so none is above 1.
 
-G is summed in float64 and kept as two float32, so that differences are right even if G is large. Writes, per chunk and
-value head, ``A [C, C]`` and the vectors ``[4, C]``: G, its rest beyond float32 (both with a gate), b, and the log decay
-(if g was raw). With norms it also writes, per key head, the reciprocal lengths ``[3, C]`` of q, k and p. Grid (slots,
-H), one warp. With a decay per channel (CHANNEL), `channel` has written L, b and the norms, and only A is computed here.
+G is summed in float64 and kept as two float32, so that differences are right even if G is large. Writes
+
+    A        [slots, HV, C, C]
+    vectors  [slots, HV, 4, C]   G, its rest beyond float32 (both with a gate), b, the log decay (if g was raw)
+    norms    [slots, H, 3, C]    with norms: the reciprocal lengths of q, k and p
+
+Grid (slots, H), one warp. With a decay per channel (CHANNEL), `channel` has written L, b and norms, and only A is
+computed here.
 """
 
 import triton
@@ -129,10 +133,13 @@ def cumulate(
 
 @triton.jit
 def block_gates(scores, vectors, m: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, UNDECAYED: tl.constexpr):
-    """M of the tokens 16 m to 16 m + 15, [16, 16], and the factors of the blocks beside it and below it.
+    """M of the tokens 16 m to 16 m + 15, [16, 16], and the factors of the blocks beside it and below it:
 
-    These are ``row_i = -b_i e^{H_i - G_before} [16, 1]``, ``column_j = e^{G_last - G_j} [1, 16]`` and
-    ``span = e^{G_last - G_before}``. "before" and "last" are the last tokens of the block before and of this block.
+        row_i    = -b_i e^{H_i - G_before}    [16, 1]
+        column_j = e^{G_last - G_j}           [1, 16]
+        span     = e^{G_last - G_before}
+
+    "before" and "last" are the last tokens of the block before and of this block.
     """
     o = tl.arange(0, 16)
     at = vectors + 16 * m
@@ -223,7 +230,7 @@ def solve(
         follow(OVERLAP and SHORT > 0 and CHANNEL)
         return
     if CHANNEL:
-        follow(OVERLAP)  # otherwise it is the first kernel of its call
+        follow(OVERLAP)  # without CHANNEL it is the first kernel of its call
     else:
         W: tl.constexpr = min(BK, 512 // k.dtype.element_ty.primitive_bitwidth)  # wider ones take too many registers
         for member in range(HV // H):

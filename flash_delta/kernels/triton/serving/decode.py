@@ -93,8 +93,8 @@ def state_at(tile, slot, slot_stride, t=0, step=None):
 
 @triton.jit
 def load_parent(parents, b, t, parents_row, parents_token):
-    """The token that token t continues, or -1 for the row's state, and whether this is valid. If not, it is 30, a bit
-    that no token has."""
+    """The token that token t continues, or -1 for the row's state; and whether that is a valid one. If not, it is 30:
+    bit 31 of ``alive`` in `decode`, which no token has."""
     parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
     known = (parent >= -1) & (parent < t)
     return tl.where(known, parent, 30).to(tl.int32), known
@@ -223,7 +223,7 @@ def decode(
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)
     if SHORT > 0 or first.dtype != pool.dtype.element_ty:
         first = first.to(tl.float32)
-    alive = is_row.to(tl.int32)  # the token before is no padding; in a tree, bits: the row, then tokens
+    alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row, bit t + 1: token t
     last = first
     for t in range(T):
         if parents is not None:

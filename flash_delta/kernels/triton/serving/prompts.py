@@ -73,8 +73,13 @@ def find_channels(
     block, q, k, v, q_strides, k_strides, v_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """For a block of channels: whether they belong to q (0), k (1) or v (2); which channels of it; how many it has; how
-    many channels of all come before its first one; pointers to the first token; and the stride between tokens."""
+    """For a block of channels:
+
+    * whether they belong to q (0), k (1) or v (2),
+    * which channels of it they are, and how many it has,
+    * how many of all channels come before those of q, k or v,
+    * pointers to the first token, and the stride between tokens.
+    """
     KEYS: tl.constexpr = H * K
     BLOCKS: tl.constexpr = (KEYS + BD - 1) // BD
     part = tl.minimum(block // BLOCKS, 2)
@@ -160,9 +165,11 @@ def find_window(
     n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T,
     slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column,
 ):  # fmt: skip
-    """Window m of sequence n: that of checkpoint m, or after all checkpoints that of the sequence's end. Returns the
-    sequence's first token, the token after the window, the slot that the sequence reads and whether it reads, and the
-    slot that is written and whether it is written."""
+    """Window m of sequence n: that of checkpoint m, or after all checkpoints that of the sequence's end.
+
+    Returns the sequence's first token; the token after the window; the slot that the sequence reads, and whether it
+    does; the slot that is written, and whether it is.
+    """
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     read, stored, write, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots

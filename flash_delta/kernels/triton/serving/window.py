@@ -2,10 +2,13 @@
 
     y_t = silu(bias + sum_{i<W} weight[i] x_{t-(W-1)+i})
 
-A window [C, 4] holds the last four inputs of C channels, the latest last. So W is at most 4. CONV is a tuple: the taps
-W; the number L of inputs of a window in a slot, W - 1 to 4; the pool's strides of (channel, input); whether slots are
-rolling. Inputs that windows in slots do not have are 0, and no convolution reads them. Channels are those from
-``start`` on.
+A window [C, 4] holds the last four inputs of C channels, those from ``start`` on, the latest input last. So W is at
+most 4. Inputs that windows in slots do not have are 0, and no convolution reads them. CONV is a tuple:
+
+    0       the taps W
+    1       the inputs L of a window in a slot, W - 1 to 4
+    2, 3    the pool's strides of (channel, input)
+    4       whether slots are rolling
 
 A rolling slot holds the inputs before a draft, and then those of its tokens. L is W - 1, and the window that begins at
 input n ends with the input of token n.
