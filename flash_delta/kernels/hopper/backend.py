@@ -287,16 +287,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(rates, walks, *_memory(alone), *convolved))
-    remember(call, x)
-    if known is not None and call.shape.replayable:
-        known.again = _prefill_again
+    triton.remember_served(call, x, known, PREFILL)
     return o
-
-
-def _prefill_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
-    """The fast path of `prefill` for a known call."""
-    o = triton.output_of(known.problem, s)
-    return o if again(known, PREFILL, x, s, around, made=(o,)) else None
 
 
 def _for_backward(p: Problem) -> Workspace:

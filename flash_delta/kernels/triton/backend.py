@@ -222,9 +222,7 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | N
     with on(p.device):
         call = make_call(p, with_flat_parameters(x), DECODE, *s._replace(out=None), *around, known=known)
         run(call, partial(run_rows, o=o, convolved=convolved), o, spare=convolved)
-    remember(call, x)
-    if known is not None and call.shape.replayable:
-        known.again = _decode_again
+    remember_served(call, x, known, DECODE)
     return o
 
 
@@ -233,11 +231,17 @@ def output_of(p: Problem, s: Slots) -> Tensor:
     return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device) if s.out is None else s.out
 
 
-def _decode_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
-    """The fast path of `decode` for a known call."""
+def remember_served(call: Call, x: Inputs, known: KnownCall | None, kind: tuple) -> None:
+    """Remembers a serving call, also one of another backend, so that a known one only launches."""
+    remember(call, x)
+    if known is not None and call.shape.replayable:
+        known.again = partial(_served_again, kind)
+
+
+def _served_again(kind: tuple, known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
     p = known.problem  # as `output_of`, which would take longer
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device) if s.out is None else s.out
-    return o if again(known, DECODE, x, s, around, made=(o,)) else None
+    return o if again(known, kind, x, s, around, made=(o,)) else None
 
 
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
@@ -295,16 +299,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         call = make_call(p, with_flat_parameters(x), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(memory.buffer, *convolved))
-    remember(call, x)
-    if known is not None and call.shape.replayable:
-        known.again = _prefill_again
+    remember_served(call, x, known, PREFILL)
     return o
-
-
-def _prefill_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
-    """The fast path of `prefill` for a known call."""
-    o = output_of(known.problem, s)
-    return o if again(known, PREFILL, x, s, around, made=(o,)) else None
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:

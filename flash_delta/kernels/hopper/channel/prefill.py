@@ -9,7 +9,7 @@ from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.runtime.launch import again, remember, run
+from flash_delta.kernels.runtime.launch import run
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
@@ -57,16 +57,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         given = triton.with_flat_parameters(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(walks, *convolved))
-    remember(call, x)
-    if known is not None and call.shape.replayable:
-        known.again = _again
+    triton.remember_served(call, x, known, PREFILL)
     return o
-
-
-def _again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
-    """The fast path of `prefill` for a known call."""
-    o = triton.output_of(known.problem, s)
-    return o if again(known, PREFILL, x, s, around, made=(o,)) else None
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
