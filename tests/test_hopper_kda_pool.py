@@ -20,6 +20,7 @@ from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, channe
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
+from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
@@ -289,7 +290,7 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form):
         asked.extend(t.nbytes for t, own in zip(call.x[:4], x[:4], strict=True) if t is not own)
 
     monkeypatch.setattr(prefill, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
-    monkeypatch.setattr(prefill, "remember", lambda *args: None)
+    monkeypatch.setattr(triton, "remember_served", lambda *args: None)
     monkeypatch.setattr(prefill, "run", note)
     spec = Serving("kda", 32, 32, 128, 128, True, q=Slice(stride), g=Slice(stride))
     op, arguments = prefill_call(spec, form, 5000, 70, torch.device("meta"))

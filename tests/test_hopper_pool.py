@@ -22,6 +22,7 @@ from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, pool_loops
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
+from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
@@ -319,7 +320,7 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
 
     monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
     monkeypatch.setattr(backend, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
-    monkeypatch.setattr(backend, "remember", lambda *args: None)
+    monkeypatch.setattr(triton, "remember_served", lambda *args: None)
     monkeypatch.setattr(backend, "run", note)
     spec = Serving("gated_delta_rule", 16, 32, 128, 128, True, q=Slice(stride))
     op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
