@@ -1,14 +1,18 @@
 """The plugin for SGLang without SGLang: its dispatchers and its hooks are stand-ins with the same names and arguments.
 tests/engines has the real ones."""
 
+import logging
 import sys
+from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
+from pkgutil import resolve_name
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from flash_delta.integrations import _sglang_tracked
 from flash_delta.integrations import sglang as plugin
 from flash_delta.reference.activation import NORM_EPS
 
@@ -26,11 +30,11 @@ class HookRegistry:
 
     @staticmethod
     def register(path, hook, kind):
-        module, cls, name = path.rsplit(".", 2)
         assert kind is HookType.AROUND
-        cls = getattr(sys.modules[module], cls)
-        theirs = getattr(cls, name)
-        setattr(cls, name, lambda *args, **kwargs: hook(theirs, *args, **kwargs))
+        owner, _, name = path.rpartition(".")
+        owner = sys.modules[owner] if owner in sys.modules else resolve_name(":".join(owner.rsplit(".", 1)))
+        theirs = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: hook(theirs, *args, **kwargs))
 
 
 class TritonGDNKernel:
@@ -63,17 +67,52 @@ class Dispatcher:
         return THEIRS
 
 
+@dataclass
+class BatchMetadata:
+    """Of the running batch, if it is not in a CUDA graph."""
+
+    mamba_cache_indices: torch.Tensor
+    mamba_track_indices: torch.Tensor | None
+    track_chunk_idx: torch.Tensor
+    track_ssm_h_src: torch.Tensor  # the sequences whose states are copied from the buffer
+
+
+class Backend:
+    """Its batch is in a CUDA graph or not."""
+
+    forward_metadata = prefill_graph_metadata = None
+
+    def __init__(self, dispatcher):
+        self.kernel_dispatcher = dispatcher
+
+    def _track_mamba_state_extend(
+        self, forward_batch, h, ssm_states, forward_metadata, track_states=None, *, h_track_buf=None
+    ):
+        m = forward_metadata
+        if m.track_ssm_h_src.numel() > 0:
+            source = m.track_ssm_h_src
+            ssm_states[m.mamba_track_indices[source]] = h_track_buf[source].to(ssm_states.dtype)
+
+
+def kda_track_ssm_state(ssm_pool, h_track, track_mode, track_dst, cache_indices):
+    for mode, row in ((1, ssm_pool[cache_indices.long()]), (2, h_track.to(ssm_pool.dtype))):
+        ssm_pool[track_dst[track_mode == mode]] = row[track_mode == mode]
+
+
 def fresh():
     """SGLang's modules, as far as the plugin asks for them."""
+    base = type("MambaAttnBackendBase", (Backend,), {})
     made = {
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
-        f"{plugin.BACKENDS}.gdn_backend": {
-            "GDNKernelDispatcher": type("GDNKernelDispatcher", (Dispatcher,), {}), "TritonGDNKernel": TritonGDNKernel,
-        },
-        f"{plugin.BACKENDS}.kda_backend": {
-            "KDAKernelDispatcher": type("KDAKernelDispatcher", (Dispatcher,), {}), "TritonKDAKernel": TritonKDAKernel,
-        },
+        f"{_sglang_tracked.ATTENTION}.hybrid_linear_attn_backend": {"MambaAttnBackendBase": base},
+        f"{plugin.BACKENDS}.kda_prefill_graph": {"kda_track_ssm_state": kda_track_ssm_state} | _sglang_tracked.MODES,
     }  # fmt: skip
+    for name, kernel in (("GDN", TritonGDNKernel), ("KDA", TritonKDAKernel)):
+        made[f"{plugin.BACKENDS}.{name.lower()}_backend"] = {
+            f"{name}KernelDispatcher": type(f"{name}KernelDispatcher", (Dispatcher,), {}),
+            f"Triton{name}Kernel": kernel,
+            f"{name}AttnBackend": type(f"{name}AttnBackend", (base,), {}),
+        }
     for name, values in made.items():
         module = ModuleType(name)
         module.__dict__.update(values)
@@ -204,38 +243,86 @@ def test_target_verify(engine, rule, tree):
     assert not buffer[[0, 2, 4, 5]].any()
 
 
-def extend(rule, x, parameters, **more):
+def extend(rule, x, parameters, dispatcher=None, **more):
     """A call as SGLang makes it: its own gate for Gated DeltaNet, raw ones for KDA."""
     if rule == "kda":
         g, beta = x[3].view(1, -1, HV, K), x[4][None]
         more |= parameters | {"beta_is_raw": True, "lower_bound": None, "is_spec_decode": False}
     else:
         g, beta = (t.float().squeeze(-1)[None] for t in gates(rule, x, parameters))
-    return make(rule).extend(q=x[0], k=x[1], v=x[2], g=g, beta=beta, **more)
+    return (dispatcher or make(rule)).extend(q=x[0], k=x[1], v=x[2], g=g, beta=beta, **more)
+
+
+def make_backend(rule):
+    """A backend, and with it its dispatcher."""
+    dispatcher, name = make(rule), "GDN" if rule == "gated_delta_rule" else "KDA"
+    return getattr(sys.modules[f"{plugin.BACKENDS}.{name.lower()}_backend"], f"{name}AttnBackend")(dispatcher)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("tracked", [None, "eager", "graph"])
 @pytest.mark.parametrize("rule", RULES)
 def test_extend(engine, rule, tracked, dtype):
-    """Sequences of 70, 1, 130 and no tokens; the radix cache keeps states after 64 and 128 tokens."""
+    """Sequences of 70, 1, 130 and no tokens. The radix cache keeps the states after 64 and 128 tokens, in a graph also
+    the last one of the second sequence. SGLang's buffer is not written, and its NaN do not reach the pool."""
     x, parameters, pool = tokens(rule, 201), layer(rule), torch.randn(SLOTS, HV, V, K).to(dtype)
-    before, bounds, rows = pool.clone(), [0, 70, 71, 201, 201], index(4, 2, 6, -1)
-    kept = torch.zeros(4, HV, V, K)
-    more = {"return_intermediate_states": tracked} if rule == "kda" else {"num_state_checkpoints": 0}
+    before, bounds, rows, to = pool.clone(), [0, 70, 71, 201, 201], index(4, 2, 6, -1), torch.tensor([8, 1, 3, 0])
+    kept, chunks, backend = torch.full((4, HV, V, K), torch.nan), index(1, -1, 2, -1), make_backend(rule)
+    more = {"return_intermediate_states": tracked == "eager"} if rule == "kda" else {"num_state_checkpoints": 0}
     if tracked:
-        more |= {"track_state": kept, "track_chunk_idx": index(1, -1, 2, -1)}
-    found = extend(rule, x, parameters, ssm_states=pool, cache_indices=rows, query_start_loc=index(*bounds), **more)
-    o = found[0] if rule == "gated_delta_rule" or tracked else found
-    gate = gates(rule, x, parameters)
-    for n, (slot, offset) in enumerate(((4, 64), (2, None), (6, 128))):
+        more |= {"track_state": kept, "track_chunk_idx": chunks}
+        backend.forward_metadata = BatchMetadata(rows, to, chunks, torch.tensor([0, 2]))
+    if tracked == "graph":
+        backend.forward_metadata = BatchMetadata(rows.clone(), None, chunks.clone(), torch.tensor([0, 2]))
+        backend.prefill_graph_metadata = SimpleNamespace(cache_indices=rows, track_dst=to, track_chunk_idx=chunks)
+    found = extend(
+        rule, x, parameters, ssm_states=pool, cache_indices=rows, query_start_loc=index(*bounds),
+        dispatcher=backend.kernel_dispatcher, **more,
+    )  # fmt: skip
+    o = found[0] if isinstance(found, tuple) else found
+    if tracked == "eager":
+        backend._track_mamba_state_extend(None, None, pool, backend.forward_metadata, h_track_buf=kept)
+    elif tracked == "graph":
+        copy = sys.modules[f"{plugin.BACKENDS}.kda_prefill_graph"].kda_track_ssm_state
+        copy(ssm_pool=pool, h_track=kept, track_mode=index(2, 1, 2, 0), track_dst=to, cache_indices=rows)
+    gate, off = gates(rule, x, parameters), 2e-5 if dtype == torch.float32 else 1e-2
+    for n, (slot, offset) in enumerate(((4, 64), (2, 1 if tracked == "graph" else None), (6, 128))):
         states, want = walk(before[slot], x, *gate, bounds[n], bounds[n + 1])
         close(o[0, bounds[n] : bounds[n + 1]], torch.stack(want))
-        close(pool[slot], states[-1], 2e-5 if dtype == torch.float32 else 1e-2)
-        if tracked and offset is not None:
-            close(kept[n], states[offset])
+        close(pool[slot], states[-1], off)
         before[slot] = pool[slot]
+        if tracked and offset is not None:
+            close(pool[to[n]], states[offset], off)
+            before[to[n]] = pool[to[n]]
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_prompts_whose_tracked_states_have_no_known_slots_run_on_sglangs_own_code(engine, caplog, rule):
+    """The states are gathered ones, not those in the pool. SGLang then copies what its kernel wrote."""
+    x, parameters, backend = tokens(rule, 70), layer(rule), make_backend(rule)
+    rows, chunks, kept = index(4), index(1), torch.zeros(1, HV, V, K)
+    backend.forward_metadata = BatchMetadata(rows, torch.tensor([8]), chunks, torch.tensor([0]))
+    more = {"cache_indices": index(0), "query_start_loc": index(0, 70), "ssm_states": torch.randn(1, HV, V, K)}
+    with caplog.at_level(logging.WARNING):
+        found = extend(
+            rule, x, parameters, dispatcher=backend.kernel_dispatcher, track_state=kept, track_chunk_idx=chunks, **more
+        )
+    assert found[0] == THEIRS
+    assert "track_state: expected" in caplog.text
+    pool = torch.zeros(SLOTS, HV, V, K)
+    backend._track_mamba_state_extend(None, None, pool, backend.forward_metadata, h_track_buf=torch.ones_like(kept))
+    assert (pool[8] == 1).all()
+
+
+def test_a_version_with_other_copies_keeps_its_own_prompts(engine, caplog):
+    module = sys.modules[f"{plugin.BACKENDS}.kda_prefill_graph"]
+    module.TRACK_CHUNK_STATE = 3
+    with caplog.at_level(logging.WARNING):
+        backend = make_backend("kda")
+    assert "TRACK_CHUNK_STATE have other values" in caplog.text
+    assert module.kda_track_ssm_state is kda_track_ssm_state
+    assert not hasattr(backend.kernel_dispatcher, "_flash_delta_backend")
 
 
 def test_extend_that_only_reads(engine):

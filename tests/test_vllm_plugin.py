@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from serving_truth import DEVICES, needs_triton
 
 import flash_delta
-from flash_delta.integrations import _vllm_warmup
+from flash_delta.integrations import _vllm_calls, _vllm_warmup
 from flash_delta.integrations import vllm as plugin
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.problem import ENVIRONMENT
@@ -128,7 +128,7 @@ EMPTY = {
     "num_prefills": 0, "num_decodes": 0, "num_spec_decodes": 0, "num_actual_tokens": 0, "spec_sequence_masks": None,
     "has_initial_state": None, "non_spec_query_start_loc": None, "non_spec_state_indices_tensor": None,
     "spec_query_start_loc": None, "spec_state_indices_tensor": None, "num_accepted_tokens": None, "checkpoint": None,
-    "spec_token_indx": None, "non_spec_token_indx": None,
+    "spec_token_indx": None, "non_spec_token_indx": None, "spec_sequence_masks_cpu": None, "num_spec_decode_tokens": 0,
 }  # fmt: skip
 
 
@@ -219,19 +219,33 @@ def test_prompts_with_a_checkpoint(batch):
     assert not out[87:].any()
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_drafts(batch, alone):
-    """Of different lengths, alone or between the tokens of a prompt."""
-    layer, count = qwen(drafts=DRAFTS), 5 if alone else 25
+WHERE = {  # the tokens of two drafts: alone, on both sides of a prompt's tokens, before them
+    "alone": (5, [0, 1, 2, 3, 4]), "apart": (25, [0, 1, 2, 23, 24]), "first": (25, [0, 1, 2, 3, 4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("odd", [True, False])
+def test_drafts(batch, monkeypatch, where, known, odd):
+    """Of different lengths. Nothing is gathered, and no output is copied, if drafts come first and vLLM tells the host
+    (``known``). Of the gates the addresses may be ``odd``."""
+    layer, (count, where) = qwen(drafts=DRAFTS), WHERE[where]
+    alone, first = count == 5, where[-1] == 4
     x, a, b = torch.randn(count, D), torch.randn(count, HV), torch.randn(count, HV)
+    if odd:
+        a, b = (torch.randn(count, HV + 1)[:, :HV].copy_(t) for t in (a, b))
     given, out = options(layer, rolling=True), torch.zeros(count, HV, V)
     bounds, table, accepted = index(0, 3, 5), torch.tensor([[1, 2, 3], [4, 5, 6]]).int(), index(2, 1)
-    where, others = (torch.arange(5), None) if alone else (torch.tensor([0, 1, 2, 23, 24]), torch.arange(3, 23))
+    where = torch.tensor(where)
+    others = torch.tensor([t for t in range(count) if t not in where])
+    masks = [True, True] if alone else [True, True, False] if first else [True, False, True]
     batch(
         num_prefills=int(not alone), num_spec_decodes=2, num_actual_tokens=count, spec_query_start_loc=bounds,
-        spec_sequence_masks=torch.tensor([True, True]), spec_state_indices_tensor=table, num_accepted_tokens=accepted,
+        spec_sequence_masks=torch.tensor(masks), spec_state_indices_tensor=table, num_accepted_tokens=accepted,
         spec_token_indx=where, non_spec_token_indx=others, non_spec_query_start_loc=index(0, 20),
-        non_spec_state_indices_tensor=index(8), has_initial_state=torch.tensor([True]),
+        non_spec_state_indices_tensor=index(8), has_initial_state=torch.tensor([True]), num_spec_decode_tokens=5,
+        spec_sequence_masks_cpu=torch.tensor(masks) if known else None,
     )  # fmt: skip
     want = torch.zeros_like(out)
     tokens = (*split(x), a, b)
@@ -244,9 +258,20 @@ def test_drafts(batch, alone):
             *(t[None, others] for t in tokens), cu_seqlens=index(0, 20), read_indices=index(8), write_indices=index(8),
             **given,
         )[0]  # fmt: skip
+    called = []
+    monkeypatch.setattr(_vllm_calls, "refusal", lambda *_: None)  # it would not know the ops below
+    for name in ("decode_gated_delta_rule", "prefill_gated_delta_rule"):
+        op = getattr(flash_delta, name)
+        monkeypatch.setattr(flash_delta, name, wraps(op)(lambda op=op, **x: called.append(x) or op(**x)))
     layer._forward_core(x, b, a, out)
     judge(layer, given, out, want)
     assert out.flatten(1).any(1).all()
+    for name, tensor in (("out", out), ("v", x), ("beta", b)):
+        where = [given[name].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for given in called]
+        assert where == ([True] if alone else [first and known, first and known and not (odd and name == "beta")])
+    if first and known and not alone:
+        assert [given["beta"].data_ptr() % 16 for given in called] == [0, 0]
+        assert [given["beta"].stride()[1] for given in called] == [b.stride(0)] * 2
 
 
 def test_kimi(batch):

@@ -7,12 +7,11 @@ Each function has the arguments of a method of SGLang's dispatchers. q, k and v 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import flash_delta
+from flash_delta.integrations._sglang_tracked import CHUNK, Tracked, mark
 
-CHUNK = 64  # tokens between two states that the radix cache may keep
 LONGEST_DRAFT = 16
 # Arguments that only SGLang's own kernels need: copies of lengths on the host, plans, another kernel's output.
 IGNORED = {
@@ -90,11 +89,14 @@ def extend(
     rule: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor, cache_indices: Tensor,
     query_start_loc: Tensor, inplace_update: bool = True, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     lower_bound: float | None = None, beta_is_raw: bool = False, return_intermediate_states: bool = False,
-    track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, **more: Any,
+    track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, tracked: Tracked | None = None,
+    **more: Any,
 ) -> Call:  # fmt: skip
-    """Prompts or pieces of them, packed. ``track_state[n]`` gets the state of sequence n after ``track_chunk_idx[n]``
-    chunks, if that is not negative."""
+    """Prompts or pieces of them, packed. SGLang keeps the state of sequence n after ``track_chunk_idx[n]`` chunks, if
+    that is not negative. Its kernels write it to ``track_state``, our ops write it to its slot (``tracked``)."""
     _check_more(more)
+    if track_state is not None and tracked is None:
+        raise Refused("track_state: expected slots of this batch for it, got none")
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "state_pool": ssm_states, "read_indices": cache_indices,
         "write_indices": cache_indices if inplace_update else None, "cu_seqlens": query_start_loc,
@@ -102,39 +104,17 @@ def extend(
     }  # fmt: skip
     if A_log is not None:
         arguments |= _gate(A_log, dt_bias, lower_bound)
+    if tracked is not None:
+        arguments |= {"checkpoint_indices": tracked.slots, "checkpoint_offsets": tracked.offsets}
 
     def result(o: Tensor) -> Any:
+        if tracked is not None:
+            mark(track_state)
         if rule == "gated_delta_rule":
             return o, None, None  # neither final states nor those of chunks, which are already in their places
         return (o, None) if return_intermediate_states else o
 
-    op = getattr(flash_delta, f"prefill_{rule}")
-    if track_state is None:
-        return Call(op, arguments, result)
-    return _tracked(Call(op, arguments, result), track_state, track_chunk_idx)
-
-
-def _tracked(call: Call, track_state: Tensor, track_chunk_idx: Tensor) -> Call:
-    """Prefill writes checkpoints to the pool that it reads. SGLang wants them elsewhere. So the call gets a temporary
-    pool, with the states of the batch and room for the checkpoints after them."""
-    pool, slots = call.arguments["state_pool"], call.arguments["read_indices"]
-    count = len(slots)
-    real = slots.clamp(min=0).long()  # padding reads slot 0, which SGLang keeps free, and writes it back unchanged
-    own = torch.empty(2 * count, *pool.shape[1:], dtype=torch.float32, device=pool.device)
-    own[:count] = pool[real]
-    order = torch.arange(count, device=pool.device)
-    where = torch.where(slots >= 0, order, -1)
-    arguments = call.arguments | {
-        "state_pool": own, "read_indices": where, "write_indices": where, "checkpoint_indices": order + count,
-        "checkpoint_offsets": track_chunk_idx.long() * CHUNK,
-    }  # fmt: skip
-
-    def result(o: Tensor) -> Any:
-        pool[real] = own[:count].to(pool.dtype)
-        track_state[:count] = own[count:]
-        return call.result(o)
-
-    return Call(call.op, arguments, result)
+    return Call(getattr(flash_delta, f"prefill_{rule}"), arguments, result)
 
 
 def fill_tracked(states: Tensor, query_start_loc: Tensor, track_state: Tensor, track_chunk_idx: Tensor) -> None:

@@ -40,14 +40,42 @@ class Layer(NamedTuple):
     norm: Any  # the module of the output norm
 
 
-def calls_of(layer: Layer, x: Tokens, m: Any) -> list[tuple[Callable[..., Tensor], dict[str, Any]]]:
-    """The ops to call for a batch, with their arguments. ``m``: vLLM's metadata."""
+OpCall = tuple[Callable[..., Tensor], dict[str, Any]]  # an op and its arguments
+
+
+def calls_of(layer: Layer, x: Tokens, m: Any) -> tuple[list[OpCall], tuple[Tensor, ...]]:
+    """The ops to call for a batch. ``m``: vLLM's metadata. If tokens had to be gathered, the second result says for
+    each call where its tokens were, and its outputs have to be copied there."""
     if m.spec_sequence_masks is None:
-        return [_prompts(layer, x, m) if m.num_prefills else _rows(layer, x, m)]
+        return [_prompts(layer, x, m) if m.num_prefills else _rows(layer, x, m)], ()
     if not m.num_prefills and not m.num_decodes:
-        return [_drafts(layer, x, m)]
-    drafts, others = (x.each(lambda t, at=at: t[at]) for at in (m.spec_token_indx, m.non_spec_token_indx))
-    return [_drafts(layer, drafts, m), _prompts(layer, others, m)]
+        return [_drafts(layer, x, m)], ()
+    places = (m.spec_token_indx, m.non_spec_token_indx)
+    if _drafts_come_first(m) and _is_aligned(x.out, m.num_spec_decode_tokens):
+        count, places = m.num_spec_decode_tokens, ()
+        drafts, others = x.first(count), x.each(lambda t: _from(t, count))
+    else:
+        drafts, others = (x.each(lambda t, at=at: t[at]) for at in places)
+    return [_drafts(layer, drafts, m), _prompts(layer, others, m)], places
+
+
+def _drafts_come_first(m: Any) -> bool:
+    """Whether all drafts come before all other rows. vLLM mostly orders batches in this way. vLLM 0.26 does not tell
+    the host."""
+    rows = getattr(m, "spec_sequence_masks_cpu", None)
+    return rows is not None and bool(rows[: m.num_spec_decodes].all())
+
+
+def _is_aligned(t: Tensor, start: int) -> bool:
+    """Whether the address of ``t[start]`` is a multiple of 16 bytes if that of t is."""
+    return start * t.stride(0) * t.element_size() % 16 == 0
+
+
+def _from(t: Tensor, start: int) -> Tensor:
+    """``t[start:]``. Compiled code depends on whether addresses are multiples of 16 bytes. So gates of a few heads may
+    have to be copied."""
+    rest = t[start:]
+    return rest if _is_aligned(t, start) else t.new_empty_strided(rest.shape, t.stride()).copy_(rest)
 
 
 def _in_a_row(t: Tensor) -> Tensor:
@@ -62,20 +90,20 @@ def _each_alone(t: Tensor) -> Tensor:
     return t.unsqueeze(1) if t.shape[0] > 1 else _in_a_row(t)
 
 
-def _rows(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def _rows(layer: Layer, x: Tokens, m: Any) -> OpCall:
     """The call for decoding rows, with one token each."""
     rows = m.non_spec_state_indices_tensor[: x.q.shape[0]]
     return _call("decode", layer, x.each(_each_alone), {"read_indices": rows, "write_indices": rows})
 
 
-def _drafts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def _drafts(layer: Layer, x: Tokens, m: Any) -> OpCall:
     table = m.spec_state_indices_tensor[: m.num_spec_decodes]
     more = {"read_indices": table, "write_indices": table, "num_accepted_tokens": m.num_accepted_tokens[: len(table)]}
     bounds = m.spec_query_start_loc[: len(table) + 1]
     return _call("decode", layer, x.each(_in_a_row), more | {"cu_seqlens": bounds})
 
 
-def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def _prompts(layer: Layer, x: Tokens, m: Any) -> OpCall:
     """The call for prompts. Rows of one token may be among them."""
     rows = m.non_spec_state_indices_tensor
     more = {"read_indices": rows, "write_indices": rows, "has_initial_state": m.has_initial_state}
@@ -87,7 +115,7 @@ def _prompts(layer: Layer, x: Tokens, m: Any) -> tuple[Callable[..., Tensor], di
     return _call("prefill", layer, x.each(_in_a_row), more)
 
 
-def _call(kind: str, layer: Layer, x: Tokens, more: dict[str, Any]) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+def _call(kind: str, layer: Layer, x: Tokens, more: dict[str, Any]) -> OpCall:
     arguments = x._asdict() | layer.options | more
     gate = arguments.pop("gate")
     if gate is not None:
@@ -108,7 +136,7 @@ def decline(module: Any, reason: str) -> None:
 
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
     """Runs ``module`` between its projections. Returns False, and runs nothing, if the ops do not take it."""
-    calls = calls_of(layer, x.first(m.num_actual_tokens), m)
+    calls, places = calls_of(layer, x.first(m.num_actual_tokens), m)
     seen = module.__dict__.setdefault("_flash_delta_seen", set())
     for op, arguments in calls:
         form = op.__name__, *[name for name, value in arguments.items() if value is not None]
@@ -120,7 +148,6 @@ def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
             seen.add(form)
     for op, arguments in calls:
         op(**arguments)
-    if len(calls) > 1:
-        for at, (_, arguments) in zip((m.spec_token_indx, m.non_spec_token_indx), calls, strict=True):
-            x.out.index_copy_(0, at, arguments["out"][0])
+    for at, (_, arguments) in zip(places, calls, strict=False):  # ``places`` may be empty
+        x.out.index_copy_(0, at, arguments["out"][0])
     return True

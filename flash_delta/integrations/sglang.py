@@ -29,10 +29,10 @@ from flash_delta.integrations._sglang_calls import (
     packed_decode,
     target_verify,
 )
+from flash_delta.integrations._sglang_tracked import BACKENDS, find_tracked, hooks, unlike
 
 VARIABLE = "FLASH_DELTA_SGLANG"
 TESTED = ("0.5.23",)
-BACKENDS = "sglang.srt.layers.attention.linear"
 DISPATCHERS = {  # for each, our rule, and the kernel that our ops replace
     f"{BACKENDS}.gdn_backend.GDNKernelDispatcher": ("gated_delta_rule", "TritonGDNKernel"),
     f"{BACKENDS}.kda_backend.KDAKernelDispatcher": ("kda", "TritonKDAKernel"),
@@ -44,8 +44,10 @@ METHODS = {  # the function that makes our call, and the dispatcher's attribute 
     "target_verify": (target_verify, "verify_kernel"),
 }
 
+TRACKED = "prompts whose states the radix cache keeps"
+
 logger = logging.getLogger("sglang.flash_delta")
-_active: list[str] = []  # dispatchers that have hooks
+_active: list[str] = []  # dispatchers that have hooks, and TRACKED
 
 
 def register() -> None:
@@ -58,17 +60,23 @@ def register() -> None:
     if os.environ.get(VARIABLE) != "1" or _version() is None:
         return
     for path, (rule, kernel) in DISPATCHERS.items():
-        if path in _active:
-            continue
-        try:
-            reason = _unlike(path, kernel)
-        except (ImportError, AttributeError) as error:
-            reason = str(error)
-        if reason is None:
+        if path not in _active and _fits(path, partial(_unlike, path, kernel)):
             _hook(path, rule, kernel)
             _active.append(path)
-        else:
-            logger.warning("%s: SGLang's own code runs %s: %s", VARIABLE, path, reason)
+    if _active and TRACKED not in _active and _fits(TRACKED, unlike):
+        for path, ours in hooks():
+            _around(path, ours)
+        _active.append(TRACKED)
+
+
+def _fits(name: str, unlike: Callable[[], str | None]) -> bool:
+    try:
+        reason = unlike()
+    except (ImportError, AttributeError) as error:
+        reason = str(error)
+    if reason is not None:
+        logger.warning("%s: SGLang's own code runs %s: %s", VARIABLE, name, reason)
+    return reason is None
 
 
 def _version() -> str | None:
@@ -100,11 +108,15 @@ def _named(parameters: Any) -> set[str]:
 
 
 def _hook(path: str, rule: str, kernel: str) -> None:
+    _around(f"{path}.__init__", partial(_make, kernel))
+    for method in METHODS:
+        _around(f"{path}.{method}", partial(_serve, method, rule, kernel))
+
+
+def _around(path: str, ours: Callable) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{path}.__init__", partial(_make, kernel), HookType.AROUND)
-    for method in METHODS:
-        HookRegistry.register(f"{path}.{method}", partial(_serve, method, rule, kernel), HookType.AROUND)
+    HookRegistry.register(path, ours, HookType.AROUND)
 
 
 def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -134,8 +146,11 @@ def _serve(method: str, rule: str, kernel: str, theirs: Callable, self: Any, *ar
     if type(getattr(self, attribute)).__name__ != kernel:
         return theirs(self, *args, **kwargs)
     reason = None
+    given = kwargs
+    if kwargs.get("track_state") is not None:
+        given = kwargs | {"tracked": find_tracked(self, kwargs["cache_indices"], kwargs["track_chunk_idx"])}
     try:
-        call = make(rule, *args, **kwargs)
+        call = make(rule, *args, **given)
         reason = _reason(self, call)
     except Refused as refused:
         reason = str(refused)

@@ -25,18 +25,21 @@ def prompts() -> list[list[int]]:
 
 
 def count_calls(_: Any = None) -> Counter:
-    """How often this process calls each op from now on, and how many drafted tokens these calls had. A CUDA graph
-    counts once, when it is captured."""
+    """How often this process calls each op from now on, how many drafted tokens these calls had, how many
+    batches had both drafts and other rows, and for how many of these tokens were gathered. A CUDA graph counts once,
+    when it is captured."""
     from flash_delta.integrations import _vllm_calls as plugin
 
     counts, calls_of = Counter(), plugin.calls_of
 
     def counted(*args):
-        calls = calls_of(*args)
+        calls, places = calls_of(*args)
+        counts["mixed batches"] += len(calls) > 1
+        counts["gathered batches"] += bool(places)
         counts.update(op.__name__ for op, _ in calls)
         for arguments in (given for _, given in calls if "num_accepted_tokens" in given):
             counts["drafted tokens"] += arguments["q"].shape[1] - len(arguments["read_indices"])
-        return calls
+        return calls, places
 
     plugin.calls_of, plugin.counts = counted, counts
     return counts

@@ -4,11 +4,13 @@ import contextlib
 import importlib
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_tables import missing
 
+from flash_delta.integrations import _sglang_tracked
 from flash_delta.integrations import sglang as plugin
 from flash_delta.integrations._sglang_calls import fill_tracked
 
@@ -34,6 +36,7 @@ def dispatchers():
         patch.setenv(plugin.VARIABLE, "1")
         patch.setattr(torch.cpu, "device", lambda *_: contextlib.nullcontext(), raising=False)
         plugin.register()
+        assert plugin.TRACKED in plugin._active
         importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
         triton = importlib.import_module(f"{plugin.BACKENDS}.utils").LinearAttnKernelBackend.TRITON
         made = {}
@@ -106,28 +109,58 @@ def test_target_verify(dispatchers, rule, tree):
     torch.testing.assert_close(states, buffer, **CLOSE)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_extend(dispatchers, rule):
-    """The radix cache keeps states after 64 and 128 tokens."""
+def backend_of(rule, dispatcher):
+    """SGLang's backend of a dispatcher, without a model."""
+    name = "GDNAttnBackend" if rule == "gated_delta_rule" else "KDAAttnBackend"
+    cls = getattr(importlib.import_module(f"{plugin.BACKENDS}.{name[:3].lower()}_backend"), name)
+    backend = object.__new__(cls)
+    _sglang_tracked.introduce(lambda self: setattr(self, "kernel_dispatcher", dispatcher), backend)
+    return backend
+
+
+@pytest.mark.parametrize(("rule", "graph"), [("gated_delta_rule", False), ("kda", False), ("kda", True)])
+def test_extend(dispatchers, rule, graph):
+    """The radix cache keeps states after 64 and 128 tokens, and the last one of the second sequence. SGLang copies them
+    to their slots by itself. With the plugin its buffer is not read."""
     d, bounds, chunks, n = dispatchers[rule], index(0, 70, 71, 201), index(1, -1, 2), 201
-    x, kept = tokens(rule, n), [torch.zeros(3, HV, V, K) for _ in range(2)]
-    more = {"q": x["q"], "k": x["k"], "v": x["v"], "query_start_loc": bounds, "cache_indices": index(4, 2, 6)}
+    x, rows, to = tokens(rule, n), index(4, 2, 6), torch.tensor([8, 1, 3])
+    kept = [torch.full((3, HV, V, K), torch.nan), torch.zeros(3, HV, V, K)]
+    more = {"q": x["q"], "k": x["k"], "v": x["v"], "query_start_loc": bounds, "cache_indices": rows}
     more |= {"ssm_states": torch.randn(SLOTS, HV, V, K), "track_chunk_idx": chunks}
     if rule == "kda":
         more |= {"g": x["a"].view(1, n, HV, K), "beta": x["b"][None], "beta_is_raw": True, **layer(rule)}
-        more["return_intermediate_states"] = True
+        more["return_intermediate_states"] = not graph
     else:
         more |= {"g": -torch.rand(1, n, HV), "beta": torch.rand(1, n, HV)}
     more |= {name: more[name].half() for name in ("q", "k", "v")}
     pools = [more["ssm_states"].clone() for _ in range(2)]
+    backend = backend_of(rule, d)
+    metadata = importlib.import_module("sglang.srt.layers.attention.mamba.mamba2_metadata").ForwardMetadata(
+        query_start_loc=bounds, mamba_cache_indices=rows, mamba_track_indices=to, track_chunk_idx=chunks,
+        track_ssm_h_src=torch.tensor([1, 5]), track_ssm_h_dst=to[::2], track_ssm_h_batch_src=torch.tensor([0, 2]),
+        track_ssm_final_src=rows[1:2].long(), track_ssm_final_dst=to[1:2], has_mamba_track_mask=True,
+    )  # fmt: skip
+    if graph:
+        in_graph = importlib.import_module(_sglang_tracked.GRAPH)
+        backend.prefill_graph_metadata = SimpleNamespace(cache_indices=rows, track_dst=to, track_chunk_idx=chunks)
+        assert vars(backend.prefill_graph_metadata).keys() < {*in_graph.KDAPrefillGraphMetadata.__struct_fields__}
+        metadata, mode = None, index(2, 1, 2)
+    backend.forward_metadata = metadata
     ours = d.extend(**more | {"ssm_states": pools[0], "track_state": kept[0]})
     theirs = d.extend_kernel.extend(**more | {"ssm_states": pools[1], "track_state": kept[1]})
     if rule != "kda":
         fill_tracked(theirs[2], bounds, kept[1], chunks)
+    for pool, buffer in zip(pools, kept, strict=True):
+        if graph:
+            in_graph.kda_track_ssm_state(
+                ssm_pool=pool, h_track=buffer, track_mode=mode, track_dst=to, cache_indices=rows
+            )
+        else:
+            backend._track_mamba_state_extend(None, None, pool, metadata, h_track_buf=buffer)
     assert ran_here(d)
-    torch.testing.assert_close(ours[0], theirs[0], **ROUNDED)
+    torch.testing.assert_close(*((o if graph else o[0]) for o in (ours, theirs)), **ROUNDED)
     torch.testing.assert_close(*pools, **ROUNDED)
-    torch.testing.assert_close(kept[0][::2], kept[1][::2], **ROUNDED)
+    assert kept[0].isnan().all()
 
 
 def test_the_guide_names_what_sglang_has():

@@ -88,7 +88,10 @@ def test_completions(model, own, name, tmp_path):
     assert off <= CLOSE
     assert len(found["calls"]) == options.get("tensor_parallel_size", 1)
     for calls in found["calls"]:
-        assert (calls.pop("drafted tokens", 0) > 0) == ("speculative_config" in options)
+        drafts = "speculative_config" in options
+        assert (calls.pop("drafted tokens", 0) > 0) == drafts
+        assert (calls.pop("mixed batches") > 0) == drafts
+        assert calls.pop("gathered batches") == 0  # vLLM puts drafts before other rows
         assert calls.pop("warm") == int(name == "compiled")  # otherwise vLLM does not profile on a CPU
         assert set(calls) == {f"decode_{rule}", f"prefill_{rule}"}
     cached = sum(tokens for *_, tokens in found["completions"])
