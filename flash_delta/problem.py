@@ -122,7 +122,7 @@ class Slots(NamedTuple):
     read_indices: Tensor | None  # [B], packed [N]; with num_accepted_tokens [B, W]: W states, one of which is read
     write_indices: Tensor | None = None  # [B], packed [N]: for the last token's state; [B, T]: for every token's
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
-    parent_idx: Tensor | None = None  # [B, T]: the token that each token continues; -1: it continues the row
+    parent_idx: Tensor | None = None  # [B, T]: the token that each continues; -1, and for the first: the row
     has_initial_state: Tensor | None = None  # [N], bool; False: start from zeros; None: all True
     checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Problem.checkpoint_every tokens; or [N]:
     checkpoint_offsets: Tensor | None = None  # for the states after so many tokens, [N]; out of range: for none

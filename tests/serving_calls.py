@@ -102,7 +102,8 @@ def decode(pool, kind, backend, requests, T, writes, tree=False):
         x["write_indices"] = pool.index("write_indices", slots)
     parents = [[pool.random.choice(range(-1, t)) if tree else t - 1 for t in range(T)] for _ in rows]
     if tree:
-        x["parent_idx"] = pool.index("parent_idx", parents)
+        ignored = (-1, 0, T, -(2**31))  # for the first token
+        x["parent_idx"] = pool.index("parent_idx", [[pool.random.choice(ignored), *row[1:]] for row in parents])
     x["v"][[row.request is None for row in rows]] = float("nan")
     for row in rows:  # without tokens nothing would be written to a slot that is kept
         row.length = pool.random.randint(int(writes == "last"), T) if "packed" in style else T

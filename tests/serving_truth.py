@@ -111,7 +111,7 @@ def truth(kind, x):
             after[-1] = states[read[b][column]].clone()
         for t in range(T):
             slot = None if write is None else to[b][t if write.dim() == 2 else 0]
-            parent = t - 1 if parents is None else parents[b][t]
+            parent = t - 1 if parents is None or t == 0 else parents[b][t]
             if parent not in after or (write is not None and not 0 <= slot < targets):
                 continue
             token = [y[b : b + 1, t : t + 1] for y in (q, k, v, g, beta)]

@@ -155,12 +155,12 @@ def test_draft_trees(kind, backend):
             assert torch.equal(alone_pool[write[b, t]], pool[write[b, t]])
 
 
-BAD = {  # what is no slot of nine, no count of three, no token before the first
+BAD = {  # what is no slot of nine, no count of three, no live token before the second
     "read": [-1, 9, -(2**31), 2**31 - 1],
     "write": [-1, 9, -(2**31), 2**31 - 1],
     "token": [-1, 9, -(2**31), 2**31 - 1],
     "count": [0, 4, -(2**31), 2**31 - 1],
-    "parent": [-2, 0, 1, -(2**31), 2**31 - 1],
+    "parent": [-2, 0, 1, 2, -(2**31), 2**31 - 1],
 }
 BAD_64 = [2**32, 2**32 + 1, 2**62, -(2**63), 2**63 - 1]
 
@@ -178,7 +178,8 @@ def hostile(where, dtype, x):
     if where == "count":
         read, tables["num_accepted_tokens"] = [[8, 0, 8]] * len(read), slots([2, *bad], x, dtype)
     if where == "parent":
-        tables["parent_idx"] = slots([[-1, 0, 1], *[[b, 0, 1] for b in bad]], x, dtype)
+        write[1:] = [[-1, 5, 6]] * len(bad)
+        tables["parent_idx"] = slots([[-1, 0, 1], *[[-1, b, 1] for b in bad]], x, dtype)
     return tables | {"read_indices": slots(read, x, dtype), "write_indices": slots(write, x, dtype)}
 
 
@@ -202,6 +203,20 @@ def test_what_is_no_slot_is_padding(where, dtype, backend):
     assert_accurate("state_pool", pool, want_pool, torch.float32)
     before[3:6, :, 1:, 2:] = memory[3:6, :, 1:, 2:]  # the first row's own slots
     assert torch.equal(before.view(torch.int32), memory.view(torch.int32))
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_the_first_token_continues_the_row(dtype, backend):
+    """Its index is ignored: 0 as in SGLang's trees, or anything."""
+    bad = BAD["parent"] + (BAD_64 if dtype == torch.int64 else [])
+    x = make_call("kda", B=len(bad), T=3, V=16, slots=4 * len(bad), device=DEVICES[backend])
+    x |= {"read_indices": slots(range(len(bad)), x)}
+    x["write_indices"] = slots(torch.arange(len(bad), 4 * len(bad)).view(-1, 3).tolist(), x)
+    want = check("kda", x | {"parent_idx": slots([[-1, 0, 0]] * len(bad), x, dtype)}, backend)
+    found = run("kda", x | {"parent_idx": slots([[b, 0, 0] for b in bad], x, dtype)}, backend)
+    assert all(map(torch.equal, found, want))
+    assert want[0].all()
 
 
 @backends

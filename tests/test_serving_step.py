@@ -81,7 +81,7 @@ def convolved_rows(x, conv):
         slot = read[b][column] if 0 <= column < len(read[b]) else -1
         windows = {-1: pool[slot]} if 0 <= slot < len(pool) else {}
         for t in range(T):
-            parent = t - 1 if parents is None else parents[b][t]
+            parent = t - 1 if parents is None or t == 0 else parents[b][t]
             per_token = write is not None and len(write[b]) == T and x["write_indices"].dim() == 2
             to = None if write is None else write[b][t if per_token else 0]
             if parent not in windows or (to is not None and not 0 <= to < len(pool)):

@@ -73,10 +73,7 @@ def target_verify(
     if cache_steps > LONGEST_DRAFT:
         raise Refused(f"cache_steps: expected at most {LONGEST_DRAFT}, got {cache_steps}")
     count = len(query_start_loc) - 1
-    parents = retrieve_parent_token
-    if parents is not None:
-        parents = parents[:count].clone()
-        parents[:, 0] = -1  # SGLang sets no parent for the root
+    parents = None if retrieve_parent_token is None else retrieve_parent_token[:count]
     arguments = _raw_gates(rule, q.shape[:2], v, k, a, b, A_log, dt_bias, lower_bound) | {
         "q": q, "k": k, "v": v, "state_pool": ssm_states, "read_indices": cache_indices[:count],
         "write_pool": intermediate_states_buffer, "write_indices": intermediate_state_indices[:count],

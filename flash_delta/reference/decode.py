@@ -110,7 +110,7 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
         read = table[column]
         row = Row(read, column, table[0] if problem.rolling else read, {}, {})
         for t in range(T if is_slot(problem, s, read) and is_slot(problem, s, row.window) else 0):
-            parent = t - 1 if parents is None else parents[b][t]
+            parent = t - 1 if parents is None or t == 0 else parents[b][t]
             slot = None if write is None else write[b][t] if per_token else write[b]
             if parent not in (-1, *row.parents) or (slot is not None and not is_slot(problem, s, slot, target)):
                 continue

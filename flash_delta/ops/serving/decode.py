@@ -72,7 +72,8 @@ def decode_gated_delta_rule(
         num_accepted_tokens: ``[B]``, from 1 to W: how many tokens of a row's previous draft were accepted. Default
             None.
         parent_idx: for a draft tree, ``[B, T]``: token t continues from the state after token ``parent_idx[b, t]``,
-            which must be before t. -1 means the state that the row reads. Any other index is padding. It needs
+            which must be before t. -1 means the state that the row reads. Any other index is padding. The first token
+            always continues from the state that the row reads, and its index is ignored. It needs
             ``write_indices [B, T]``. Default None: each token continues from the one before it.
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
