@@ -85,6 +85,8 @@ def rows(group):
         ("decode", "16/32 batch 128, bfloat16 states", 0.0629),
         ("kda-decode", "32/32 batch 128", 0.126),
         ("serving", "16/32 batch 32, drafts of 4", 0.0788),
+        ("serving", "16/32 batch 32, drafts of 1 to 7", 0.0788),
+        ("serving", "16/32 batch 32, trees of 4", 0.0788),
         ("serving", "16/32 1x32768, a checkpoint every 1024", 0.205),
         ("prompts", "16/32 1x8192", 0.0639),
         ("steps", "16/32 batch 128", 0.1297),
@@ -260,6 +262,12 @@ def test_random_lengths_make_the_call_that_was_timed(group, least):
     assert {N for N, _ in sizes} == {*range(1, 17)}
     assert least <= min(tokens for _, tokens in sizes) < 65 + 16
     assert 8000 < max(tokens for _, tokens in sizes) <= 8192
+
+
+def test_random_batches_of_rows_with_drafts_have_one_token_each():
+    draw = random.Random(0)
+    found = [drawn(w, draw) for w in rows("serving").values() if w.kind == "decode"]
+    assert {(w.T, w.lengths, w.tree) for w in found} == {(1, (), False)}
 
 
 class Stub:

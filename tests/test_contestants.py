@@ -16,7 +16,16 @@ from flash_delta.bench.contestants import NAMES, load
 from flash_delta.bench.contestants.call import NO_CHOICE
 from flash_delta.bench.runner import PEERS_ALLOWED
 from flash_delta.bench.workloads import WORKLOADS
-from flash_delta.testing import Workload, assert_accurate, judge, judge_around, make_around, make_tensors, options
+from flash_delta.testing import (
+    Workload,
+    assert_accurate,
+    judge,
+    judge_around,
+    make_around,
+    make_tensors,
+    output_gradient,
+)
+from flash_delta.testing.large import run_workload
 
 ROOT = Path(__file__).parent.parent
 TINY = {"dtype": "float32", "K": 16, "V": 24}
@@ -77,6 +86,8 @@ SERVING = [
     Workload("t", "prefill", "gdn", 2, 4, 2, 200, l2norm=True, raw=True, checkpoint_every=64, **TINY),
     Workload("t", "prefill", "gdn", 2, 4, 5, 70, l2norm=True, raw=True, lengths=(1, 1, 1, 70, 20), **TINY),
     Workload("t", "decode", "gdn", 2, 4, 3, 4, packed=False, l2norm=True, raw=True, **TINY),
+    Workload("t", "decode", "gdn", 2, 4, 3, 4, lengths=(2, 4, 1), l2norm=True, raw=True, **TINY),
+    Workload("t", "decode", "gdn", 2, 4, 3, 5, packed=False, tree=True, l2norm=True, raw=True, **TINY),
 ]
 
 
@@ -90,11 +101,23 @@ def test_plain_calls_of_serving_do_the_same_again_and_again(row):
         first, (o, states) = call.joined(call.run()[0]).clone(), call.run()
         assert torch.equal(call.joined(o), first)
         assert states.shape == (row.N, 4, 24, 16)
-    want, state = row.op.op(**given, **options(row))
+    want = run_workload(row, given, output_gradient(given), "torch")
     for call in (ours, plain):
         o, states = call.run()
-        assert_accurate("o", call.joined(o), want.double(), torch.float32)
-        assert_accurate("final_state", states.mT, state.double(), torch.float32)
+        assert_accurate("o", call.joined(o), want["o"].double(), torch.float32)
+        assert_accurate("final_state", states.mT, want["final_state"].double(), torch.float32)
+
+
+def test_a_tree_is_not_a_chain():
+    row = SERVING[-1]
+    assert row.parents == [-1, 0, 0, 1, 1]
+    x = make_tensors(row, "cpu")
+    tree, chain = (run_workload(r, x, output_gradient(x), "torch") for r in (row, replace(row, tree=False)))
+    path = {name: x[name][:, [0, 1, 4]] for name in ("q", "k", "v", "g", "beta")}  # to the last token
+    alone = run_workload(replace(row, tree=False, T=3), x | path, output_gradient(path), "torch")
+    assert torch.equal(tree["o"][:, [0, 1, 4]], alone["o"])
+    assert torch.equal(tree["final_state"], alone["final_state"])
+    assert not torch.equal(tree["o"][:, 2:], chain["o"][:, 2:])
 
 
 def test_prompts_in_one_call_and_in_several():

@@ -152,7 +152,7 @@ def drawn(workload: Workload, draw: random.Random) -> Workload:
     decode = workload.kind == "decode"
     N = draw.randint(1, 256 if decode else 16)
     least = STEPPED // N + 1 if workload.of_fla else 1
-    return replace(workload, N=N, T=1 if decode else draw.randint(least, 8192 // N), lengths=())
+    return replace(workload, N=N, T=1 if decode else draw.randint(least, 8192 // N), lengths=(), tree=False)
 
 
 def make(workload: Workload, device: torch.device) -> dict[str, Tensor]:

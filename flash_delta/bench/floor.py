@@ -73,7 +73,7 @@ def floor(workload: Workload) -> Floor:
     if w.states:
         states = 2 * w.N
         if w.kind == "decode":
-            states = (1 + w.T) * w.N
+            states = w.N + w.tokens
         if w.checkpoint_every:
             states += sum(length // w.checkpoint_every for length in w.lengths or [w.T] * w.N)
         moved += states * w.HV * getattr(torch, w.state_dtype).itemsize * w.K * w.V

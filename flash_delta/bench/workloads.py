@@ -94,9 +94,14 @@ def _serving() -> Iterator[Workload]:
         yield prefill(*lengths, checkpoint_every=1024)
     for rows, *prompts in ((8, 2048), (64, 2048), (64, 4096, 4096)):
         yield prefill(*[1] * rows, *prompts)
+    drafts = {"l2norm": True, "raw": True}
     for N in (32, 64):
         for T in (2, 4, 8, 16):
-            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, l2norm=True, raw=True)
+            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, **drafts)
+        lengths = (1, 3, 5, 7) * (N // 4)  # as many tokens as drafts of 4
+        yield Workload("serving", "decode", "gdn", 16, 32, N, 7, lengths=lengths, **drafts)
+        for T in (4, 8):
+            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, tree=True, **drafts)
 
 
 def _prompts() -> Iterator[Workload]:

@@ -69,7 +69,7 @@ def run_workload(workload: Workload, x: dict[str, Tensor], do: Tensor, backend: 
     call: dict[str, Any] = {**x, **options(workload), "backend": backend}
     if "cu_seqlens" in x and x["q"].device.type != "cpu":
         call["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
-    o, final_state = workload.op.op(**call)
+    o, final_state = _run_trees(workload, call) if workload.tree else workload.op.op(**call)
     results = {"o": o.detach()}
     if final_state is not None:
         results["final_state"] = final_state.detach().to(x["initial_state"].dtype)
@@ -78,6 +78,17 @@ def run_workload(workload: Workload, x: dict[str, Tensor], do: Tensor, backend: 
         gradients = torch.autograd.grad(o, list(leaves.values()), do)
         results |= {f"d{name}": d for name, d in zip(leaves, gradients, strict=True)}
     return results
+
+
+def _run_trees(workload: Workload, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Outputs of trees, token by token, and the state after the last token."""
+    outputs, states = [], [call["initial_state"]]  # the state after token t is the one at t + 1
+    for t, parent in enumerate(workload.parents):
+        token = {name: call[name][:, t : t + 1] for name in ("q", "k", "v", "g", "beta")}
+        o, state = workload.op.op(**call | token | {"initial_state": states[parent + 1]})
+        outputs.append(o)
+        states.append(state)
+    return torch.cat(outputs, 1), states[-1]
 
 
 def _some(workload: Workload, name: str, t: Tensor) -> Tensor:

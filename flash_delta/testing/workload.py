@@ -45,7 +45,8 @@ class Workload:
     V: int = 128
     disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
     state_dtype: str = "float32"  # of initial states; with kind "decode" also of the updated states
-    lengths: tuple[int, ...] = ()  # of packed sequences, if not all have T tokens
+    lengths: tuple[int, ...] = ()  # of packed sequences, if not all have T tokens; T is then the longest
+    tree: bool = False  # with kind "decode": drafts are binary trees, in which token t continues token (t - 1) // 2
     batch_invariant: bool = False  # with kind "prefill"
     checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
     hidden: int = 0  # width of a layer; 0: the op alone
@@ -56,7 +57,8 @@ class Workload:
     def name(self) -> str:
         shape = " + ".join(f"{len(list(same))}x{length}" for length, same in groupby(self.lengths or [self.T] * self.N))
         if self.kind == "decode":
-            shape = f"batch {self.N}" + (f", drafts of {self.T}" if self.T > 1 else "")
+            count = f"{min(self.lengths)} to {self.T}" if self.lengths else self.T
+            shape = f"batch {self.N}" + (f", {'trees' if self.tree else 'drafts'} of {count}" if self.T > 1 else "")
         dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
         state = "" if self.state_dtype == "float32" else f", {self.state_dtype} states"
         option = " disable_recompute" if self.disable_recompute else " batch_invariant" if self.batch_invariant else ""
@@ -69,6 +71,11 @@ class Workload:
     @property
     def tokens(self) -> int:
         return sum(self.lengths) or self.N * self.T
+
+    @property
+    def parents(self) -> list[int]:
+        """The token that each token of a draft continues; -1: the state before the draft."""
+        return [(t - 1) // 2 if self.tree else t - 1 for t in range(self.T)]
 
     @property
     def gate(self) -> str:

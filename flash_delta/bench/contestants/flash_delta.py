@@ -6,7 +6,7 @@ from torch import Tensor
 from flash_delta import decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda
 from flash_delta.bench.contestants import fla_layer, layer
 from flash_delta.bench.contestants.call import Call
-from flash_delta.bench.contestants.tensors import leaves, pool_of, state_pool
+from flash_delta.bench.contestants.tensors import draft_pool, leaves, pool_of, state_pool
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import Workload, activations, options
 from flash_delta.testing.layer import EPS
@@ -38,7 +38,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
-    """Decoding in place. The states after each token of a draft go to slots of their own."""
+    """Decoding in place. The states after each token of a draft go to slots of their own, to which trees go back."""
     op = decode_kda if workload.member == "kda" else decode_gated_delta_rule
     inputs, chosen = without_state(x), activations(workload)
     if workload.around:
@@ -47,7 +47,9 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     pool, read = state_pool(x)
     write, states = read, pool
     if workload.T > 1:
-        pool, read, write, states = pool_of(x, workload.T)
+        pool, read, write, states = draft_pool(workload, x)
+    if workload.tree:
+        chosen["parent_idx"] = write.new_tensor([workload.parents] * workload.N)
 
     def run() -> tuple[Tensor, Tensor | None]:
         o = op(**inputs, state_pool=pool, read_indices=read, write_indices=write, state_v_first=True, **chosen)

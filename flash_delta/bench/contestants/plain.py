@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_delta import chunk_gated_delta_rule, decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule
 from flash_delta.bench.contestants import flash_delta, separate
 from flash_delta.bench.contestants.call import Call
-from flash_delta.bench.contestants.tensors import pool_of
+from flash_delta.bench.contestants.tensors import draft_pool, pool_of
 from flash_delta.testing import Workload, activations
 
 PACKAGE = flash_delta.PACKAGE
@@ -55,21 +55,28 @@ def _step_in_several_calls(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _single_tokens(workload: Workload, x: dict[str, Tensor]) -> Call:
+    """Token t of every draft in one call. Of drafts that differ in length, those that have one are gathered before."""
     inputs, chosen = flash_delta.without_state(x), activations(workload)
-    pool, read, write, states = pool_of(x, workload.T)
-    slots = [read, *(column.contiguous() for column in write.unbind(1))]
-    calls = [
-        inputs
-        | {name: inputs[name][:, t : t + 1] for name in TOKENS}
-        | {"read_indices": slots[t], "write_indices": slots[t + 1]}
-        for t in range(workload.T)
-    ]
+    pool, read, write, states = draft_pool(workload, x)
+    bounds, calls, places = inputs.pop("cu_seqlens", None), [], []
+    for t, parent in enumerate(workload.parents):
+        rows, before = write[:, t] >= 0, read if parent < 0 else write[:, parent]
+        call = {"read_indices": before[rows], "write_indices": write[rows, t]}
+        if bounds is None:
+            call |= {name: inputs[name][:, t : t + 1] for name in TOKENS}
+        else:
+            places.append(bounds[:-1][rows].long() + t)
+            call |= {name: inputs[name][0, places[-1]].unsqueeze(1) for name in TOKENS}
+        calls.append(inputs | call)
 
     def run() -> tuple[list[Tensor], Tensor | None]:
         o = [decode_gated_delta_rule(**call, state_pool=pool, state_v_first=True, **chosen) for call in calls]
         return o, states
 
-    return Call(run, inputs | {"initial_state": pool}, state_v_first=True, joined=lambda o: torch.cat(o, 1))
+    def joined(o: list[Tensor]) -> Tensor:
+        return torch.cat(o, 1) if bounds is None else torch.cat(o)[torch.cat(places).argsort()].transpose(0, 1)
+
+    return Call(run, inputs | {"initial_state": pool}, state_v_first=True, joined=joined)
 
 
 def _apart(workload: Workload, x: dict[str, Tensor]) -> Call:

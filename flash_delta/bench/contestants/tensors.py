@@ -37,3 +37,12 @@ def pool_of(x: dict[str, Tensor], states: int) -> tuple[Tensor, Tensor, Tensor, 
     pool[:N] = given
     slots = torch.arange(len(pool), device=pool.device, dtype=torch.int32).view(1 + states, N)
     return pool, slots[0], slots[1:].mT.contiguous(), pool[-N:]
+
+
+def draft_pool(workload: Workload, x: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for drafts, whose tokens have a state each. A shorter draft leaves its last state in the same slot. The
+    columns that it does not need are -1."""
+    pool, read, write, states = pool_of(x, workload.T)
+    for row, length in zip(write, workload.lengths, strict=False):  # there may be no lengths
+        row.copy_(torch.cat([row[workload.T - length :], row.new_full((workload.T - length,), -1)]))
+    return pool, read, write, states
