@@ -2,8 +2,9 @@
 
 Every process of SGLang calls `register` (entry point ``sglang.srt.plugins``). It puts hooks around the methods
 ``packed_decode``, ``decode``, ``extend`` and ``target_verify`` of SGLang's dispatchers, by which linear attention calls
-kernels. The ops use SGLang's own tensors: its pool of states, its slots, its buffer for drafts. SGLang still runs the
-convolution and the output norm.
+kernels. The ops use SGLang's own tensors: its pool of states, its slots, its buffer for drafts. Prompts leave the
+states that the radix cache keeps in the pool (_sglang_tracked.py). SGLang still runs the convolution and the output
+norm.
 
 ``FLASH_DELTA_SGLANG=1`` switches the plugin on. It is off by default because it has run only on CPUs. If SGLang was
 told to run another kernel than its Triton kernel, that kernel runs. SGLang's own code runs calls that these ops do not

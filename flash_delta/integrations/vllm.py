@@ -3,7 +3,7 @@
 Every process of vLLM calls `register` (entry point ``vllm.general_plugins``). It replaces the methods of vLLM's layer
 classes that run a layer between its projections: short convolution, norms, gates, the rule, and the output norm. For
 decoding rows and for drafts these take three launches. The ops use vLLM's own tensors: its caches, its tables of
-blocks, its buffer for the output. Nothing is gathered, except for batches of drafts and prompts, as in vLLM's own code.
+blocks, its buffer for the output. Tokens are gathered only if a batch has drafts among other rows, which is rare.
 
 ``FLASH_DELTA_VLLM=1`` switches the plugin on. It is off by default, because not every row that we measured on a GPU was
 faster. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other methods.
