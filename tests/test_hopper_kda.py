@@ -178,7 +178,7 @@ def test_pieces(on_cpu, falling):
         assert relative_error(o, exact) <= allowed(relative_error(rounded, exact), torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [RAW, FREE, {}])
+@pytest.mark.parametrize("options", [RAW, {}])
 @pytest.mark.parametrize("lengths", [None, (0, 500, 1, 20)])
 @torch.no_grad()
 def test_parts(on_cpu, monkeypatch, lengths, options):
@@ -201,6 +201,19 @@ def test_parts(on_cpu, monkeypatch, lengths, options):
     assert 0 in forgets[-1][:programs]
     on_cpu("walk")
     assert all(map(torch.equal, KDA.op(**x), parts))
+
+
+@torch.no_grad()
+def test_no_parts_without_a_bound(on_cpu, monkeypatch):
+    """With raw gates without a bound nothing looks whether gates forget."""
+    x = inputs_of(replace(ROW, T=70, options=FREE), torch.float32)
+    looked = []
+    monkeypatch.setattr(run, "run_find_forgetting", lambda *given: looked.append(given))
+    on_cpu("walk")
+    want = KDA.op(**x)
+    on_cpu("parts")
+    assert all(map(torch.equal, KDA.op(**x), want))
+    assert not looked
 
 
 @pytest.mark.parametrize("how", ["walk", "loop"])

@@ -143,7 +143,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel*/channel_loop", HOPPER, "spill", "addresses, beside two halves of a state", 40),
     Allowed(f"{BY_HAND}/channel-free*/channel_loop", HOPPER, "spill", "the same, beside the branch for pieces", 70),
     Allowed(f"{BY_HAND}/channel-logs*/channel_loop", HOPPER, "spill", "the same", 80),
-    Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and ends of parts", 170),
+    Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and ends of parts", 100),
     Allowed(f"{BY_HAND}/channel-pool*/channel_prompts", HOPPER, "spill", "as in `channel_loop`", 40),
     Allowed(f"{BY_HAND}/channel-pool-free*/channel_prompts", HOPPER, "spill", "the same, with its branch", 90),
     Allowed(f"{BY_HAND}/channel-pool-logs*/channel_prompts", HOPPER, "spill", "the same", 70),

@@ -189,8 +189,10 @@ def _parts(p: Problem, split: object) -> int:
 
 
 def _may_part(p: Problem) -> bool:
-    """Whether sequences of some sizes are cut into parts."""
-    return can_loop(p) and walks_by_hand(p._replace(N=1), chip_of(p.device))
+    """Whether sequences of some sizes are cut into parts. With raw gates without a bound `find_forgetting` takes more
+    time than a trained model could gain."""
+    free = p.raw_gate and p.lower_bound is None
+    return can_loop(p) and not free and walks_by_hand(p._replace(N=1), chip_of(p.device))
 
 
 def _prepare_and_walk(

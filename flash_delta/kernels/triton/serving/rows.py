@@ -44,7 +44,7 @@ from flash_delta.kernels.triton.serving.prompts import (
     tensor_of,
     with_convolved,
 )
-from flash_delta.kernels.triton.serving.window import convolve, load_window, push, store_window, window_after
+from flash_delta.kernels.triton.serving.window import convolve, load_taps, load_window, push, store_window, window_after
 from flash_delta.problem import Problem
 
 CHANNELS, WARPS = 128, 1  # per program of the convolution
@@ -79,6 +79,15 @@ def convolve_rows(
         row, T, first_written = b * 0, stop - start, tl.minimum(first_written, stop - start - 1)
         if most < T:  # padding
             return
+    part, d, width, before, at, unit = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
+    rows, tokens = number_of(part, q_row, k_row, v_row), number_of(part, q_token, k_token, v_token)
+    inside, to = d < width, tensor_of(part, q_out, k_out, v_out) + d
+    count = row.to(tl.int64) * rows + start.to(tl.int64) * tokens
+    # What needs no index is loaded first. After the barrier its latency would come on top of the window's.
+    x = tl.load(at + count * unit, mask=inside & (T > 0), other=0.0)
+    taps, base = load_taps(conv_weight, before, d, width, CONV), None
+    if conv_bias is not None:
+        base = tl.load(conv_bias + before + d, mask=inside, other=0.0)
     row_slot, stored, is_row = find_state(
         read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
     )
@@ -87,11 +96,8 @@ def convolve_rows(
         column, _ = find_column(accepted, b, accepted_row, columns)
         window_slot, is_row = load_slot(read_indices, b, 0, (read_row, read_column), slots, is_row)
         stored = stored & is_row
-    part, d, width, before, at, unit = find_channels(block, q, k, v, q_strides, k_strides, v_strides, H, HV, K, V, BD)
-    rows, tokens = number_of(part, q_row, k_row, v_row), number_of(part, q_token, k_token, v_token)
-    inside, to = d < width, tensor_of(part, q_out, k_out, v_out) + d
     windows = (conv_pool, conv_stride, None)
-    first = load_window(windows, window_slot, column, before, d, width, stored, CONV)  # [BD, 4]
+    first = load_window(windows, window_slot, column, before, d, width, stored, CONV)
     if conv_target is not None:
         windows = (conv_target, conv_target_stride, conv_step_stride)
     tl.debug_barrier()  # all threads have to load before anything is stored
@@ -105,12 +111,12 @@ def convolve_rows(
         if write_indices is not None:
             index = load_index(write_indices, b, t, write_strides)
             slot, live = as_slot(index, targets, live)
-        count = row.to(tl.int64) * rows + (start + t).to(tl.int64) * tokens
-        window = push(window, tl.load(at + count * unit, mask=inside, other=0.0))
+        window = push(window, x)
+        x = tl.load(at + (count + (t + 1) * tokens) * unit, mask=inside & (t + 1 < T), other=0.0)
         if WRITES:
             written, kept = (window_slot, live) if CONV[4] else (slot, live & (t >= first_written))
             store_window(window, windows, written, t, before, d, width, kept, CONV_TARGET)
-        y = convolve(window, conv_weight, conv_bias, before, d, width, CONV)
+        y = convolve(window, taps, base)
         tl.store(to + (row * T + start + t).to(tl.int64) * width, y.to(q_out.dtype.element_ty), mask=inside)
         alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
         if parents is not None:

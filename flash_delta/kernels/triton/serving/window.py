@@ -2,8 +2,9 @@
 
     y_t = silu(bias + sum_{i<W} weight[i] x_{t-(W-1)+i})
 
-A window [C, 4] holds the last four inputs of C channels, those from ``start`` on, the latest input last. So W is at
-most 4. Inputs that windows in slots do not have are 0, and no convolution reads them. CONV is a tuple:
+A window is a list of the last four inputs of C channels, those from ``start`` on, the latest input last. Each input is
+a vector [C]. So W is at most 4. Inputs that windows in slots do not have are 0, and no convolution reads them. CONV is
+a tuple:
 
     0       the taps W
     1       the inputs L of a window in a slot, W - 1 to 4
@@ -12,6 +13,9 @@ most 4. Inputs that windows in slots do not have are 0, and no convolution reads
 
 A rolling slot holds the inputs before a draft, and then those of its tokens. L is W - 1, and the window that begins at
 input n ends with the input of token n.
+
+Threads read what is contiguous in memory. If that is the inputs of a channel, four of them are read at once, as a
+matrix [C, 4].
 """
 
 import triton
@@ -21,55 +25,86 @@ from flash_delta.kernels.device.activation import silu, spread
 
 
 @triton.jit
-def place(windows, slot, n, start, c, width, CONV: tl.constexpr):
-    """The addresses of window ``n`` in a slot, and which of its numbers exist. ``windows``: their pool, its stride of
+def columns_of(matrix):
+    """The four columns of a matrix [C, 4]."""
+    even, odd = tl.split(tl.reshape(matrix, [matrix.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return [first, second, third, fourth]
+
+
+@triton.jit
+def matrix_of(columns):
+    even, odd = tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3])
+    return tl.reshape(tl.join(even, odd), [columns[0].shape[0], 4])
+
+
+@triton.jit
+def place(windows, slot, n, start, c, CONV: tl.constexpr):
+    """The addresses of the first of four inputs of window ``n`` in a slot. ``windows``: their pool, its stride of
     slots, and the stride of a slot's windows. If that is None, there is one window, unless the slot is rolling."""
-    i = CONV[1] - 4 + tl.arange(0, 4)
-    inside = (c < width)[:, None] & (i >= 0)[None, :]
-    if CONV[4]:
-        i += n
     at = windows[0] + slot.to(tl.int64) * windows[1]
     if windows[2] is not None:
         at += n * windows[2]
-    at = at + (start + c).to(tl.int64)[:, None] * CONV[2] + i[None, :] * CONV[3]
-    return at, inside
+    first = CONV[1] - 4
+    if CONV[4]:
+        first += n
+    return at + (start + c).to(tl.int64) * CONV[2] + first * CONV[3]
 
 
 @triton.jit
 def load_window(windows, slot, n, start, c, width, live, CONV: tl.constexpr):
-    at, inside = place(windows, slot, n, start, c, width, CONV)
-    return tl.load(at, mask=inside & live, other=0.0)
+    at, inside = place(windows, slot, n, start, c, CONV), (c < width) & live
+    if CONV[3] == 1:
+        i = tl.arange(0, 4)[None, :]
+        return columns_of(tl.load(at[:, None] + i, mask=inside[:, None] & (i >= 4 - CONV[1]), other=0.0))
+    window = []
+    for i in tl.static_range(4):
+        window += [tl.load(at + i * CONV[3], mask=inside & (i >= 4 - CONV[1]), other=0.0)]
+    return window
 
 
 @triton.jit
 def store_window(window, windows, slot, n, start, c, width, live, CONV: tl.constexpr):
-    at, inside = place(windows, slot, n, start, c, width, CONV)
-    if CONV[4]:  # the others were written with the token before
-        inside = inside & ((tl.arange(0, 4) == 3) | (n == 0))[None, :]
-    tl.store(at, window, mask=inside & live)
+    at, inside = place(windows, slot, n, start, c, CONV), (c < width) & live
+    before = (n == 0) if CONV[4] else True  # otherwise they were written with the token before
+    if CONV[3] == 1:
+        i = tl.arange(0, 4)[None, :]
+        tl.store(at[:, None] + i, matrix_of(window), mask=inside[:, None] & (i >= 4 - CONV[1]) & ((i == 3) | before))
+    else:
+        for i in tl.static_range(4):
+            tl.store(at + i * CONV[3], window[i], mask=inside & (i >= 4 - CONV[1]) & ((i == 3) | before))
 
 
 @triton.jit
 def window_after(parent, first, windows, slot, start, c, width, live, CONV: tl.constexpr):
     """For a tree: the window that token ``parent`` left in its slot, or for -1 the row's ``first`` window."""
-    window = load_window(windows, slot, parent, start, c, width, live, CONV)
-    return tl.where(parent < 0, first, window)
+    window, chosen = load_window(windows, slot, parent, start, c, width, live, CONV), []
+    for i in tl.static_range(4):
+        chosen += [tl.where(parent < 0, first[i], window[i])]
+    return chosen
 
 
 @triton.jit
 def push(window, x):
     """The window with ``x`` added, rounded as it will be stored."""
-    i = tl.broadcast_to(tl.arange(0, 4)[None, :], window.shape)
-    return tl.where(i == 3, x.to(window.dtype)[:, None], tl.gather(window, tl.minimum(i + 1, 3), 1))
+    return [window[1], window[2], window[3], x.to(window[0].dtype)]
 
 
 @triton.jit
-def convolve(window, weight, bias, start, c, width, CONV: tl.constexpr):
+def load_taps(weight, start, c, width, CONV: tl.constexpr):
+    """The weights of a window's inputs."""
+    i = CONV[0] - 4 + tl.arange(0, 4)[None, :]
+    at = weight + (start + c)[:, None] * CONV[0] + i
+    return columns_of(tl.load(at, mask=(c < width)[:, None] & (i >= 0), other=0.0))
+
+
+@triton.jit
+def convolve(window, taps, base):
     """The convolution at the window's latest input, in float32."""
-    i, inside = CONV[0] - 4 + tl.arange(0, 4), c < width
-    at = weight + (start + c)[:, None] * CONV[0] + i[None, :]
-    w = tl.load(at, mask=inside[:, None] & (i >= 0)[None, :], other=0.0)
-    y = tl.sum(window.to(tl.float32) * w.to(tl.float32), 1)
-    if bias is not None:
-        y += tl.load(bias + start + c, mask=inside, other=0.0).to(tl.float32)
+    y = window[0].to(tl.float32) * taps[0].to(tl.float32)
+    for i in tl.static_range(1, 4):
+        y += window[i].to(tl.float32) * taps[i].to(tl.float32)
+    if base is not None:
+        y += base.to(tl.float32)
     return spread(silu(y))
