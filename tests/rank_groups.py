@@ -1,5 +1,7 @@
 """How the processes of a test join each other: by gloo on CPUs, or by nccl with a GPU for each."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
@@ -12,8 +14,10 @@ def join(backend: str, rank: int, size: int, folder: object) -> torch.device:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    bound = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, **bound)
+    options = {"timeout": timedelta(minutes=5)}  # for a process whose partner has failed
+    if backend == "nccl":
+        options["device_id"] = device
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, **options)
     return device
 
 
