@@ -86,8 +86,7 @@ class Part:
     def gather(self, x: Tensor) -> tuple[Tensor, dist.Work]:
         """``x`` of every rank ``[P, ...]``. Call ``wait`` of the second result before reading it."""
         everyones = x.new_empty(self.size, *x.shape)
-        flat = everyones.flatten(0, 1)  # NCCL writes one tensor directly, and a list by way of another one
-        work = dist.all_gather_into_tensor(flat, x.contiguous(), group=self.group, async_op=True)
+        work = dist.all_gather(list(everyones), x.contiguous(), group=self.group, async_op=True)
         return everyones, work
 
 
