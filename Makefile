@@ -57,8 +57,8 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 	$(ENGINES)/pytest -n 0 -s tests/engines
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
-	PYTHONPATH=.venv/megatron:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py
 	for fla in none $(lastword $(FLA)); do \
+	  PYTHONPATH=.venv/megatron:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py || exit; \
 	  PYTHONPATH=.venv/axolotl:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_axolotl.py || exit; \
 	  for trainer in $(TRAINERS); do \
 	    PYTHONPATH=.venv/trainers:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_$$trainer.py || exit; \

@@ -121,7 +121,7 @@ class AroundBackend(Protocol):
     """The short convolution, the RMS norm and the gate around the rule.
 
     Ops make an autograd Function of these functions, and under torch.compile operators. So there are
-    ``convolve_backward``, ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last two. A
+    ``convolve_backward``, ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last one. A
     backend without such kernels may use `AROUND_IN_TORCH`. Only inputs are saved. ``known`` is as in :class:`Backend`.
     """
 

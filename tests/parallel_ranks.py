@@ -1,9 +1,11 @@
 """What the processes of `test_parallel` do: run every case of a world, and write down what this rank got."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_groups import join, leave
 from tiny_layers import DELTA_LAYERS, D, random
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,10 +40,39 @@ class LayerSplit:
     tokens: tuple[int, ...] | None
     states: bool = True
     fragments: Fragments = None
+    dtype: torch.dtype = torch.float64
 
     @property
     def bounds(self):
         return torch.tensor([0, *self.lengths]).cumsum(0)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Layers whose heads are split over two ranks."""
+
+    sizes: dict[str, Any] = field(default_factory=lambda: {
+        "hidden_size": D, "head_dim": 8, "expand_v": 2, "num_heads": 2, "num_v_heads": 4, "conv_bias": True,
+    })  # fmt: skip
+    tokens: int = 20
+    kinds: tuple[str, ...] = ("gdn", "kda")
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+
+KINDS = {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
+WIDE = {"hidden_size": 128, "head_dim": 64, "expand_v": 1, "num_heads": 4, "num_v_heads": 8, "conv_bias": True}
+LAYERS = DELTA_LAYERS | {  # the wide ones for GPUs
+    f"{name}-wide": lambda kind=kind: kind(**WIDE) for name, kind in KINDS.items()
+}
+
+
+def rounded(layer, dtype, device):
+    """With the gates' parameters in at least float32, as models keep them."""
+    gates = {name: p for name, p in layer.named_parameters(recurse=False) if name in ("A_log", "dt_bias")}
+    layer.to(device, dtype)
+    for p in gates.values():
+        p.data = p.data.to(torch.promote_types(dtype, torch.float32))
+    return layer
 
 
 def make_context(group, bounds, split):
@@ -54,18 +85,19 @@ def make_context(group, bounds, split):
     return ContextParallel(group, bounds, split.tokens, fragments)
 
 
-def global_inputs(split, member, dtype):
+def global_inputs(split, member, dtype, device="cpu"):
     """A case's inputs as one device takes them, and its bounds."""
-    x = make_inputs(split.case, MEMBERS[member], dtype)
+    x = make_inputs(split.case, MEMBERS[member], dtype, device)
     bounds = x.pop("cu_seqlens", torch.tensor([0, split.case.T])).tolist()
+    x.pop("cu_seqlens_cpu", None)
     return x, bounds
 
 
-def loss_gradients(o_shape, state_shape, dtype):
+def loss_gradients(o_shape, state_shape, dtype, device):
     """The gradients of o and final_state that `testing.with_gradients` draws."""
     gen = torch.Generator().manual_seed(1)
-    do = torch.randn(o_shape, generator=gen, dtype=torch.float64).to(dtype)
-    return do, torch.randn(state_shape, generator=gen, dtype=torch.float32)
+    do = torch.randn(o_shape, generator=gen, dtype=torch.float64).to(device, dtype)
+    return do, torch.randn(state_shape, generator=gen, dtype=torch.float32).to(device)
 
 
 def ends(context):
@@ -89,40 +121,46 @@ def run_op(context, member, x, dtype):
         leaves["initial_state"] = leaves["initial_state"][rows].clone()
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     o, final = MEMBERS[member].op(**(x | leaves), cp_context=context)
-    do, dS = loss_gradients((1, context.split.total, *o.shape[2:]), (N, *final.shape[1:]), dtype)
+    do, dS = loss_gradients((1, context.split.total, *o.shape[2:]), (N, *final.shape[1:]), dtype, o.device)
     dS = dS[rows].to(final.dtype)
     dS[list(context.continues)] = 0  # what goes on is nobody's final state
     gradients = torch.autograd.grad((o, final), list(leaves.values()), (context.shard(do), dS), materialize_grads=True)
-    with torch.no_grad():  # what only the backward pass needs is not computed, and bits repeat
+    with torch.no_grad():  # what only the backward pass needs is not computed
         again, _ = MEMBERS[member].op(**(x | leaves), cp_context=context)
-    assert torch.equal(again, o)
-    results = {"o": o.detach(), "final_state": final.detach()[ends(context)[0]]}
+    assert torch.equal(again, o) or o.is_cuda  # there the backend may depend on whether there are gradients
+    results = {"o": o.detach(), "o again": again, "final_state": final.detach()[ends(context)[0]]}
     return results | {f"d{n}": d for n, d in zip(leaves, gradients, strict=True)} | where(context)
 
 
-def layer_inputs(split):
+def layer_inputs(split, dtype=None, device="cpu"):
+    """Weights, inputs and states are rounded to ``split.dtype`` (states to float32), and then given in ``dtype``."""
     torch.manual_seed(0)
-    layer = DELTA_LAYERS[split.layer]().double()
+    dtype = dtype or split.dtype
+    layer = rounded(rounded(LAYERS[split.layer](), split.dtype, device), dtype, device)
+
+    def given(*shape, seed, lowest=torch.bfloat16):
+        t = random(*shape, seed=seed).to(torch.promote_types(split.dtype, lowest))
+        return t.to(device, torch.promote_types(dtype, lowest)).requires_grad_()
+
     N, HV = len(split.lengths), layer.num_v_heads
     past = None
     if split.states:
         conv = None
         if layer.use_short_conv:
             widths = [c.hidden_size for c in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
-            conv = tuple(random(N, width, 4, seed=i).requires_grad_() for i, width in enumerate(widths))
-        past = MixerState(conv, random(N, HV, layer.head_k_dim, layer.head_v_dim, seed=5).requires_grad_())
-    x = random(1, sum(split.tokens or split.lengths), D, seed=7).requires_grad_()
-    return layer, x, past
+            conv = tuple(given(N, width, 4, seed=i) for i, width in enumerate(widths))
+        past = MixerState(conv, given(N, HV, layer.head_k_dim, layer.head_v_dim, seed=5, lowest=torch.float32))
+    return layer, given(1, sum(split.tokens or split.lengths), layer.hidden_size, seed=7), past
 
 
 def states_of(state):
     return [] if state is None else [*(state.conv or ()), state.recurrent]
 
 
-def run_layer(context, split):
-    layer, x, past = layer_inputs(split)
+def run_layer(context, split, device):
+    layer, x, past = layer_inputs(split, device=device)
     rows, (ended, _) = list(context.sequences), ends(context)
-    dy = context.shard(random(*x.shape, seed=8))
+    dy = context.shard(random(*x.shape, seed=8).to(x))
     x = context.shard(x).detach().requires_grad_()
     given = [s.detach()[rows].clone().requires_grad_() for s in states_of(past)]
     state = None
@@ -132,7 +170,7 @@ def run_layer(context, split):
     finals = states_of(state)
     dfinals = [torch.zeros_like(s) for s in finals]
     for d, s in zip(dfinals, states_of(past), strict=True):
-        d[ended] = random(*s.shape, seed=9)[rows][ended].to(d.dtype)
+        d[ended] = random(*s.shape, seed=9)[rows][ended].to(d)
     leaves = [x, *layer.parameters(), *given]
     gradients = torch.autograd.grad((y, *finals), leaves, (dy, *dfinals), materialize_grads=True)
     count = len(list(layer.parameters()))
@@ -160,52 +198,58 @@ def run_mesh(split):
         return {"row": row, "y": y.detach(), "dparameters": gradients, "refusal": str(error), **where(context)}
 
 
-def heads_inputs(kind):
+def heads_inputs(kind, heads, dtype, wide=None, device="cpu"):
+    """Everything is rounded to ``dtype``, and then given in the dtype ``wide``. Default: dtype."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": D, "head_dim": 8, "expand_v": 2, "num_heads": 2, "num_v_heads": 4, "conv_bias": True}
-    return kind(**sizes), random(2, 20, D, seed=7).float(), random(2, 20, D, seed=8).float()
+    layer = rounded(rounded(KINDS[kind](**heads.sizes), dtype, device), wide or dtype, device)
+    shape = 2, heads.tokens, heads.sizes["hidden_size"]
+    return layer, *(random(*shape, seed=seed).to(dtype).to(device, wide or dtype) for seed in (7, 8))
 
 
-def run_heads(size):
+def run_heads(size, heads, device):
     """Heads over two ranks; on four, two rows side by side under FSDP2."""
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-    results = {}
-    for kind in (GatedDeltaNet, KimiDeltaAttention):
-        layer, x, dy = heads_inputs(kind)
-        parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer))
-        assert layer.A_log._no_weight_decay
-        if size > 2:
-            fully_shard(layer, mesh=mesh["dp"])
-            row = mesh["dp"].get_local_rank()
-            x, dy = x[row : row + 1], 2 * dy[row : row + 1]  # FSDP's gradients are means
-        x.requires_grad_()
-        y = layer(x)
-        y.backward(dy)
-        whole = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-                 for n, p in layer.named_parameters()}  # fmt: skip
-        results[kind.__name__] = {"y": y.detach() * 1, "dx": x.grad / (size // 2), **whole}
-    return results
+    mesh = init_device_mesh(device.type, (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    return {
+        (kind, dtype): run_heads_of(kind, heads, dtype, mesh, device) for kind in heads.kinds for dtype in heads.dtypes
+    }
 
 
-def work(rank, size, out, splits, layers, mesh):
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
-    results = {}
+def run_heads_of(kind, heads, dtype, mesh, device):
+    layer, x, dy = heads_inputs(kind, heads, dtype, device=device)
+    rows = mesh["dp"].size()
+    parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer))
+    assert layer.A_log._no_weight_decay
+    if rows > 1:
+        fully_shard(layer, mesh=mesh["dp"])
+        row = mesh["dp"].get_local_rank()
+        x, dy = x[row : row + 1], rows * dy[row : row + 1]  # FSDP's gradients are means
+    x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    whole = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+             for n, p in layer.named_parameters()}  # fmt: skip
+    return {"y": y.detach() * 1, "dx": x.grad / rows, **whole}
+
+
+def run_all(device, splits, layers, mesh, heads):
+    """What this rank gets of every case."""
+    rank, size, results = dist.get_rank(), dist.get_world_size(), {}
     for split in splits:
         group = dist.group.WORLD if split.ranks is None else dist.new_group(list(split.ranks))
         if split.ranks is not None and rank not in split.ranks:
             continue
         for member in split.members:
             for dtype in split.dtypes:
-                x, bounds = global_inputs(split, member, dtype)
+                x, bounds = global_inputs(split, member, dtype, device)
                 context = make_context(group, bounds, split)
                 results[split.case.name, member, dtype] = run_op(context, member, x, dtype)
     for split in layers:
-        results[split.name] = run_layer(make_context(dist.group.WORLD, split.bounds, split), split)
+        results[split.name] = run_layer(make_context(dist.group.WORLD, split.bounds, split), split, device)
     if mesh is not None:
         results[mesh.name] = run_mesh(mesh)
-    results["heads"] = run_heads(size)
-    torch.save(results, f"{out}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results | {"heads": run_heads(size, heads, device)}
+
+
+def work(rank, size, out, splits, layers, mesh):
+    device = join("gloo", rank, size, out)
+    leave(run_all(device, splits, layers, mesh, Heads()), f"{out}/{rank}.pt")

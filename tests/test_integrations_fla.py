@@ -25,6 +25,7 @@ from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
 from flash_delta.integrations.fla.ops.kda import gate as kda_gate
 from flash_delta.integrations.fla.ops.kda import naive as kda_naive
 from flash_delta.integrations.fla.ops.simple_gla import naive as gla_naive
+from flash_delta.testing import ALLOWED, assert_accurate
 
 HERE = "flash_delta.integrations.fla"
 DOC = (Path(__file__).parent.parent / "docs" / "fla.md").read_text()
@@ -190,16 +191,30 @@ def test_l2norm(dtype):
     assert l2norm.l2norm(torch.zeros(4, dtype=dtype), output_dtype=torch.float32).eq(0).all()
 
 
-def test_l2norm_in_two_passes():
-    x, dy = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("size", [1.0, 1e-3], ids=["usual", "near eps"])
+def test_l2norm_in_two_passes(monkeypatch, backend, dtype, size):
+    """By autograd, and as in operators of torch.library, also of rows whose norm is not much larger than eps."""
+    if (backend, dtype) == ("triton", torch.float64):
+        pytest.skip("kernels compute in float32")
+    monkeypatch.setenv("FLASH_DELTA_BACKEND", backend)
+    x, dy = (torch.randn(3, 5, 12, dtype=torch.float64).mul(s).to(dtype) for s in (size, 1.0))
     x.requires_grad_()
-    y, rstd = l2norm.l2norm_fwd(x)
-    assert not y.requires_grad
-    assert_close([y], [l2norm.l2norm(x)], 1e-12)
-    assert_close([l2norm.l2norm_bwd(y, rstd, dy)], torch.autograd.grad(l2norm.l2norm(x), x, dy), 1e-12)
-    half, rstd = l2norm.l2norm_fwd(x.bfloat16())
-    assert (half.dtype, rstd.dtype, rstd.shape) == (torch.bfloat16, torch.float32, (3, 5))
-    assert l2norm.l2norm_bwd(half, rstd, dy).dtype == torch.bfloat16
+    wide = x.detach().double().requires_grad_()
+    want = wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    (dwant,) = torch.autograd.grad(want, wide, dy.double())
+    y = l2norm.l2norm(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    with torch._C._AutoDispatchBelowAutograd():
+        alone, rstd = l2norm.l2norm_fwd(x)
+        dalone = l2norm.l2norm_bwd(alone, rstd, dy)
+    assert not alone.requires_grad
+    assert (rstd.dtype, rstd.shape) == (torch.promote_types(dtype, torch.float32), (3, 5))
+    for name, got, t in (("y", y, want), ("dx", dx, dwant), ("y alone", alone, want), ("dx alone", dalone, dwant)):
+        assert got.dtype == dtype
+        assert_accurate(name, got, t, dtype)
+    assert_accurate("float32", l2norm.l2norm(x, output_dtype=torch.float32), want, torch.float32)
 
 
 KINDS_OF_ROWS = pytest.mark.parametrize("bounds", [None, [0, 33, 33, 70]], ids=["batch", "packed"])

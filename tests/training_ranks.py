@@ -4,12 +4,13 @@ import shutil
 from dataclasses import asdict
 
 import torch
-import torch.distributed as dist
+from rank_groups import join, leave
 from torch.distributed.fsdp import fully_shard
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
 from flash_delta.training import Corpus, Diverged, Layout, TrainConfig, Trainer
 from flash_delta.training.claim import claim_folder
+from flash_delta.training.ranks import Ranks
 
 SETTINGS = {"steps": 4, "batch_size": 4, "seq_len": 33, "eval_every": 2, "eval_windows": 5, "checkpoint_every": 4}
 RUNS = {  # number of ranks -> run -> what it computes, how ranks share it
@@ -26,10 +27,13 @@ RUNS = {  # number of ranks -> run -> what it computes, how ranks share it
 MIXERS = ["gdn", "kda", "attention"]
 
 
-def tiny_model(dtype, mixers=MIXERS):
+SIZES = {"hidden_size": 16, "num_heads": 1, "num_v_heads": 2, "head_dim": 8, "num_attention_heads": 2}
+WIDE = {"hidden_size": 128, "num_heads": 2, "num_v_heads": 4, "head_dim": 64, "num_attention_heads": 2}  # for kernels
+
+
+def tiny_model(dtype, mixers=MIXERS, sizes=SIZES):
     """In float64 sums in another order stay the same up to 1e-15, also behind Adam's division."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_heads": 1, "num_v_heads": 2, "head_dim": 8, "num_attention_heads": 2}
     config = FlashDeltaConfig(vocab_size=256, num_hidden_layers=len(mixers), mixers=mixers, **sizes)
     return FlashDeltaForCausalLM(config).to(dtype)
 
@@ -93,15 +97,32 @@ def compiled_gradients(rank):
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
-def loss_of_row(model, row):
-    ids = (torch.arange(40)[None] * (3 + row)) % 256
+def loss_of_row(model, row, tokens=40):
+    ids = (torch.arange(tokens, device=model.device)[None] * (3 + row)) % 256
     return model(ids, labels=ids, use_cache=False).loss
 
 
+def sharded_gradients(rank, device, dtype):
+    """Of a model whose parameters this library's training shards, each rank on a row of its own: their mean."""
+    model = tiny_model(torch.float32, MIXERS[:2], WIDE).to(device)
+    Ranks.of(Layout(), device).distribute(model, dtype)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        loss = loss_of_row(model, rank, 150)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad.full_tensor() for n, p in model.named_parameters()}}
+
+
+def gradients_alone(rows, device, dtype):
+    """The same of one process, and the loss of each row."""
+    model = tiny_model(torch.promote_types(dtype, torch.float32), MIXERS[:2], WIDE).to(device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        losses = torch.stack([loss_of_row(model, row, 150) for row in range(rows)])
+    losses.mean().backward()
+    return {"loss": losses.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
 def work(rank, size, folder, text):
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    join("gloo", rank, size, folder)
     got = {name: results(make(folder / name, text, *run, dtype_of(name))) for name, run in RUNS[size].items()}
     if size == 2:
         cut = make(folder / "cut", text, {"checkpoint_every": 2, "eval_every": 4}, Layout(), torch.float32).run()
@@ -121,6 +142,4 @@ def work(rank, size, folder, text):
             make(folder / "refused", text, {}, refused)
         except ValueError as error:
             got[name] = str(error)
-    torch.save(got, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(got, folder / f"{rank}.pt")

@@ -120,6 +120,12 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
     return known.backend.normalize(known.problem, x, known)
 
 
+def normalize_backward(x: Normalized, op: str, activation: str | None, eps: float, dy: Tensor) -> Normalized:
+    """The gradients of `normalize`, without autograd."""
+    known = _look_at((None, _describe_norm, op, activation, eps), x)
+    return known.backend.normalize_backward(known.problem, x, dy, known)
+
+
 def gate(
     x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype, backend: str | None
 ) -> Tensor:
@@ -141,13 +147,8 @@ def gate(
 def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
     """The backend that would run a "convolution", a "token" of one, a "norm" or a "gate"; ValueError if none would.
     ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`."""
-    describe = {
-        "convolution": _describe_convolution,
-        "token": _describe_token,
-        "norm": _describe_norm,
-        "gate": _describe_gate,
-    }[kind]
-    return choose_backend(describe(x, *options), None, load_modules)
+    whole = {"convolution": _describe_convolution, "norm": _describe_norm, "gate": _describe_gate}
+    return choose_backend((whole | {"token": _describe_token})[kind](x, *options), None, load_modules)
 
 
 def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:
@@ -174,8 +175,7 @@ def _differentiates(known: KnownCall) -> bool:
 
 
 def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> ConvolutionProblem:
-    final = check_convolution(op, x, activation, final)
-    return describe_convolution(x, op, activation, final)
+    return describe_convolution(x, op, activation, check_convolution(op, x, activation, final))
 
 
 def _describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
@@ -188,8 +188,7 @@ def _describe_column(x: Convolved, op: str, activation: str | None) -> Convoluti
 
 
 def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
-    eps = check_norm(op, x, eps)
-    return describe_norm(x, op, activation, eps)
+    return describe_norm(x, op, activation, check_norm(op, x, eps))
 
 
 def _describe_gate(x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:

@@ -80,6 +80,13 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
     return y.to(x.x.dtype)
 
 
+def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:
+    """As `convolve_backward`."""
+    given = {name: t for name, t in x._asdict().items() if t is not None}
+    _, differentiate = torch.func.vjp(lambda *tensors: normalize(p, Normalized(*tensors)), *given.values())
+    return Normalized(**dict(zip(given, differentiate(dy), strict=True)))
+
+
 def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
     if p.lower_bound is not None:
         return naive_kda_lowerbound_gate(*x, p.lower_bound, p.output_dtype)

@@ -54,6 +54,7 @@ def around():
     """Gates, the short convolution, norms."""
     from fla.modules import FusedRMSNormGated, RMSNorm
     from fla.modules.convolution import causal_conv1d
+    from fla.modules.l2norm import l2norm
     from fla.ops.gated_delta_rule.gate import fused_gdn_gate
     from fla.ops.kda.gate import fused_kda_gate
 
@@ -73,6 +74,7 @@ def around():
         "bounded gate": (one(partial(fused_kda_gate, lower_bound=-5.0)), kda, True),
         "convolution": (convolve, {**row, "initial_state": torch.randn(2, 12, 4), "cu_seqlens": bounds}, True),
         "norm": (one(RMSNorm(V)), norms, True),
+        "l2norm": (one(l2norm), norms, True),
         "gated norm": (one(FusedRMSNormGated(V, activation="sigmoid")), {**norms, "g": torch.randn(B, T, HV, V)}, True),
     }
 

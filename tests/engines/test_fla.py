@@ -398,7 +398,7 @@ CALLS = [(rules, name) for name in (
     "gdn", "kda", "kda, bounded", "kda, activated", "gdn, activated", "comba", "gla", "delta",
     "recurrent gdn", "recurrent kda", "recurrent delta",
 )]  # fmt: skip
-CALLS += [(around, n) for n in ("gdn gate", "kda gate", "bounded gate", "convolution", "norm", "gated norm")]
+CALLS += [(around, n) for n in ("gdn gate", "kda gate", "bounded gate", "convolution", "norm", "l2norm", "gated norm")]
 
 
 @pytest.mark.parametrize(("group", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else "")

@@ -1,16 +1,18 @@
-"""Megatron-Core's Gated DeltaNet on `install`, forward and backward beside its own PyTorch code."""
+"""Megatron-Core's Gated DeltaNet under fla's names, forward and backward beside its own PyTorch code."""
 
 import contextlib
 from importlib.util import find_spec
 from itertools import pairwise
+from unittest import mock
 
+import doors
 import pytest
 import torch
 
-from flash_delta.integrations.fla import install, uninstall
+from flash_delta.reference import backend
 
-if find_spec("megatron") is None or find_spec("fla") is not None:
-    pytest.skip("it needs Megatron-Core, and no fla", allow_module_level=True)
+if find_spec("megatron") is None:
+    pytest.skip("it needs Megatron-Core", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BOUNDS = [0, 13, 40, 70]
@@ -26,7 +28,7 @@ class Tracker:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory):
     """The module of the layers, on one CPU process."""
-    install()
+    doors.enter()
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("ranks") / "store"), 1)
@@ -41,7 +43,7 @@ def megatron(tmp_path_factory):
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     patch.undo()
-    uninstall()
+    doors.leave()
 
 
 def make(megatron, deterministic):
@@ -101,7 +103,9 @@ def test_forward_and_backward(megatron, kind):
     assert own.gated_delta_rule is not ours.gated_delta_rule
     own.load_state_dict(ours.state_dict())
     x, weights = torch.randn(2, 70, 1 if kind == "packed" else 2, 64)
-    found = train(ours, x, weights, BOUNDS if kind == "packed" else None)
+    with mock.patch.object(backend, "backward", wraps=backend.backward) as backward:
+        found = train(ours, x, weights, BOUNDS if kind == "packed" else None)
+    assert backward.called
     parts = [slice(a, b) for a, b in pairwise(BOUNDS)] if kind == "packed" else [slice(None)]
     expected = [torch.cat(t) for t in zip(*(train(own, x[part], weights[part]) for part in parts), strict=True)]
     names = [name for name, p in own.named_parameters() if p.grad is not None]

@@ -85,7 +85,7 @@ class Door:
                 return f"{name}: expected a plain tensor, got a {type(value).__name__}"
         try:
             return self.taken.refusal(**arguments)
-        except (ValueError, TypeError, AttributeError) as error:  # also for wrong calls, for which fla raises an error
+        except (ValueError, TypeError, AttributeError, IndexError) as error:  # wrong calls too: fla raises their error
             return str(error).removeprefix(f"{self.name}: ")
 
 

@@ -10,6 +10,7 @@ from flash_delta.integrations._fla.door import Refusal, Taken
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from flash_delta.integrations.fla.modules.causal_conv1d.ops import _flat, _silu
 from flash_delta.integrations.fla.modules.norm.fused_norm_gate import rms_norm_gated
+from flash_delta.integrations.fla.modules.norm.l2norm import l2norm
 from flash_delta.integrations.fla.modules.norm.layernorm import rms_norm
 from flash_delta.integrations.fla.ops.delta_rule.fused_recurrent import fused_recurrent_delta_rule
 from flash_delta.modules.norm import ACTIVATIONS
@@ -154,6 +155,10 @@ def _gated_norm(
     return _left_to_torch(chosen("norm", Normalized(x, weight, g), *options), x.device)
 
 
+def _l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> str | None:
+    return _left_to_torch(chosen("norm", Normalized(x, x.new_empty(x.shape[-1])), "l2norm", None, eps), x.device)
+
+
 def _alone(bias: Tensor | None, residual: Tensor | None, prenorm: bool) -> str | None:
     """Why a norm stays with fla. Ours take only the norm, since fla's kernel adds a residual without another pass."""
     if bias is not None:
@@ -193,6 +198,7 @@ TABLE = (
     Taken(causal_conv1d_update, _token, (CONVOLUTION, "modules.conv.triton.ops"), "modules"),
     Taken(rms_norm_gated, _gated_norm, ("modules.norm.fused_norm_gate", "modules.fused_norm_gate")),
     Taken(rms_norm, _norm, ("modules.norm.layernorm", "modules.layernorm")),
+    Taken(l2norm, _l2norm, ("modules.norm.l2norm", "modules.l2norm")),
 )
 """A string that fla's registry knows covers the function in every version; without it, the version says whether the
 function itself is registered."""

@@ -1,0 +1,126 @@
+"""A row, the heads of a layer and the parameters of a model over two GPUs, by NCCL, are those of one process.
+
+The same tests run on a CPU by gloo. Results are compared with float64 on a CPU. An error may be as large as the rule of
+`testing.allowed` says: for the ops beside the torch backend, for layers and models beside one process on the device.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from gpu_ranks import work
+from parallel_ranks import WIDE, Heads, LayerSplit, Split, global_inputs
+from test_parallel import check_heads, check_layer, check_op, judge, whole_heads, whole_layer
+from training_ranks import gradients_alone
+
+from flash_delta.testing import MEMBERS, Case, allowed, relative_error
+from flash_delta.testing.accuracy import products_in, run, truth
+
+KINDS = ("gdn", "kda")
+DTYPES = (torch.float32, torch.bfloat16)
+RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+ROW = {"B": 1, "K": 64, "V": 64, "options": RAW}
+SPLITS = [
+    Split(Case("one", "one sequence over both ranks", T=300, **ROW)),
+    Split(Case("runs", "documents across ranks, empty ones, padding of NaN", T=310, lengths=(0, 130, 3, 0, 150), **ROW),
+          tokens=(100, 210)),
+    Split(Case("heads-and-tails", "of all documents, also short ones", T=300, lengths=(180, 0, 1, 119), **ROW),
+          fragments="sequences"),
+    Split(Case("heads-and-tails-of-a-row", "documents end anywhere", T=300, lengths=(20, 151, 129), **ROW),
+          fragments="row"),
+]  # fmt: skip
+LAYERS = [
+    LayerSplit(f"{kind}, {fragments}, {dtype}", f"{kind}-wide", (140, 2, 58), tokens, fragments=fragments, dtype=dtype)
+    for kind in KINDS
+    for tokens, fragments in (((141, 59), None), (None, "sequences"))
+    for dtype in DTYPES
+]
+HEADS = Heads(WIDE, 150)
+OF_KIND = pytest.mark.parametrize("kind", KINDS)
+OF_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# PyTorch says so where a backward pass is the first that a thread of its own has to do with the GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
+
+
+@pytest.fixture(scope="module", params=["nccl", pytest.param("gloo", marks=pytest.mark.long)])
+def backend(request):
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("it needs two GPUs")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks(backend, tmp_path_factory):
+    """What both ranks got, by kind and dtype. Each of these has two processes. On GPUs they mostly compile, so all of
+    them run at the same time."""
+    started = {}
+
+    def start(*job):
+        folder = tmp_path_factory.mktemp("ranks")
+        started[job] = folder, mp.spawn(work, (2, folder, backend, *job, (SPLITS, LAYERS, HEADS)), nprocs=2, join=False)
+
+    def results(*job):
+        if job not in started:
+            start(*job)
+        folder, processes = started[job]
+        while not processes.join():
+            pass
+        return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+    for job in product((*KINDS, "model"), DTYPES) if backend == "nccl" else ():
+        start(*job)
+    yield results
+    for _, processes in started.values():
+        for process in processes.processes:
+            process.join()
+
+
+@pytest.fixture
+def device(backend):
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def limits(found, want, dtype):
+    """The allowed errors, by the errors of what was ``found`` by one process."""
+    return {name: allowed(relative_error(found[name].cpu(), t), dtype) for name, t in want.items()}
+
+
+@OF_DTYPE
+@OF_KIND
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.case.name)
+def test_ops_on_a_row(ranks, split, kind, dtype):
+    x, bounds = global_inputs(split, kind, dtype)
+    x["cu_seqlens"] = torch.tensor(bounds)
+    with products_in(dtype):
+        alone = run(MEMBERS[kind], x, "torch")
+    parts = [rank[split.case.name, kind, dtype] for rank in ranks(kind, dtype)]
+    check_op(split, kind, dtype, parts, limits(alone, truth(MEMBERS[kind], x), dtype))
+
+
+@pytest.mark.parametrize("split", LAYERS, ids=lambda split: split.name)
+def test_layers_on_a_row(ranks, device, split):
+    alone, want = whole_layer(split, device=device), whole_layer(split, torch.float64)
+    parts = [rank[split.name] for rank in ranks(split.layer.removesuffix("-wide"), split.dtype)]
+    check_layer(split, parts, limits(alone, want, split.dtype))
+
+
+@OF_DTYPE
+@OF_KIND
+def test_heads(ranks, device, kind, dtype):
+    alone, want = whole_heads(kind, HEADS, dtype, device=device), whole_heads(kind, HEADS, dtype, torch.float64)
+    parts = [rank["heads"][kind, dtype] for rank in ranks(kind, dtype)]
+    check_heads(kind, HEADS, dtype, parts, limits(alone, want, dtype))
+
+
+@OF_DTYPE
+def test_parameters(ranks, device, dtype):
+    """Under FSDP2: the losses of two rows, and every gradient of their mean."""
+    alone, want = gradients_alone(2, device, dtype), gradients_alone(2, "cpu", torch.float64)
+    allowed_errors = limits(alone, want, dtype)
+    for rank, found in enumerate(ranks("model", dtype)):
+        assert found.keys() == want.keys()
+        for name, t in want.items():
+            t = t[rank] if name == "loss" else t
+            judge(f"{dtype}: {name}", found[name], t, dtype, allowed_errors[name])
