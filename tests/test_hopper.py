@@ -213,15 +213,24 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card, monkeypatch):
     assert _backend.Explain().of(p).reasons["hopper"].endswith(f"'triton' is preferred: {why}")
 
 
+FEW = "32 heads are too few to keep the multiprocessors busy with one prompt"
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"HV": 64, "lower_bound": -5.0}, None),
-        ({"HV": 32, "lower_bound": -5.0}, "32 heads are too few to keep the multiprocessors busy with one prompt"),
-        ({"HV": 64, "lower_bound": None}, "without a bound, low log decays would make it slower than `triton`"),
+        ({"HV": 64, "lower_bound": -5.0, "batch_invariant": True}, None),
+        ({"HV": 32, "lower_bound": -5.0, "N": 1}, FEW),
+        ({"HV": 32, "lower_bound": -5.0, "N": 2}, None),
+        ({"HV": 32, "lower_bound": -5.0, "N": 2, "max_prompts": 3}, None),
+        ({"HV": 32, "lower_bound": -5.0, "N": 65, "max_prompts": 1}, FEW),
+        ({"HV": 32, "lower_bound": -5.0, "N": 8, "batch_invariant": True}, FEW),
+        ({"HV": 31, "lower_bound": -5.0, "N": 8}, FEW.replace("32", "31")),
+        ({"HV": 64, "lower_bound": None, "N": 8}, "without a bound, low log decays would make it slower than `triton`"),
     ],
 )
-def test_prompts_with_a_decay_per_channel_where_all_of_them_are_faster(on_a_card, monkeypatch, changes, why):
+def test_prompts_with_a_decay_per_channel_that_are_faster(on_a_card, monkeypatch, changes, why):
     for module in (backend, triton):
         monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)

@@ -116,7 +116,8 @@ def _unsupported_pool(p: Problem) -> str | None:
 
 def preference(p: Problem) -> tuple[int, str | None]:
     """Before ``triton``, or after it with a reason. It must not depend on lengths or on the number of sequences, or
-    else the other backend would be compiled later, during the work.
+    else the other backend would be compiled later, during the work. Prompts with a decay per channel are an exception:
+    `warmup` compiles both backends for them (channel/prefill.py).
 
     From measurements on an H200 (for training with a decay per channel on an H100), with 132 multiprocessors
     (docs/notes): this backend is faster than ``triton``, except for one sequence of some 2,000 tokens on few heads of

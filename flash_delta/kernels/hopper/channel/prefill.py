@@ -18,22 +18,26 @@ from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 
 PREFILL = ("prefill", "hopper", "channel")  # the kind of these calls
 HEADS = 0.48  # per multiprocessor; with more heads, one prompt fills the chip
+SEVERAL_HEADS = 0.24  # per multiprocessor; with more heads, several prompts of about the same length fill it
 
 
 def slow(p: Problem, chip: Chip) -> str | None:
-    """Why such calls are not always faster than with ``triton``, or None. The result must not depend on lengths or on
-    the number of prompts (`backend.preference`).
+    """Why such calls are not faster than with ``triton``, or None. The result may depend on whether there can be
+    several prompts, since `warmup` makes calls of both kinds. Only with ``batch_invariant`` it must not.
 
     Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads this backend is 1.2x to 2.2x as
-    fast. With 32 heads and several prompts it is 2.2x as fast, but one long prompt takes 0.515 ms instead of 0.430.
-    Without a bound, log decays may be so low that a chunk goes through the loop in four pieces. Then one long prompt
-    takes 4 times as long.
+    fast. With 32 heads and several prompts of one length it is 2.2x as fast, but one long prompt takes 0.515 ms instead
+    of 0.430. Without a bound, log decays may be so low that a chunk goes through the loop in four pieces. Then one long
+    prompt takes 4 times as long.
     """
     if p.lower_bound is None:
         return "without a bound, low log decays would make it slower than `triton`"
-    if chip.processors * HEADS > p.HV:
-        return f"{p.HV} heads are too few to keep the multiprocessors busy with one prompt"
-    return None
+    if chip.processors * HEADS <= p.HV:
+        return None
+    several = (p.N if p.max_prompts is None else min(p.N, p.max_prompts)) > 1
+    if several and not p.batch_invariant and chip.processors * SEVERAL_HEADS <= p.HV:
+        return None
+    return f"{p.HV} heads are too few to keep the multiprocessors busy with one prompt"
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
