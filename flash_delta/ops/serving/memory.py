@@ -50,11 +50,7 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
     for name, size in (("T", T), ("N", N)):
         if size < 0:
             refuse("workspace_bytes", name, "a number of at least 0", size)
-    prefills = (  # the number of prompts may select the backend
-        _bytes(prefill_call(spec, form, T, N, META), device, {"max_prompts": most})
-        for form in spec.prefill
-        for most in (None, 1)
-    )
+    prefills = (_bytes(prefill_call(spec, form, T, N, META), device, {}) for form in spec.prefill)
     decoded = {"B": 1, "T": min(T, MOST_TOKENS * N)}  # for any number of rows that share these tokens
     decodes = (_bytes(decode_call(spec, form, 1, META), device, decoded) for form in spec.decode)
     return max((*prefills, *decodes), default=0)

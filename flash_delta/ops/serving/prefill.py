@@ -53,8 +53,7 @@ def prefill_gated_delta_rule(
     sequence changes a bit of another one's results. With a float32 pool, a prompt may also be cut at any multiple of 64
     tokens from its start: a sequence that continues from a checkpoint gives the same bits as the sequence that wrote
     it. Without ``batch_invariant`` this holds only between calls with the same number of sequences of more than 16
-    tokens that run on the same backend, and not if a prompt is split into segments. :func:`flash_delta.explain` says
-    whether it is.
+    tokens, and not if a prompt is split into segments. :func:`flash_delta.explain` says whether it is.
 
     With ``checkpoint_offsets`` each sequence leaves one checkpoint, after any number of its tokens in this call. Offset
     0 copies the initial state, or zeros if there is none. The length of the sequence saves the final state, bit for
@@ -199,9 +198,9 @@ def prefill_kda(
         S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    The pool, its indices and bits are as in :func:`prefill_gated_delta_rule`. Arguments that are not listed here also
-    mean the same as there. On Hopper GPUs the number of sequences may select the backend, or ``max_prompts`` if it is
-    given and smaller. With ``batch_invariant`` or ``backend`` they do not.
+    The pool, its indices and bits are as in :func:`prefill_gated_delta_rule`, with one exception: on Hopper GPUs and
+    with few heads, ``max_prompts`` may change roundings, since it may select other kernels
+    (docs/guide/backends.md). Arguments that are not listed here also mean the same as there.
 
     Args:
         g: log decay in nats ``[1, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw

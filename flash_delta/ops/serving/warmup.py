@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -61,13 +60,13 @@ def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | No
 
 def calls(spec: Serving, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Names, ops and arguments. Of decoding a token alone is another kernel than several; of prefill two lengths: a
-    row's stride is a multiple of 16, or not. With several sequences another backend may run a prefill."""
+    row's stride is a multiple of 16, or not."""
     for form in spec.decode:
         for T in (1, 2):
             yield called(DECODE[spec.rule], form), *decode_call(spec, form, T, device)
     for form in spec.prefill:
-        for T, N in product((1, 16), (1, 2)):
-            yield called(PREFILL[spec.rule], form), *prefill_call(spec, form, T, N, device)
+        for T in (1, 16):
+            yield called(PREFILL[spec.rule], form), *prefill_call(spec, form, T, 1, device)
 
 
 def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
