@@ -90,8 +90,7 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
 
 
 @runs
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
+@pytest.mark.parametrize(("v_first", "batch_invariant"), [(False, False), (True, True)], ids=["k-first", "v-first"])
 @pytest.mark.parametrize(
     ("kind", "pool"),
     [(kind, torch.float32) for kind in KINDS] + [("kda-bounded", torch.bfloat16), ("kda-raw", torch.float16)],
@@ -131,8 +130,7 @@ def at_offsets(x, *offsets):
 
 
 @runs
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
+@pytest.mark.parametrize(("kind", "batch_invariant"), [("kda-bounded", True), ("kda-raw", False)])
 def test_checkpoints_at_offsets(launched, kind, batch_invariant):
     """A stride's bits at multiples of 64, the final state's at the end; outputs are those without them."""
     x = mixed(kind) | {"batch_invariant": batch_invariant}
