@@ -31,9 +31,9 @@ def slow(p: Problem) -> str | None:
     the number of prompts (`backend.preference`).
 
     Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads the loop is 1.2x to 2.2x as
-    fast. With fewer heads a model says that this backend is never slower (docs/notes/2026-11-26-kda-few-heads.md).
-    Without a bound, log decays may be so low that a chunk goes through the loop in four pieces. Then one long prompt
-    takes 4 times as long.
+    fast. With fewer heads a model says that this backend is faster, or about as fast, unless one of many prompts has
+    most of the tokens (docs/notes/2026-11-26-kda-few-heads.md). Without a bound, log decays may be so low that a chunk
+    goes through the loop in four pieces. Then one long prompt takes 4 times as long.
     """
     if p.lower_bound is None:
         return "without a bound, low log decays would make it slower than `triton`"
@@ -82,7 +82,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 def _prepare_and_walk(
     c: Call, handed: Workspace, o: Tensor, walks: Tensor, slots: Slots, launch: PoolLaunch
 ) -> None:  # fmt: skip
-    """More prompts than ``handed`` has room for are none: their bounds are wrong."""
+    """``handed`` has room for as many prompts as the tokens allow. If more are listed, bounds are wrong, and neither
+    kernel works."""
     (w,), listed = handed.views(), Listed(walks, launch.least, min(launch.most, prompts_at_most(c.p)[0]))
     run_prepare(c, w, None, listed=listed)
     run_walk_prompts(c, w, o, slots, listed, launch.sequences)
