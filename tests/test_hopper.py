@@ -16,6 +16,7 @@ import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend, boxes, layouts
 from flash_delta.kernels.hopper.backward import run as by_hand
+from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward import loop, rates
@@ -45,7 +46,7 @@ def problem(**changes) -> Problem:
 @pytest.fixture
 def on_a_card(monkeypatch):
     """A Hopper GPU of 132 multiprocessors, for all that only asks what there is."""
-    for module in (backend, by_channel):
+    for module in (backend, by_channel, channel_prefill):
         monkeypatch.setattr(module, "chip_of", lambda device: Chip("sm_90", 132))
 
 
@@ -133,7 +134,13 @@ def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(prompt) == "it walks sequences in segments of 2048 tokens, up to 16 of them side by side"
     assert backend.remark(prompt._replace(batch_invariant=True)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
-    assert backend.remark(problem(**KDA, pool=torch.float32)) == "one kernel walks the prompts"
+    prompts = problem(**KDA, pool=torch.float32)
+    assert backend.remark(prompts._replace(HV=64)) == "one kernel walks the prompts"
+    assert backend.remark(prompts._replace(max_prompts=3)) == "one kernel walks the prompts"
+    halves = "it walks half a state per program"
+    assert backend.remark(prompts) == f"{halves}; one kernel walks more than 2 prompts"
+    for alone in ({"N": 2}, {"max_prompts": 1}, {"batch_invariant": True}):
+        assert backend.remark(prompts._replace(**alone)) == halves
     parts = "it walks half a state per program; where gates forget one kernel does it all in 4 parts"
     assert backend.remark(problem(**KDA, N=1)) == parts
     assert backend.remark(problem(**KDA, N=8)) == "one kernel does it all"
@@ -217,7 +224,8 @@ def test_prompts_of_few_heads_are_left_to_triton(on_a_card, monkeypatch):
     ("changes", "why"),
     [
         ({"HV": 64, "lower_bound": -5.0}, None),
-        ({"HV": 32, "lower_bound": -5.0}, "32 heads are too few to keep the multiprocessors busy with one prompt"),
+        ({"HV": 32, "lower_bound": -5.0}, None),
+        ({"HV": 8, "lower_bound": -5.0, "batch_invariant": True}, None),
         ({"HV": 64, "lower_bound": None}, "without a bound, low log decays would make it slower than `triton`"),
     ],
 )

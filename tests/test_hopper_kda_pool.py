@@ -1,4 +1,4 @@
-"""Prompts of Kimi Delta Attention on a pool, by name on the Hopper backend: on a GPU of that kind, or with its loop
+"""Prompts of Kimi Delta Attention on a pool, by name on the Hopper backend: on a GPU of that kind, or with its kernels
 emulated, and `list_prompts` and `decode` in Triton's interpreter."""
 
 import os
@@ -14,9 +14,9 @@ from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequenc
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
 
-from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.channel import prefill, prompts
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, channel_prompt_loops
+from flash_delta.kernels.hopper import backend, tiles
+from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, walk
+from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, channel_pool_launches
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
@@ -39,19 +39,29 @@ TINY = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": 
 KINDS = ("kda-bounded", "kda-raw", "kda")
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """Without a GPU the backend with its loop emulated, on three multiprocessors. A function that says with how many
-    halves of a state it was launched since it was asked before."""
+@pytest.fixture(params=["loop", "walk"])
+def launched(monkeypatch, request):
+    """The loop walks all prompts, or `prepare` and the walk do, or "both": these a single prompt, the loop several.
+    Without a GPU the kernels are emulated. A function that says what was launched since it was asked before: the number
+    of halves of a state per program of the loop, or 0 for the walk. None on a GPU."""
     _known_calls.calls.clear()
+    way = request.param
+    monkeypatch.setattr(tiles, "few_heads", lambda p, chip: way != "loop")
+    monkeypatch.setattr(prefill, "PREFILL", ("prefill", "hopper", "channel", way))  # its own: launches are remembered
+    chip = Chip("sm_90", {"loop": 3, "walk": 132, "both": 5}[way])
     if DEVICE == "cuda":
+        if way == "both":
+            monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
         yield lambda: None
         return
-    noted = []
-    function = emulated("flash_delta.kernels.hopper", "channel.prompts").channel_prompts
-    kernel = Kernel(function, lambda constants: noted.append(constants["HALVES"]))
-    monkeypatch.setattr(prompts, "channel_prompts", kernel)
-    monkeypatch.setattr(calls, "chip_of", lambda device: Chip("interpreter", 3))
+    noted, root = [], "flash_delta.kernels.hopper"
+    for module, name in ((prompts, "channel_prompts"), (prepare, "prepare"), (walk, "walk_channels")):
+        function = vars(emulated(root, module.__name__.removeprefix(f"{root}.")))[name]
+        halves = {"channel_prompts": lambda own: [own["HALVES"]], "walk_channels": lambda own: [0]}
+        of = halves.get(name, lambda own: [])
+        monkeypatch.setattr(module, name, Kernel(function, lambda own, of=of: noted.extend(of(own))))
+    monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
+    monkeypatch.setattr(calls, "chip_of", lambda device: chip._replace(target="interpreter"))
     load, choose = _run.load_backend, _run.choose_backend
     monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
     monkeypatch.setattr(_run, "choose_backend", lambda p, wish: wish if wish == "hopper" else choose(p, wish))
@@ -80,15 +90,14 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
 
 
 @runs
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
+@pytest.mark.parametrize(("v_first", "batch_invariant"), [(False, False), (True, True)], ids=["k-first", "v-first"])
 @pytest.mark.parametrize(
     ("kind", "pool"),
     [(kind, torch.float32) for kind in KINDS] + [("kda-bounded", torch.bfloat16), ("kda-raw", torch.float16)],
 )
 def test_against_the_recurrence(launched, kind, pool, v_first, batch_invariant):
     check(kind, mixed(kind, pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}, "hopper")
-    assert launched() in (None, [2])
+    assert launched() in (None, [0], [2])
 
 
 @runs
@@ -100,7 +109,7 @@ def test_gates_in_float32(launched, H):
     x["write_indices"] = x["read_indices"]
     x["g"] = x["g"].float() * 1.001
     check("kda", x, "hopper")
-    assert launched() in (None, [2])
+    assert launched() in (None, [0], [2])
 
 
 @runs
@@ -121,8 +130,7 @@ def at_offsets(x, *offsets):
 
 
 @runs
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
+@pytest.mark.parametrize(("kind", "batch_invariant"), [("kda-bounded", True), ("kda-raw", False)])
 def test_checkpoints_at_offsets(launched, kind, batch_invariant):
     """A stride's bits at multiples of 64, the final state's at the end; outputs are those without them."""
     x = mixed(kind) | {"batch_invariant": batch_invariant}
@@ -190,6 +198,7 @@ def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name):
 
 
 @runs
+@pytest.mark.parametrize("launched", ["loop"], indirect=True)
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_halves(launched, pool):
     """Few prompts run in halves, others whole: of the launches one finds that it is meant. Here, where there is no
@@ -202,6 +211,22 @@ def test_halves(launched, pool):
         found = check("kda-bounded", call, "hopper")
         assert launched() in (None, forms)
         assert call is few or all(map(torch.equal, found, whole))
+
+
+@runs
+@pytest.mark.parametrize("launched", ["both"], indirect=True)
+def test_one_prompt_or_several(launched):
+    """The walk takes one and the loop several, in their own slots, so that it shows if two kernels walk one of them.
+    More prompts than promised are walked, too."""
+    several, alone = mixed("kda-raw"), make_prefill("kda-raw", (3, 130, 1, 0), **TINY)
+    for x, most in ((several, None), (alone, None), (several, 4), (several, 1), (alone, 1), (alone, 2)):
+        call = x | {"write_indices": x["read_indices"], "max_prompts": most}
+        check("kda-raw", call, "hopper")
+        assert launched() in (None, {None: [0, 2], 1: [0]}.get(most, [2]))
+    assert not torch.equal(*(run("kda-raw", several | {"max_prompts": most}, "hopper")[1] for most in (None, 1)))
+    for most in (None, 2):
+        same = map(torch.equal, *(run("kda-raw", alone | {"max_prompts": of}, "hopper") for of in (most, 1)))
+        assert all(same) == (most is None), "the walk has other bits than the loop"
 
 
 @runs
@@ -228,7 +253,7 @@ def test_convolution_and_norm(launched):
     x["g"] = torch.cat([x["g"], x["g"][..., :1]], 3)[..., :128]
     x["null_slot"] = 1
     got, want = [y.cpu() for y in run_prompts("kda-bounded", x, "hopper")], prompts_truth("kda-bounded", x)
-    assert launched() in (None, [2])
+    assert launched() in (None, [0], [2])
     with products_in(torch.bfloat16):
         reference = run_prompts("kda-bounded", on_cpu(x), "torch")
     before = x["state_pool"].cpu()
@@ -261,19 +286,25 @@ def test_nothing_to_do(launched, lengths):
 
 def test_launches_for_the_prompts_that_there_may_be():
     p = Problem(
-        "prefill_kda", 1, 64 + 2048, 32, 32, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), "channel",
+        "prefill_kda", 1, 64 + 2048, 64, 64, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), "channel",
         "decayed", 1.0, packed=True, pool=torch.float32,
     )  # fmt: skip
 
     def launches(every=False, **changes):
-        return channel_prompt_loops(p._replace(**changes), Chip("sm_90", 132), every=every)
+        return channel_pool_launches(p._replace(**changes), Chip("sm_90", 132), every=every)
 
-    assert launches() == (PoolLaunch(CHANNEL_HALF, 2, 0, 2), PoolLaunch(CHANNEL_WHOLE, 65, 3))
+    assert launches() == (PoolLaunch(CHANNEL_HALF, 1, 0, 1), PoolLaunch(CHANNEL_WHOLE, 65, 2))
     assert launches(max_prompts=1) == launches(T=16) == (PoolLaunch(CHANNEL_HALF, 1),)
     assert launches(max_prompts=40) == (PoolLaunch(CHANNEL_WHOLE, 40),)
-    assert launches(every=True) == (PoolLaunch(CHANNEL_WHOLE, 65, 0, ANY), PoolLaunch(CHANNEL_HALF, 65, 0, ANY))
-    for changes in ({}, {"max_prompts": 1}, {"T": 65}, {"every": True}):
-        assert {t.tile for t in launches(batch_invariant=True, **changes)} == {CHANNEL_WHOLE}
+    assert launches(every=True) == (PoolLaunch(CHANNEL_HALF, 65, 0, ANY), PoolLaunch(CHANNEL_WHOLE, 65, 0, ANY))
+    for HV, most in ((32, 2), (16, 4), (8, 8), (52, 1)):
+        assert launches(HV=HV) == (PoolLaunch(None, most, 0, most), PoolLaunch(CHANNEL_WHOLE, 65, most + 1))
+        assert launches(HV=HV, max_prompts=most) == (PoolLaunch(None, most),)
+        assert launches(HV=HV, max_prompts=most + 1) == (PoolLaunch(CHANNEL_WHOLE, most + 1),)
+    assert launches(HV=53)[0].tile == CHANNEL_HALF
+    for HV, tile in ((64, CHANNEL_WHOLE), (32, None)):
+        for changes in ({}, {"max_prompts": 1}, {"T": 65}, {"every": True}):
+            assert {t.tile for t in launches(HV=HV, batch_invariant=True, **changes)} == {tile}
 
 
 FORMS = [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(convolution=True, output_norm=True)]
@@ -281,7 +312,8 @@ FORMS = [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(convolutio
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stride", [4096, 4100], ids=["described", "copied"])
-def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form):
+@pytest.mark.parametrize("HV", [32, 64])
+def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form, HV):
     """To the byte: what only kernels use is one allocation, in which a part's end is rounded up."""
     asked = []
 
@@ -289,10 +321,11 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form):
         asked.extend(-(-t.nbytes // 256) * 256 for t in spare)
         asked.extend(t.nbytes for t, own in zip(call.x[:4], x[:4], strict=True) if t is not own)
 
+    monkeypatch.setattr(prefill, "chip_of", lambda device: Chip("sm_90", 132))
     monkeypatch.setattr(prefill, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
     monkeypatch.setattr(triton, "remember_served", lambda *args: None)
     monkeypatch.setattr(prefill, "run", note)
-    spec = Serving("kda", 32, 32, 128, 128, True, q=Slice(stride), g=Slice(stride))
+    spec = Serving("kda", HV, HV, 128, 128, True, q=Slice(stride), g=Slice(stride))
     op, arguments = prefill_call(spec, form, 5000, 70, torch.device("meta"))
     p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
     x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
@@ -300,3 +333,4 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form):
     around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
     backend.prefill(p, x, s, around)
     assert sum(asked) == backend.workspace_bytes(p, x)
+    assert (max(asked) > 2**28) == (HV == 32), "memory for what `prepare` hands to the walk"

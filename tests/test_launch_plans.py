@@ -152,22 +152,29 @@ def test_kernels(process, place, heads, calls, kernels):
     assert tuple(process.submit(launched, place, heads, calls).result()) == kernels
 
 
+FEW, POOL_LOOP = WALK, ("channel_prompts",)
+EITHER = FEW + POOL_LOOP
+
+
 @pytest.mark.parametrize(
-    ("options", "loops"),
+    ("options", "ways"),
     [
-        ({}, (2, 2, 1, 1)),
-        ({"batch_invariant": True}, (1, 1, 1)),
-        ({"kept": "stride"}, (2, 2, 1, 1)),
-        ({"kept": "offset"}, (2, 2, 1, 1)),
+        ({"heads": 64}, (2 * POOL_LOOP, 2 * POOL_LOOP, POOL_LOOP, POOL_LOOP)),
+        ({"heads": 64, "batch_invariant": True}, 3 * (POOL_LOOP,)),
+        ({}, (EITHER, EITHER, FEW, POOL_LOOP)),
+        ({"batch_invariant": True}, 3 * (FEW,)),
+        ({"kept": "stride"}, (EITHER, EITHER, FEW, POOL_LOOP)),
+        ({"kept": "offset"}, (EITHER, EITHER, FEW, POOL_LOOP)),
     ],
 )
-def test_prompts_with_a_decay_per_channel(process, place, options, loops):
-    """Other lengths and numbers of prompts compile nothing. The loop is launched for halves of states and for whole
-    ones, unless it is known that only one of them is wanted."""
+def test_prompts_with_a_decay_per_channel(process, place, options, ways):
+    """Other lengths and numbers of prompts compile nothing. With many heads the loop is launched for halves of states
+    and for whole ones, with few heads `prepare` and a walk or the loop. There is only one of them if it is known which
+    one is wanted."""
     calls = (3, 700, options), (7, 64, options), (1, 33, options), (3, 701, options | {"max_prompts": 3})
-    names, compilations = process.submit(launched_for_prompts, place, calls[: len(loops)]).result()
+    names, compilations = process.submit(launched_for_prompts, place, calls[: len(ways)]).result()
     beside = ["decode"] * ("batch_invariant" not in options)
     around = ["walk_to_offset"] * (options.get("kept") == "offset")
-    wanted = [(*around, "list_prompts", *count * ["channel_prompts"], *beside, *around) for count in loops]
+    wanted = [(*around, "list_prompts", *way, *beside, *around) for way in ways]
     assert [tuple(of) for of in names] == [of for of in wanted for _ in range(2)]
     assert compilations == 1

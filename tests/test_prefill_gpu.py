@@ -13,7 +13,6 @@ from serving_truth import KINDS, slots
 import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
 from flash_delta.kernels.hopper.channel import prefill as channel
-from flash_delta.kernels.hopper.channel import prompts
 from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, WIDE
 from flash_delta.kernels.runtime.chip import chip_of
@@ -169,7 +168,7 @@ def test_more_prompts_than_promised(kind, backend):
     ("kind", "door", "module", "plan", "tiles"),
     [
         ("gdn-raw", hopper, loop, "pool_loops", (WIDE, NARROW)),
-        ("kda-bounded", channel, prompts, "channel_prompt_loops", (CHANNEL_WHOLE, CHANNEL_HALF)),
+        ("kda-bounded", channel, channel, "channel_pool_launches", (CHANNEL_WHOLE, CHANNEL_HALF)),
     ],
     ids=["gdn", "kda"],
 )

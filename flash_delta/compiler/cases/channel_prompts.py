@@ -7,11 +7,16 @@ import torch
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
+from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
+from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
 from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
+from flash_delta.kernels.hopper.forward.work_items import Listed
 from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, ChannelTile
 from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch
+from flash_delta.kernels.runtime.workspace import Prepared, Workspace
 from flash_delta.problem import Inputs, Problem, Slots
 
 
@@ -41,14 +46,19 @@ PROMPTS = {
     "channel-pool-free-offsets": partial(serving, v_first=False, kept="offset"),
     "channel-pool-logs-float32": partial(serving, torch.bfloat16, v_first=True, raw=False, wide=True, kept="stride"),
 }
-FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF}
+FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF, "walk": None}
 
 
-def call_prompts(case: str, t: ChannelTile) -> None:
+def call_prompts(case: str, t: ChannelTile | None) -> None:
+    """``t``: of the loop, or None for `prepare` and the walk."""
     p, x, slots = PROMPTS[case]()
     c, o, walks = make_call(p, x, ("launches",), *slots)._replace(direct=False), torch.empty_like(x.v), new_walks(p)
     run_list_prompts(c, o, walks, slots)
-    run_channel_prompts(c, o, walks, slots, t)
+    if t is not None:
+        return run_channel_prompts(c, o, walks, slots, [PoolLaunch(t, p.N)])
+    (w,), listed = Workspace(p, Prepared).views(), Listed(walks, 0, p.N)
+    run_prepare(c, w, None, listed=listed)
+    run_walk_prompts(c, w, o, slots, listed, p.N)
 
 
 def launches() -> Iterator[Launch]:

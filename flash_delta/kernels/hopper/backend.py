@@ -11,8 +11,8 @@ With a decay per channel, one kernel does everything if there are many states, o
 (channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `walk_channels` walks
 the states if there are few, and `scan` of the ``triton`` backend if not (channel/). In the backward pass `prepare` runs
 again, and ``triton`` walks the states and their gradients. After that `chunk_back` computes the gradients of each
-chunk, or ``triton`` if it cannot (channel_backward/). Prompts on a pool are walked by a loop as well
-(channel/prefill.py).
+chunk, or ``triton`` if it cannot (channel_backward/). Prompts on a pool are walked by a loop as well, or by `prepare`
+and `walk_channels` (channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls the forward
 pass saves what the kernels of ``triton`` would save, and that backend runs the backward pass. It also runs everything
@@ -125,7 +125,7 @@ def preference(p: Problem) -> tuple[int, str | None]:
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"
     if p.pool is not None and p.gate == "channel":
-        why = channel_prefill.slow(p, chip_of(p.device))
+        why = channel_prefill.slow(p)
         return (2, None) if why is None else (0, why)
     if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
@@ -328,7 +328,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 def remark(p: Problem) -> str | None:
     """What `explain` says: whether sequences are split, and which backend runs the backward pass."""
     if p.gate == "channel":
-        return by_channel.remark(p)
+        return by_channel.remark(p) if p.pool is None else channel_prefill.remark(p)
     wide, said = padded(p), []
     if wide is not p:
         said.append(f"it pads heads of {_widths(p)} to {wide.K} columns, in copies of q, k, v and o")

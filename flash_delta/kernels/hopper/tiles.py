@@ -72,10 +72,10 @@ PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies h
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
 # With a decay per channel.
-PREPARE = {"launch_pdl": False}  # it must not start early: as the first kernel of its call it waits for none
 PREPARES = 2  # programs per multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
+FEW_HEADS = 0.4  # per multiprocessor
 
 
 class ChannelTile(NamedTuple):
@@ -96,14 +96,28 @@ def channel_tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[ChannelTile, 
     return (CHANNEL_HALF if 2 * sequences_of(p)[0] * p.HV <= chip.processors else CHANNEL_WHOLE,)
 
 
-def channel_prompt_loops(p: Problem, chip: Chip, *choice: ChannelTile, every: bool) -> tuple[PoolLaunch, ...]:
-    """The launches of this loop on a pool. On an H100 o had the same bits with both tiles; states were not compared. So
-    there is only one tile if no sequence may change a bit of another sequence."""
-    choices = choice or ((CHANNEL_WHOLE,) if p.batch_invariant else (CHANNEL_WHOLE, CHANNEL_HALF) if every else ())
-    if choices:
-        return tuple(PoolLaunch(t, max(1, p.N)) for t in choices)
-    fitting = (CHANNEL_HALF, CHANNEL_WHOLE) if chip.processors >= 2 * p.HV else (CHANNEL_WHOLE,)
-    return pool_launches(p, chip, fitting, lambda _: 2 * p.HV)
+def channel_pool_launches(p: Problem, chip: Chip, *, every: bool) -> tuple[PoolLaunch, ...]:
+    """How prompts on a pool are walked: by the loop with a tile, or by `prepare` and `walk_channels` (None).
+
+    With few heads the latter walk prompts as long as all halves of states run at once. A chunk of 64 tokens then takes
+    1.5 us in the walk. In the loop it takes 4.0 us, with any number of heads. Before that `prepare` takes 46 ns for
+    each chunk and head (docs/notes/2026-11-26-kda-few-heads.md).
+
+    If no sequence may change a bit of another sequence, there is only one way. With few heads it is the one that is
+    never much slower than the other.
+    """
+    few, halves = few_heads(p, chip), chip.processors >= 2 * p.HV
+    ways = (None, CHANNEL_WHOLE) if few else (CHANNEL_HALF, CHANNEL_WHOLE) if halves else (CHANNEL_WHOLE,)
+    if p.batch_invariant:
+        ways = (None,) if few else (CHANNEL_WHOLE,)
+    if every:
+        return tuple(PoolLaunch(way, max(1, p.N)) for way in ways)
+    return pool_launches(p, chip, ways, lambda _: 2 * p.HV)
+
+
+def few_heads(p: Problem, chip: Chip) -> bool:
+    """Whether one long prompt takes longer in the loop than in `prepare` and `walk_channels`."""
+    return FEW_HEADS * chip.processors >= p.HV
 
 
 def walks_by_hand(p: Problem, chip: Chip) -> bool:

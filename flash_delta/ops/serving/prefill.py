@@ -198,8 +198,9 @@ def prefill_kda(
         S_t = (I - \beta_t k_t k_t^\top) \, \mathrm{diag}(e^{g_t}) \, S_{t-1} + \beta_t k_t v_t^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    The pool, its indices and bits are as in :func:`prefill_gated_delta_rule`. Arguments that are not listed here also
-    mean the same as there.
+    The pool, its indices and bits are as in :func:`prefill_gated_delta_rule`, with one exception: on Hopper GPUs and
+    with few heads, ``max_prompts`` may change roundings, since it may select other kernels
+    (docs/guide/backends.md). Arguments that are not listed here also mean the same as there.
 
     Args:
         g: log decay in nats ``[1, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw

@@ -4,12 +4,19 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.hopper.boxes import as_taken, describable, described
+from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
+from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
 from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
+from flash_delta.kernels.hopper.forward.work_items import Listed
+from flash_delta.kernels.hopper.tiles import channel_pool_launches
+from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import run
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch, prompts_at_most
+from flash_delta.kernels.runtime.workspace import Prepared, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
@@ -17,36 +24,47 @@ from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_conv
 from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 
 PREFILL = ("prefill", "hopper", "channel")  # the kind of these calls
-HEADS = 0.48  # per multiprocessor; with more heads, one prompt fills the chip
 
 
-def slow(p: Problem, chip: Chip) -> str | None:
+def slow(p: Problem) -> str | None:
     """Why such calls are not always faster than with ``triton``, or None. The result must not depend on lengths or on
     the number of prompts (`backend.preference`).
 
-    Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads this backend is 1.2x to 2.2x as
-    fast. With 32 heads and several prompts it is 2.2x as fast, but one long prompt takes 0.515 ms instead of 0.430.
-    Without a bound, log decays may be so low that a chunk goes through the loop in four pieces. Then one long prompt
-    takes 4 times as long.
+    Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads the loop is 1.2x to 2.2x as
+    fast. With fewer heads a model says that this backend is faster, or about as fast, unless one of many prompts has
+    most of the tokens (docs/notes/2026-11-26-kda-few-heads.md). Without a bound, log decays may be so low that a chunk
+    goes through the loop in four pieces. Then one long prompt takes 4 times as long.
     """
     if p.lower_bound is None:
         return "without a bound, low log decays would make it slower than `triton`"
-    if chip.processors * HEADS > p.HV:
-        return f"{p.HV} heads are too few to keep the multiprocessors busy with one prompt"
     return None
+
+
+def remark(p: Problem) -> str:
+    """What `explain` says."""
+    first, *more = channel_pool_launches(p, chip_of(p.device), every=False)
+    if first.tile is not None:
+        return "one kernel walks the prompts"
+    others = f"; one kernel walks more than {first.most} prompts" if more else ""
+    return f"it walks half a state per program{others}"
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, for calls with tokens and sequences. `decode` runs short sequences beside the others."""
-    o, walks, convolved = triton.output_of(p, s), new_walks(p), new_convolved(p)
+    o, walks, convolved, chip = triton.output_of(p, s), new_walks(p), new_convolved(p), chip_of(p.device)
+    planned = channel_pool_launches(p, chip, every=False)
+    handed = _new_handed(p, planned)
 
     def kernels(c: Call) -> None:
         rule = run_before(c, convolved)
-        slots = Slots(*rule.more)
+        slots, launches = Slots(*rule.more), channel_pool_launches(p, chip, every=True) if every(c) else planned
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
         run_list_prompts(rule, o, walks, slots)
-        run_channel_prompts(rule, o, walks, slots)
+        for launch in launches:
+            if launch.tile is None:
+                _prepare_and_walk(rule, handed or Workspace(p._replace(N=1, T=1), Prepared), o, walks, slots, launch)
+        run_channel_prompts(rule, o, walks, slots, [launch for launch in launches if launch.tile is not None])
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
@@ -56,12 +74,31 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         given = triton.with_flat_parameters(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(walks, *convolved))
+        run(call, kernels, o, spare=(walks, *(() if handed is None else (handed.buffer,)), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o
 
 
+def _prepare_and_walk(
+    c: Call, handed: Workspace, o: Tensor, walks: Tensor, slots: Slots, launch: PoolLaunch
+) -> None:  # fmt: skip
+    """``handed`` has room for as many prompts as the tokens allow. If more are listed, bounds are wrong, and neither
+    kernel works."""
+    (w,), listed = handed.views(), Listed(walks, launch.least, min(launch.most, prompts_at_most(c.p)[0]))
+    run_prepare(c, w, None, listed=listed)
+    run_walk_prompts(c, w, o, slots, listed, launch.sequences)
+
+
+def _new_handed(p: Problem, launches: tuple[PoolLaunch, ...]) -> Workspace | None:
+    """What `prepare` hands to the walk, for the chunks of all prompts. None if the loop walks all of them."""
+    if all(launch.tile is not None for launch in launches):
+        return None
+    return Workspace(p._replace(N=prompts_at_most(p)[0]), Prepared)
+
+
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """As `backend.workspace_bytes`."""
-    walks, copied = new_walks(p._replace(device=torch.device("meta"))), (x.g,) if p.taps else (*x[:3], x.g)
-    return walks.nbytes + sum(t.nbytes for t in copied if not describable(t)) + convolved_bytes(p)
+    nowhere, copied = p._replace(device=torch.device("meta")), (x.g,) if p.taps else (*x[:3], x.g)
+    handed = _new_handed(nowhere, channel_pool_launches(p, chip_of(p.device), every=False))
+    own = new_walks(nowhere).nbytes + (0 if handed is None else handed.buffer.nbytes)
+    return own + sum(t.nbytes for t in copied if not describable(t)) + convolved_bytes(p)

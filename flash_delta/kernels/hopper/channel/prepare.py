@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gates import BITS, rest_living, sum_gates
@@ -44,11 +43,12 @@ from flash_delta.kernels.hopper.channel.scores import (
 from flash_delta.kernels.hopper.channel.steep import CLAMP, is_steep, store_halved_scores, with_halved_scores
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.state_copies import beside
+from flash_delta.kernels.hopper.forward.work_items import NO_LIST, Listed, count_items
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import FLOATS, HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box
-from flash_delta.kernels.hopper.segments.bounds import find_segment, load_bound
-from flash_delta.kernels.hopper.tiles import PREPARE, PREPARES
+from flash_delta.kernels.hopper.segments.bounds import extent, find_segment, first_slot, load_bound, nth
+from flash_delta.kernels.hopper.tiles import PREPARES
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -73,17 +73,27 @@ def store_zeros(o, slot, cu_seqlens, N, T, HV, hv):
 
 
 @gluon.jit
-def next_chunk(item, items, o, cu_seqlens, N, T, HV, PACKED: gl.constexpr):
+def count_listed(items, listed, cu_seqlens, T, HV):
+    """The number of listed prompts, and the items up to their last chunk. None if their number is outside of this
+    launch's range."""
+    N = count_items(0, listed, 1)
+    start, stop = extent(nth(N - 1, N, listed[0]), cu_seqlens, T, True)
+    slots = first_slot(N - 1, start, T, True) + (stop - start + C - 1) // C
+    return N, gl.where(N > 0, gl.minimum(items, slots * HV), 0)
+
+
+@gluon.jit
+def next_chunk(item, items, o, cu_seqlens, N, T, HV, walks, PACKED: gl.constexpr):
     """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
-    length, and the chunk's first token in the sequence."""
+    length, and the chunk's first token in the sequence. ``walks``: as in `find_segment`."""
     step = gl.num_programs(0)
-    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
+    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, walks)
     if PACKED:
         while (item < items) & (token >= stop):
             if o is not None:
                 store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
             item += step
-            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
+            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, walks)
     return item, row, start, gl.where(item < items, stop - start, 0), token - start
 
 
@@ -224,16 +234,19 @@ def store_inverse(rows, columns, strengths, a_desc, at):
 
 
 @gluon.jit(
-    do_not_specialize=["N", "T", "items", "parted", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"]
-)
+    do_not_specialize=[
+        "N", "T", "items", "parted", "least", "most", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"
+    ]
+)  # fmt: skip
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
-    A_log, dt_bias, cu_seqlens, o, forgets, N, T, items, parted, q_batch, k_batch, g_batch, heads, group, HV, scale,
-    lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
-    RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    A_log, dt_bias, cu_seqlens, o, forgets, walks, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
+    group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr,
+    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
-    many parts, without first ones, `channel_loop` walks instead if gates forget (forget.py)."""
+    many parts, without first ones, `channel_loop` walks instead if gates forget (forget.py). On a pool ``walks`` lists
+    the sequences, and the kernel works only if there are ``least`` to ``most`` of them."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -256,9 +269,13 @@ def prepare(
     gates1 = reinterpret(sg2, gl.float32, [1, C, K], FLOATS) if g_desc.dtype == gl.float32 else sg2
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
+    if walks is not None:
+        N, items = count_listed(items, (walks, least, most), cu_seqlens, T, HV)
     given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
     own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
-    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, PACKED)
+    item, row, start, size, first = next_chunk(
+        gl.program_id(0), items, o, cu_seqlens, N, T, HV, walks, PACKED
+    )  # fmt: skip
     if item < items:
         ask(item, row, start, size, first, given)
     A, bias, b = parameters(item, row, start, size, first, own)
@@ -309,7 +326,7 @@ def prepare(
         total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
         gl.store(gamma + item.to(gl.int64) * K + c, gl.exp2(total))
         step = gl.num_programs(0)
-        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, PACKED)
+        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, walks, PACKED)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
         lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)
@@ -336,20 +353,22 @@ def prepare(
 
 def run_prepare(
     c: Call, out: Prepared, o: Tensor | None, L: Tensor | None = None, s: Solved | None = None,
-    forgets: Tensor | None = None, parts: int = 1,
+    forgets: Tensor | None = None, parts: int = 1, listed: Listed = NO_LIST,
 ) -> None:  # fmt: skip
     """``o`` gets zeros after the last packed sequence. ``L`` and ``s`` are written for the backward pass. With several
     ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
     p, x = c.p, c.x
-    items = count_slots(p) * p.HV
+    items = len(out.gamma) * p.HV
     *batches, heads = strides(x.q, x.k, x.g)
     arguments = (
         *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
         *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
         *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, forgets,
-        p.N, p.T, items, p.N * p.HV * (parts - 1), *batches, heads, p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0,
-        p.beta_range, batch(x.beta), tokens(x.beta),
+        listed.walks, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
+        p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     constants = constants_of(c, prepare, arguments)
     programs = min(items, PREPARES * c.shape.chip.processors)
-    launch_described(c, prepare, DescribedPlan((programs,), arguments, constants), **PREPARE)
+    # It must not start early if it is the first kernel of its call: then it waits for none.
+    plan, early = DescribedPlan((programs,), arguments, constants), listed.walks is not None
+    launch_described(c, prepare, plan, launch_pdl=early)

@@ -2,6 +2,8 @@
 (forward/prompt_list.py). It reads states from slots and writes them to slots, and also checkpoints (checkpoints.py).
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -13,10 +15,11 @@ from flash_delta.kernels.hopper.boxes import pool, ragged, strides
 from flash_delta.kernels.hopper.channel.loop import run_roles
 from flash_delta.kernels.hopper.channel.parts import STEP
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments
-from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile, channel_prompt_loops
-from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
+from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP
+from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.problem import Slots
 
 NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"]
@@ -48,13 +51,13 @@ def channel_prompts(
     )  # fmt: skip
 
 
-def run_channel_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots, *choice: ChannelTile) -> None:
+def run_channel_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots, launches: Iterable[PoolLaunch]) -> None:
     """Launches the loop, once for every tile that the number of prompts may select."""
     p, x, plans = c.p, c.x, []
     states, kept = pool(p, s.state_pool), checkpoint_arguments(p, s)
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     q, k, g, out = (ragged(y, width, STEP.value) for y, width in ((x.q, p.K), (x.k, p.K), (x.g, p.K), (o, 64)))
-    for t, sequences, least, most, _ in channel_prompt_loops(p, c.shape.chip, *choice, every=every(c)):
+    for t, sequences, least, most, _ in launches:
         arguments = (
             q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, x.cu_seqlens, walks, *kept[:2], o, x.beta,
             x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,

@@ -55,8 +55,6 @@ def unsupported(p: Problem) -> str | None:
 
 
 def remark(p: Problem) -> str:
-    if p.pool is not None:
-        return "one kernel walks the prompts"
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
     if _loops(p):

@@ -6,7 +6,8 @@ other, 64 value columns of each.
     state    R = b (v - r_k (Kg S0))     U = A R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
 The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py. The rules there for ptxas hold
-here, too. Grid (programs, V / 64).
+here, too. Grid (programs, V / 64). On a pool the states are those of listed prompts (forward/prompt_list.py). They are
+read from slots and written to slots, and also to checkpoints.
 
 Barriers, and who completes them:
 
@@ -25,13 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flash_delta.kernels.hopper.boxes import blocks, lines, ragged, squares, states, token_stride
+from flash_delta.kernels.hopper import checkpoints
+from flash_delta.kernels.hopper.boxes import blocks, lines, pool, ragged, squares, states, token_stride
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.scores import K
+from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.state_copies import load_state, store_state, store_through
-from flash_delta.kernels.hopper.forward.work_items import bounds
+from flash_delta.kernels.hopper.forward.work_items import NO_LIST, Listed, bounds, count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box, wait_free
@@ -39,8 +42,9 @@ from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import CHANNEL_WALK
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.workspace import Prepared
+from flash_delta.problem import Slots
 
 WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [64, 128]
 
@@ -50,12 +54,14 @@ def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
     """The role that fills a ring. With KEYS it loads Qg, Kg, Kd, gamma and rates, otherwise v, A and P."""
     descs, tiles, bars, work, v_batch, v_heads = given
     full, done = bars
-    cu_seqlens, T, items = work
+    cu_seqlens, T, items, pool = work
     SLOTS: gl.constexpr = tiles[0].shape[0]
     gdc_wait()  # `prepare` has ended, and its results can be read
     t = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, size = bounds(item, cu_seqlens, None, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        if pool is not None:
+            n = item // HV  # its number in the list
         head, row = first_slot(n, start, T, PACKED) * HV + hv, start
         if not PACKED:
             row += n * v_batch
@@ -83,11 +89,11 @@ def state_role(
     so, sbar, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    o_desc, keys, values, bars, initial, final, work = shared
+    o_desc, keys, values, bars, initial, final, kept, work = shared
     sq, sk, sd, sr, sg = keys
     sv, sa, sp = values
     full, vfull, done = bars
-    cu_seqlens, T, items = work
+    cu_seqlens, T, items, pool = work
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
@@ -95,14 +101,21 @@ def state_role(
     NO: gl.constexpr = so.shape[0]  # buffers
     zero = gl.zeros([64, C], gl.float32, ROWS)
     v, t = gl.program_id(1) * 64, 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, None, T, HV, PACKED)
-        row = start + length
+    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        row, state = start + length, item * K
+        source, target = None, None
+        if pool is not None:
+            source, target = ends(item, pool, HV)
+            state = hv * K
+            tma.store_wait(0)  # the copy engine has read ``so``, for which nobody has waited if no state was stored
+            barrier()  # all warps of the state group: none asks for a state earlier
         if not PACKED:
             row += n * T
         S = gl.zeros([64, K], gl.float32, WIDE_ROWS)
         if INITIAL:
-            S = load_state(initial, None, item * K, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+            S = load_state(initial, source, state, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+        offset = find_offset(kept, n, length)
         for token in range(0, length, C):
             s, x = t % NS, t % NV
             sb = gl.convert_layout(S.to(ty), operand)
@@ -134,15 +147,36 @@ def state_role(
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
             store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
             t += 1
-        store_state(final, S, None, item * K, v, so, K, V_FIRST, NO)
+            if kept is not None:
+                slot = find_checkpoint(kept, n, token + C, length, offset)
+                if slot >= 0:
+                    store_state(initial, S, slot, state, v, so, K, V_FIRST, NO)
+        is_kept = True
+        if pool is not None:
+            is_kept = target >= 0
+        if is_kept:
+            store_state(final, S, target, state, v, so, K, V_FIRST, NO)
 
 
-@gluon.jit(do_not_specialize=["T", "items", "parted", "v_batch"])
+@gluon.jit(
+    do_not_specialize=["T", "items", "parted", "least", "most", "v_batch", *checkpoints.NUMBERS],
+    do_not_specialize_on_alignment=checkpoints.POINTERS,
+)
 def walk_channels(
     qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, forgets,
-    T, items, parted, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    walks, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, checkpoint_row,
+    checkpoint_column, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
     PACKED: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
+    """On a pool the launch works only if ``walks`` has ``least`` to ``most`` sequences."""
+    pool, kept = None, None
+    if walks is not None:
+        gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
+        pool = (walks, least, most)
+    if checkpoints is not None:
+        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
+        if offsets is not None:
+            kept += (offsets,)
     ty: gl.constexpr = v_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
@@ -156,9 +190,10 @@ def walk_channels(
     sbar, full, vfull, done = barriers(NO, 1), barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    items = gl.where(all_forget(forgets, parted), 0, items)
-    keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T, items)
-    state = (o_desc, keys, values, (full, vfull, done), initial, final, work)
+    if forgets is not None:
+        items = gl.where(all_forget(forgets, parted), 0, items)
+    keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T, items, pool)
+    state = (o_desc, keys, values, (full, vfull, done), initial, final, kept, work)
     descs = (qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
     load_keys = (descs, keys, (full, done), work, v_batch, v_heads)
     load_values = ((v_desc, a_desc, p_desc), values, (vfull, done), work, v_batch, v_heads)
@@ -172,14 +207,31 @@ def walk_channels(
 
 def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
     """With several ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
-    p, x, initial = c.p, c.x, c.x.initial_state
-    first = states(p, final if initial is None else initial)
+    p, initial = c.p, c.x.initial_state
+    from_to = states(p, final if initial is None else initial), states(p, final)
+    work = forgets, NO_LIST, checkpoints.NONE, p.N * p.HV * (parts - 1)
+    _run(c, w, o, from_to, work, p.N, INITIAL=initial is not None)
+
+
+def run_walk_prompts(c: Call, w: Prepared, o: Tensor, s: Slots, listed: Listed, sequences: int) -> None:
+    """Walks prompts on a pool. ``sequences``: how many are walked at the same time."""
+    slots, work = pool(c.p, s.state_pool), (None, listed, checkpoint_arguments(c.p, s), 0)
+    _run(c, w, o, (slots, slots), work, sequences, INITIAL=True)
+
+
+def _run(
+    c: Call, w: Prepared, o: Tensor, from_to: tuple[Descriptor, Descriptor], work: tuple, sequences: int, **own: bool
+) -> None:  # fmt: skip
+    """``from_to``: of first and final states. ``work``: `forget.py`'s numbers, the list of prompts, the arguments for
+    checkpoints, and how many parts, without first ones, are walked elsewhere if gates forget."""
+    p, x = c.p, c.x
+    forgets, listed, kept, parted = work
     arguments = (
         *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
-        lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), first,
-        states(p, final), x.cu_seqlens, forgets, p.T, p.N * p.HV, p.N * p.HV * (parts - 1),
+        lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), *from_to,
+        x.cu_seqlens, forgets, listed.walks, *kept[:2], p.T, p.N * p.HV, parted, listed.least, listed.most, *kept[2:],
         token_stride(x.v), x.v.stride(2),
     )  # fmt: skip
-    constants = constants_of(c, walk_channels, arguments, INITIAL=initial is not None, **CHANNEL_WALK)
-    grid = min(p.N * p.HV, c.shape.chip.processors), p.V // 64
+    constants = constants_of(c, walk_channels, arguments, **own, **CHANNEL_WALK)
+    grid = min(sequences * p.HV, c.shape.chip.processors), p.V // 64
     launch_described(c, walk_channels, DescribedPlan(grid, arguments, constants))

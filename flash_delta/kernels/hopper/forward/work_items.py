@@ -1,11 +1,25 @@
 """The loop's items of work. An item is one value head of one sequence. On a pool an earlier kernel has listed the
 sequences and the slots of their states (prompt_list.py)."""
 
+from typing import NamedTuple
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.segments.bounds import extent
+
+
+class Listed(NamedTuple):
+    """The prompts on a pool that a launch walks: those of a list, if there are ``least`` to ``most`` of them."""
+
+    walks: Tensor | None
+    least: int
+    most: int
+
+
+NO_LIST = Listed(None, 0, 0)  # without a pool
 
 
 @gluon.jit

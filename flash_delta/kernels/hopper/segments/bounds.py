@@ -39,23 +39,33 @@ def first_slot(n, start, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr):
+def nth(m, N, walks):
+    """Sequence m of N, or of those that ``walks`` lists (forward/prompt_list.py). If it lists none, any sequence."""
+    n = m
+    if walks is not None:
+        n = gl.where(N > 0, gl.load(walks + 3 * gl.maximum(m, 0) + 1), 0)
+    return n
+
+
+@gluon.jit
+def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, walks=None):
     """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, the sequence's two bounds, its
     number in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a
-    segment has no tokens, and is not the last."""
+    segment has no tokens, and is not the last. ``walks``: only the N sequences of this list have slots, and the first
+    result is a number in the list."""
     n = slot // ((T + length - 1) // length)
     first, row = n * ((T + length - 1) // length), n
     if PACKED:
         low, high = slot * 0, slot * 0 + N - 1
         while low < high:  # finds the last sequence whose slots begin here or before
             middle = (low + high + 1) // 2
-            if load_bound(cu_seqlens, middle, T) // length + middle <= slot:
+            if load_bound(cu_seqlens, nth(middle, N, walks), T) // length + middle <= slot:
                 low = middle
             else:
                 high = middle - 1
         n, row = low, slot * 0
-        first = load_bound(cu_seqlens, n, T) // length + n
-    start, stop = extent(n, cu_seqlens, T, PACKED)
+        first = load_bound(cu_seqlens, nth(n, N, walks), T) // length + n
+    start, stop = extent(nth(n, N, walks), cu_seqlens, T, PACKED)
     number = gl.maximum(slot - first, 0)  # below 0 if bounds decrease, or begin above 0
     token = start + number * length
     last = (token + length >= stop) & ((token < stop) | (number == 0))
