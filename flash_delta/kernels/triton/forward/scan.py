@@ -281,8 +281,7 @@ def walk(
             u, written, read = r, r, r
             if ERASE and (SAVE or CHANNEL):
                 a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-                U = R * b[None, :] if CHANNEL else tl.zeros([BV, C], tl.float32)
-                U = tl.dot(r, tl.trans(a), U, input_precision=PRECISION)
+                U = tl.dot(r, tl.trans(a), R * b[None, :] if CHANNEL else None, input_precision=PRECISION)
                 u = U.to(ty)
                 if CHANNEL:
                     written, read = (U * e_p[None, :]).to(ty), u
