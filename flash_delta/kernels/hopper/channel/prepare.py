@@ -7,8 +7,8 @@ after the other.
 L is P with k for q and without the scale, for i > j. `channel` and `solve` of the ``triton`` backend write the same.
 The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
 
-A is stored without its diagonal, which is 1. Walks round what they multiply by A. Those by hand, and `scan_backward`, add
-what the diagonal would give in float32, so most of the result is not rounded for the product.
+A is stored without its diagonal, which is 1. Walks round what they multiply by A. Those by hand, and `scan_backward`,
+add what the diagonal would give in float32, so most of the result is not rounded for the product.
 
 For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
 
