@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -31,6 +32,14 @@ def launch_rule(
     """Launches a kernel with the problem's constants that it has parameters for. ``own``: constants of this launch."""
     used = constants_of(c, kernel, (*pointers, *scalars), t, **own)
     launch(c, kernel, pointers, Plan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
+
+
+def state_unit(p: Problem) -> float:
+    """With a decay per channel, gradients of states in memory are divided by this number, which is the scale without
+    its sign. So no kernel has to multiply gradients of o by the scale and round them for the next product. It is 1 in
+    float16, in which quotients may be too large, and for unusual scales."""
+    usual = p.dtype != torch.float16 and 2.0**-20 < abs(p.scale) < 2.0**20
+    return abs(p.scale) if usual else 1.0
 
 
 _constants: dict[tuple, dict[str, Any]] = {}  # it grows to the number of compiled kernels

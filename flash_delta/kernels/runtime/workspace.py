@@ -20,7 +20,7 @@ from flash_delta.problem import Problem
 class Solved(NamedTuple):
     """The tensors that `solve` writes."""
 
-    A: Any  # [slots, HV, C, C]; None if nothing is erased
+    A: Any  # [slots, HV, C, C]; None if nothing is erased. With a decay per channel without its diagonal, which is 1
     vectors: Any  # [slots, HV, 4, C] float32: G high, G low, b, log decay
     norms: Any  # [slots, H, 3, C] float32: of q, k, p; None without a norm
 
@@ -45,7 +45,7 @@ class Channels(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The tensors that `prepare` of `hopper` writes with a decay per channel. A is without diag(b)."""
+    """The tensors that `prepare` of `hopper` writes with a decay per channel. A lacks diag(b) and its own diagonal."""
 
     Qg: Any  # [slots, HV, C, K]
     Kg: Any  # [slots, HV, C, K]
@@ -75,7 +75,7 @@ class Residual(NamedTuple):
 class Chain(NamedTuple):
     """The tensors that `scan_backward` writes."""
 
-    dstates: Any  # [slots, HV, V'', K']
+    dstates: Any  # [slots, HV, V'', K']; with a decay per channel divided by `state_unit`
     dU: Any  # [slots, HV, C, V']
 
 

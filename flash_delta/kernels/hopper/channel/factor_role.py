@@ -31,12 +31,15 @@ def invert_own(scores, norms, strengths, sD):
 
 @gluon.jit
 def store_maps(inverted, tile, sD):
-    """Stores A, and below it P: [64, 32]."""
+    """Stores A without its diagonal, and below it P: [64, 32]."""
     A, left, P = inverted
     row = gl.arange(0, 2 * STEP, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     column = gl.arange(0, STEP, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
     P = gl.where(column <= row - STEP, P, 0.0)
-    tile.store(gl.where(row < STEP, invert_pairs(A, left, sD), P).to(tile.dtype))
+    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+    A = invert_pairs(A, A - gl.where(r == c, 1.0, 0.0), left, sD)
+    tile.store(gl.where(row < STEP, A, P).to(tile.dtype))
 
 
 @gluon.jit

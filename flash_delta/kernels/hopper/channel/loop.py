@@ -4,12 +4,12 @@ time, with a role per warp group.
     load     loads q, k and g into a ring of NR slots, and v into one of NV: one warp each
     gate     makes rows and columns of them, into a ring of NX slots (gate_role.py)
     factor   makes A and P of rows and columns, into the same slots (factor_role.py)
-    state    E = (2^n S0) k~    R = b (v - r_k E)    U = A R    S1 = d . (2^n S0 + k^^T (r_k U))
+    state    E = (2^n S0) k~    R = b (v - r_k E)    U = A R + R    S1 = d . (2^n S0 + k^^T (r_k U))
              O = scale r_q ((2^n S0) q~) + P U
 
-k~ and q~ are the rows, and k^ are the columns. d is ``trail``, the decay from the point where decays are taken apart to
-the end of the 32 tokens. If 32 tokens fall too far, they come in several pieces (gate_role.py). The outputs of a piece
-are 0 for tokens of other pieces, so the outputs of all pieces are added up.
+k~ and q~ are the rows, and k^ are the columns. A lacks its diagonal (prepare.py). d is ``trail``, the decay from the
+point where decays are taken apart to the end of the 32 tokens. If 32 tokens fall too far, they come in several pieces
+(gate_role.py). The outputs of a piece are 0 for tokens of other pieces, so the outputs of all pieces are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators. If a program has a whole state, these
 are two halves [64, K], and the group walks one half after the other. The rules of forward/loop.py for ptxas hold here,
@@ -164,7 +164,7 @@ def state_role(
     NV: gl.constexpr = sv.shape[0]
     HALVES: gl.constexpr = sv.shape[2] // 64
     NO: gl.constexpr = so.shape[0]  # buffers
-    zero, none = gl.zeros([64, 2 * STEP], gl.float32, ROWS), gl.zeros([64, STEP], gl.float32, NARROW_ROWS)
+    zero = gl.zeros([64, 2 * STEP], gl.float32, ROWS)
     v, step, t = gl.program_id(1) * 64 * HALVES, 0, 0
     for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
         n, hv, start, length, token, begin, end, begins = find_part(item, work, HV, PACKED)
@@ -216,8 +216,8 @@ def state_role(
                 E, O = halves(EO)
                 R = sv.index(y).slice(64 * half, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
                 weight = of_k.load(NARROW_ROWS)
-                R = ((R - E * weight) * b.load(NARROW_ROWS)).to(ty)
-                U = warpgroup_mma(gl.convert_layout(R, operand), A.permute([1, 0]), none, use_acc=False, is_async=True)
+                R = (R - E * weight) * b.load(NARROW_ROWS)
+                U = warpgroup_mma(gl.convert_layout(R.to(ty), operand), A.permute([1, 0]), R, is_async=True)
                 O *= of_q.load(NARROW_ROWS)
                 U = warpgroup_mma_wait(0, deps=[U])
                 written, read = (U * weight).to(ty), U.to(ty)

@@ -2,10 +2,13 @@
 after the other.
 
     Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
-    P_ij = scale r_q sum_c q_ic e^{G_ic - G_jc} k_jc r_k   i >= j       A = (I + diag(b) L)^{-1}
+    P_ij = scale r_q sum_c q_ic e^{G_ic - G_jc} k_jc r_k   i >= j       A = (I + diag(b) L)^{-1} - I
 
 L is P with k for q and without the scale, for i > j. `channel` and `solve` of the ``triton`` backend write the same.
 The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
+
+A is stored without its diagonal, which is 1. Walks round what they multiply by A. Those by hand, and `scan_backward`,
+add what the diagonal would give in float32, so most of the result is not rounded for the product.
 
 For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
 
@@ -45,7 +48,7 @@ from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.state_copies import beside
 from flash_delta.kernels.hopper.forward.work_items import NO_LIST, Listed, count_items
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import FLOATS, HALF, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
+from flash_delta.kernels.hopper.layouts import FLOATS, HALF, NARROW_ROWS, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box
 from flash_delta.kernels.hopper.segments.bounds import extent, find_segment, first_slot, load_bound, nth
 from flash_delta.kernels.hopper.tiles import PREPARES
@@ -218,7 +221,7 @@ def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NO
 
 @gluon.jit
 def store_inverse(rows, columns, strengths, a_desc, at):
-    """Computes A from the L that `store_scores` has left in ``columns``, and stores it."""
+    """Computes A from the L that `store_scores` has left in ``columns``, and stores it without its diagonal."""
     ty: gl.constexpr = a_desc.dtype
     M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
     if strengths is not None:
@@ -227,6 +230,10 @@ def store_inverse(rows, columns, strengths, a_desc, at):
     sD = reinterpret(columns, gl.float16, [2, 2, 16, 16], PAIRS)
     left_part, right_part = invert(M, None, scratch.index(2), scratch.index(3), sD, True)
     sa = reinterpret(columns, ty, [C, C], TILE)
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    j = gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    own = j == i % 32
+    left_part, right_part = gl.where(own & (i < 32), 0.0, left_part), gl.where(own, 0.0, right_part)
     sa.store(beside(left_part, right_part).to(ty))
     fence_async_shared()
     barrier()  # all warps of the program: A is whole in shared memory

@@ -3,11 +3,11 @@ other, 64 value columns of each.
 
     load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v, A and P into a ring of NV: one
              warp each
-    state    R = b (v - r_k (Kg S0))     U = A R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
+    state    R = b (v - r_k (Kg S0))     U = A R + R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
-The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py. The rules there for ptxas hold
-here, too. Grid (programs, V / 64). On a pool the states are those of listed prompts (forward/prompt_list.py). They are
-read from slots and written to slots, and also to checkpoints.
+A lacks its diagonal (prepare.py). The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py.
+The rules there for ptxas hold here, too. Grid (programs, V / 64). On a pool the states are those of listed prompts
+(forward/prompt_list.py). They are read from slots and written to slots, and also to checkpoints.
 
 Barriers, and who completes them:
 
@@ -126,10 +126,8 @@ def state_role(
             mbarrier.wait(vfull.index(x), (t // NV) & 1)  # signalled by the copy engine: v, A and P are there
             E, O = warpgroup_mma_wait(1, deps=[E, O])
             R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
-            R = ((R - E * of_k.load(ROWS)) * b.load(ROWS)).to(ty)
-            U = warpgroup_mma(
-                gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
-            )
+            R = (R - E * of_k.load(ROWS)) * b.load(ROWS)
+            U = warpgroup_mma(gl.convert_layout(R.to(ty), operand), sa.index(x).permute([1, 0]), R, is_async=True)
             U, O = warpgroup_mma_wait(1, deps=[U, O])
             O *= of_q.load(ROWS)
             S *= sg.index(s).load(WIDE_ROWS)

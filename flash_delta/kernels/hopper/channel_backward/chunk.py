@@ -61,7 +61,7 @@ def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: g
 
 
 @gluon.jit
-def decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def decayed_keys(sk, sg, W, shift, parking, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """Walks the blocks from right to left. Returns for every block:
 
     * the sums of gates after its first token (for the first blocks they are parked)
@@ -80,7 +80,7 @@ def decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE: gl.constexpr, 
         s = sum_over(gates, (r > 0) & (r <= t), 2)
         fall, first = gl.min(s, 1), gl.sum(gl.where(token() == 0, gates, 0.0), 1)
         k = rounded(load_block(sk, I) * gl.exp2((fall + SHIFT)[:, None] - s))
-        w = written[I] * line_of(lines, 2, I) * gl.exp2(D - SHIFT)[:, None]
+        w = written[I] * line_of(lines, 2, I) * gl.exp2(D - shift)[:, None]
         all_written += k * w
         D += first + fall
         if I < PARKED_SUMS:
@@ -103,15 +103,15 @@ def reach(opens, falls, I: gl.constexpr, J: gl.constexpr):
 
 @gluon.jit
 def chunk_gradients(
-    X, Y, W, through, sq, sk, sg, sP, sM, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    X, Y, W, through, shift, sq, sk, sg, sP, sM, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
     """Overwrites q, k and g with their gradients. Returns the gradients of A_log and of biases. DEEP: a channel may
     fall by more than MILD within a block."""
     r, t = places()
     read, erase = last_tile(X, parking, 0), last_tile(Y, parking, 3)
-    sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, parking, lines, left, gate, RAW_GATE, BOUNDED)
-    rest += through * gl.exp2(D)
+    sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, shift, parking, lines, left, gate, RAW_GATE, BOUNDED)
+    rest += through * gl.exp2(D - shift + SHIFT)
     dA, dbias = rest * 0.0, rest * 0.0
     for I in gl.static_range(3, -1, -1):
         if I < 3:

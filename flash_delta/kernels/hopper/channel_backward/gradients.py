@@ -28,6 +28,8 @@ Tiles wait in the memory of dS1, R and L (parking.py). So the kernel asks for th
     2    dS1, R and L are there
 """
 
+from math import log2
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,6 +49,7 @@ from flash_delta.kernels.hopper.channel_backward.blocks import (
     BITS,
     CHANNELS,
     OF_CHANNELS,
+    SHIFT,
     WIDE,
     K,
     empty_tile,
@@ -57,7 +60,7 @@ from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_lo
 from flash_delta.kernels.hopper.layouts import BOX, FLOAT_BOX, FLOATS, RAGGED, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box
 from flash_delta.kernels.hopper.segments.bounds import find_segment, load_bound
-from flash_delta.kernels.runtime.arguments import constants_of
+from flash_delta.kernels.runtime.arguments import constants_of, state_unit
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Residual, Solved
@@ -274,11 +277,12 @@ def store_box(desc, tile, row, size, first, column):
 def chunk_back(
     q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
-    q_batch, k_batch, g_batch, do_batch, heads, HV, scale, lower_bound, beta_top,
+    q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, lower_bound, beta_top,
     PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
     DEEP: gl.constexpr,
 ):  # fmt: skip
-    """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is."""
+    """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is.
+    ``shift``: SHIFT less the logarithm of `state_unit`, by which dS1 is divided."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sdo1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -347,8 +351,8 @@ def chunk_back(
             gl.store(deep + item, gl.where(left_out, 1, 0))
         if not left_out:
             dA, dbias = chunk_gradients(
-                X, Y, W, through, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines, gl.minimum(size - first, C), gate,
-                NORM, RAW_GATE, BOUNDED, DEEP,
+                X, Y, W, through, shift, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines,
+                gl.minimum(size - first, C), gate, NORM, RAW_GATE, BOUNDED, DEEP,
             )  # fmt: skip
             store_sums(item, (dA_log, ddt_bias), dA, dbias)
             fence_async_shared()
@@ -382,7 +386,8 @@ def run_chunk_back(
         *(ragged(t, K) for t in (x.q, x.k, x.g, do)), *(blocks(t, K) for t in tiles), blocks(r.states, K, K),
         blocks(chain.dstates, K, K), squares(ch.L), *(ragged(t, K) for t in (d.q, d.k, d.g)), d.q, d.k, d.v, d.g,
         d.beta, d.A_log, d.dt_bias, deep.chunks if p.lower_bound is None else None, s.vectors, s.norms, x.A_log,
-        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range,
+        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, SHIFT.value - log2(state_unit(p)),
+        p.lower_bound or 0.0, p.beta_range,
     )  # fmt: skip
     constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.shape.chip.processors)
     launch_described(c, chunk_back, DescribedPlan((programs,), arguments, constants), num_warps=8)

@@ -77,15 +77,16 @@ def invert_blocks(D, sD):
 
 
 @gluon.jit
-def invert_pairs(A, B, sD):
+def invert_pairs(A, own, B, sD):
     """The rows [64, 32] of the inverses of two blocks of 32, from the inverses of blocks of 16. An odd warp needs the
-    transposed inverse of the warp before it. B: for odd warps, the block to the left of their own."""
+    transposed inverse of the warp before it. B: for odd warps, the block to the left of their own. ``own``: A, or what
+    the result is to have in its place."""
     zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
     pairs = A.reshape([2, 2, 16, 16])
     before = gl.broadcast(sD.slice(0, 1, 1).load(pairs.type.layout), pairs.to(gl.float16))[0]
     before = gl.convert_layout(before.reshape([4, 16, 16]), BLOCKS)
     odd = (gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS))) % 2 == 1)[:, None, None]
-    return halves(odd, A, product(A, product(before, B, zero), zero), A)
+    return halves(odd, own, product(A, product(before, B, zero), zero), own)
 
 
 @gluon.jit
@@ -100,7 +101,7 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     D, B = own_blocks(M)
     A = invert_blocks(D, sD)
     barrier()  # all warps of this group: their transposed inverses are in sD
-    A = invert_pairs(A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
+    A = invert_pairs(A, A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
     # From blocks of 32 to 64: rows from 32 on, columns up to 31 are still missing.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
     scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)

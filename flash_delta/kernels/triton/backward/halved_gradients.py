@@ -40,7 +40,7 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, HeadGradients, Residual, Scores, Solved
@@ -201,13 +201,13 @@ def state_sums(state, dstate, column, K: tl.constexpr, W: tl.constexpr, V: tl.co
 
 
 @triton.jit
-def token_factors(norms, b, scale, I, C: tl.constexpr, NORM: tl.constexpr):
+def token_factors(norms, b, scale, unit, I, C: tl.constexpr, NORM: tl.constexpr):
     """The factors of half I of the chunk for reading, erasing and writing in the state."""
     i = 32 * I + tl.arange(0, 32)
-    reads, erases, writes = tl.full([32], scale, tl.float32), -tl.load(b + i), tl.full([32], 1.0, tl.float32)
+    reads, erases, writes = tl.full([32], scale, tl.float32), -tl.load(b + i), tl.full([32], unit, tl.float32)
     if NORM:
-        writes = tl.load(norms + C + i)
-        reads, erases = reads * tl.load(norms + i), erases * writes
+        of_k = tl.load(norms + C + i)
+        reads, erases, writes = reads * tl.load(norms + i), erases * of_k, writes * of_k
     return reads, erases, writes
 
 
@@ -219,9 +219,9 @@ def load_scores(dPD, taken, I, J, C: tl.constexpr):
 
 @triton.jit
 def half_chunk(
-    q, k, read, erased, dstate, U, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, dq, dk, column, I,
-    K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, read, erased, dstate, U, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, unit, dq, dk,
+    column, I, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    NORM: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores dq and dk of half I of a chunk, and returns the gradients of its log decays, ``[W, 32]``.
 
@@ -252,7 +252,7 @@ def half_chunk(
         aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
         aq, ap = e * aq, e * ap
         zq, zk, dg = zq + aq, zk + ap, add_sums(dg, q * aq + k * ap, r <= t, PARTS)
-        writes = token_factors(norms, b, scale, 1, C, NORM)[2]
+        writes = token_factors(norms, b, scale, unit, 1, C, NORM)[2]
         back = write_state(dstate, U, 1, column, writes, K, W, C, V, BV, PRECISION)
     dg += here[:, None]
     back *= decay(gates, r > t, PARTS)
@@ -268,8 +268,8 @@ def half_chunk(
 @triton.jit(do_not_specialize=["N", "T"])
 def halved_gradients(
     q, k, g, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
-    fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, lower_bound, q_strides, k_strides, g_strides, do_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, unit, lower_bound, q_strides, k_strides, g_strides,
+    do_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -303,9 +303,9 @@ def halved_gradients(
     raw = (g, A_log, dt_bias, lower_bound)
     gi = load_gates(raw, g_strides, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
     past = tl.exp2(tl.sum(gi, 1))
-    through = past * state_sums(states, dstates, column, K, W, V, BV)
+    through = past * state_sums(states, dstates, column, K, W, V, BV) * unit
     e = decay(in_parts(gi, PARTS), o[:, None] > o[None, :], PARTS)
-    writes = token_factors(norms, b, scale, 0, C, NORM)[2]
+    writes = token_factors(norms, b, scale, unit, 0, C, NORM)[2]
     written = write_state(dstates, U, 0, column, writes, K, W, C, V, BV, PRECISION)
     rest, ke = through + tl.sum(kk * e * written, 1), (kk * e).to(ty)
     dA, dbias = tl.zeros([W], tl.float32), tl.zeros([W], tl.float32)
@@ -313,14 +313,14 @@ def halved_gradients(
         I = 1 - step
         at = token + 32 * I
         qq, kk = load_channels(q, q_strides, at, stop, c, K, W), load_channels(k, k_strides, at, stop, c, K, W)
-        reads, erases, _ = token_factors(norms, b, scale, I, C, NORM)
+        reads, erases, _ = token_factors(norms, b, scale, unit, I, C, NORM)
         read, erased = read_state(
             states, do, do_strides, dU, at, stop, I, column, reads, erases, K, W, C, V, BV, PRECISION
         )  # fmt: skip
         gi = load_gates(raw, g_strides, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
         d, written, rest = half_chunk(
             qq, kk, read, erased, dstates, U, gi, norms, b, dPD, taken, ke, written, past, through, rest,
-            scale, dq, dk, column, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
+            scale, unit, dq, dk, column, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
         )  # fmt: skip
         a, decays, live, rate, bias = load_gates(  # loaded again, which takes fewer registers
             raw, g_strides, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
@@ -353,6 +353,6 @@ def run_halved_gradients(
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
         s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
     )  # fmt: skip
-    scalars = p.N, p.T, p.scale, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g), strides(do)
+    scalars = p.N, p.T, p.scale, state_unit(p), p.lower_bound or 0.0, *map(strides, (x.q, x.k, x.g, do))
     grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
     launch_rule(c, halved_gradients, pointers, grid, chosen, *scalars, W=W, BV=min(128, block(p.V)), follows=True)

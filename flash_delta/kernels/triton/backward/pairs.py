@@ -32,7 +32,7 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, HeadGradients, Residual, Scores, Solved
@@ -67,7 +67,7 @@ def store_product(out, x, factor, column, K: tl.constexpr, BK: tl.constexpr, C: 
 
 @triton.jit
 def state_products(
-    dO, do_strides, U, dU, state, dstate, reads, erases, writes, token, stop, dq, dk, written, through,
+    dO, do_strides, U, dU, state, dstate, reads, erases, writes, unit, token, stop, dq, dk, written, through,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The tokens' gradients from the state before the chunk and from the gradient of the state after it, BK channels at
@@ -89,14 +89,14 @@ def state_products(
             s, d = load_block(state, w, column, V, KP, BV, BK), load_block(dstate, w, column, V, KP, BV, BK)
             x = tl.dot(load_block(U, 0, w, C, VP, C, BV), d, x)
             product += tl.sum(s.to(tl.float32) * d.to(tl.float32), 0)
-        store_product(written, x, writes, column, K, BK, C)
-        tl.store(through + column + c, product, mask=column + c < K)
+        store_product(written, x, writes * unit, column, K, BK, C)
+        tl.store(through + column + c, product * unit, mask=column + c < K)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def pairs(
     q, k, p, do, R, U, dU, L, states, dstates, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, dq, dk,
-    written, through, N, T, scale, beta_top,
+    written, through, N, T, scale, unit, beta_top,
     q_strides, k_strides, p_strides, do_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
@@ -187,7 +187,7 @@ def pairs(
     if STATES:
         values, keys, state = head * C * VP, head * C * K, head * whole_rows(V) * pitch(K)
         state_products(
-            do_rows, do_strides, U + values, dU + values, states + state, dstates + state, rq * scale, rp * b, rk,
+            do_rows, do_strides, U + values, dU + values, states + state, dstates + state, rq * scale, rp * b, rk, unit,
             token, stop, dq + keys, dk + keys, written + keys, through + head * K, K, BK, V, BV, C,
         )  # fmt: skip
 
@@ -204,6 +204,6 @@ def run_pairs(
     read = (
         x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens
     )  # fmt: skip
-    scalars = p.N, p.T, p.scale, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do)
+    scalars = p.N, p.T, p.scale, state_unit(p), p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do)
     pointers, grid = (*read, d.v, d.beta, *scores, *heads[:4]), (count_slots(p), p.HV, 1)
     launch_rule(c, pairs, pointers, grid, chosen, *scalars, BK=BK, STATES=with_states, follows=True)

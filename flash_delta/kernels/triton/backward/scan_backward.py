@@ -3,7 +3,8 @@
     dU~ = X dS1 + Y^T dO        dV = b . dU~
     dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^H . p)^T dV
 
-With a decay per channel, where `scan` computes U itself, dU~ = A^T (Kd dS1 + P^T dO).
+With a decay per channel, where `scan` computes U itself, dU~ = A^T X + X with X = Kd dS1 + P^T dO, since A lacks its
+diagonal (solve.py). Then the kernel walks and writes dS divided by ``unit`` (arguments.py).
 
 Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V'', K']`` (workspace.py), dU~
 ``[slots, HV, C, V']`` and finally the gradient of the initial state. dS^T [BV, K] stays in registers. The grid is
@@ -35,7 +36,7 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, states, strides
+from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, state_unit, states, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
@@ -47,7 +48,7 @@ from flash_delta.kernels.triton.tiles import scan_tiles
 @triton.jit(do_not_specialize=["N", "T", "length"])
 def scan_backward(
     q, p, v, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
-    length, q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
+    length, unit, q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
@@ -104,6 +105,8 @@ def scan_backward(
     follow(OVERLAP)
     if SEGMENTS and not ENDS:  # `compose` has written it
         dS = load_block(dfinal + (z.to(tl.int64) * HV + hv) * V * K, w, 0, V, K, BV, BK)
+    if CHANNEL:
+        dS *= 1.0 / unit
     e_q, e_p, b, gamma = load_rates(rates, gammas, head + (chunks - 1) * HV, i, c, chunks, C, K, CHANNEL)
     for back in range(chunks):
         j = chunks - 1 - back
@@ -116,21 +119,26 @@ def scan_backward(
         s = dS.to(ty)
         if not ENDS:
             store_tile(dSs, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
+        of_q, of_p = e_q, e_p * b
         if CHANNEL:
-            lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * e_p[None, :]
-            lam = tl.dot(dO, y, lam, input_precision=PRECISION).to(ty)
-            lam = tl.dot(lam, load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA), input_precision=PRECISION)
+            of_q, of_p = of_q * (1.0 / unit), of_p * (1.0 / unit)
+            lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * (e_p * unit)[None, :]
+            lam = tl.dot(dO, y, lam, input_precision=PRECISION)
+            a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
+            lam = tl.dot(lam.to(ty), a, lam, input_precision=PRECISION)
         else:
             lam = tl.dot(dO, y, input_precision=PRECISION)
             lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma
-        dS = tl.dot((dO * e_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
+        dS = tl.dot((dO * of_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
         if ERASE:
             pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
-            dS = tl.dot(-(lam * (e_p * b)[None, :]).to(ty), pp, dS, input_precision=PRECISION)
+            dS = tl.dot(-(lam * of_p[None, :]).to(ty), pp, dS, input_precision=PRECISION)
         if not ENDS:
             store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, VP, C, BV, TMA)
         e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
+    if CHANNEL:
+        dS *= unit
     if ENDS:
         store_state(dinitial, dinitial_strides, dS, z, hv, d, c, V, K, (number > 0) & (chunks > 0))
     elif INITIAL:
@@ -163,6 +171,6 @@ def launch_walk(
     pointers = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
     grid = (-(-p.V // columns(p, t)), p.HV, walks * (1 + constants["RECOMPUTE"]))
     launch_rule(
-        c, scan_backward, pointers, grid, t, p.N, p.T, length, strides(x.q), strides(c.keys), strides(x.v),
-        strides(do), *strides_of, **constants, **copies(c, t, x.v, do), follows=follows,
+        c, scan_backward, pointers, grid, t, p.N, p.T, length, state_unit(p), strides(x.q), strides(c.keys),
+        strides(x.v), strides(do), *strides_of, **constants, **copies(c, t, x.v, do), follows=follows,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
     R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
 
-With a decay per channel (CHANNEL) this kernel computes U = A (b . R), and rows are decayed by channel (channel.py):
+With a decay per channel (CHANNEL) U = A (b . R) + b . R, as A lacks its diagonal (solve.py). Rows are decayed:
 
     R = v - Kg S0             S1 = gamma . S0 + Kd^T U         O = scale Qg S0 + P U
 
@@ -280,7 +280,7 @@ def walk(
             u, written, read = r, r, r
             if ERASE and (SAVE or CHANNEL):
                 a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-                U = tl.dot(r, tl.trans(a), input_precision=PRECISION)
+                U = tl.dot(r, tl.trans(a), r.to(tl.float32) if CHANNEL else None, input_precision=PRECISION)
                 u = U.to(ty)
                 if CHANNEL:
                     written, read = (U * e_p[None, :]).to(ty), u

@@ -4,6 +4,8 @@
     L_ij = p_i . k_j e^{H_i - G_j}      i > j;  H = G, or G_{i-1} where the erase reads the undecayed state
     A = (I + diag(b) L)^{-1}
 
+With a decay per channel A is stored without its diagonal, which is 1 (hopper/channel/prepare.py has why).
+
 One warp computes A in blocks of 16 x 16, by doubling. Let M = -diag(b) L, and let A be the inverses of the diagonal
 blocks of s tokens. Then the inverses of blocks of 2 s tokens are ``A + A M A``, where M has only the part between the
 two halves. So no intermediate number is larger than those of the inverse, for any keys. Small matrices come with their
@@ -162,8 +164,10 @@ def block_gates(scores, vectors, m: tl.constexpr, C: tl.constexpr, GATE: tl.cons
 
 
 @triton.jit
-def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr):
+def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr, CHANNEL: tl.constexpr):
     o = tl.arange(0, 16)
+    if CHANNEL and i == j:
+        block = tl.where(o[:, None] == o[None, :], 0.0, block)
     tl.store(A + 16 * (i * C + j) + o[:, None] * C + o[None, :], block.to(A.dtype.element_ty))
 
 
@@ -273,30 +277,30 @@ def solve(
             A00, T00, A11, T11 = inverses(M00, M11, PRODUCTS)
             step = product(T00, s10 * r1 * c0, zero, PRODUCTS)
             A10, T10 = product(A11, step, zero, PRODUCTS), product(step, A11, zero, PRODUCTS)
-            store_block(a, A00, 0, 0, C)
-            store_block(a, A10, 1, 0, C)
-            store_block(a, A11, 1, 1, C)
+            store_block(a, A00, 0, 0, C, CHANNEL)
+            store_block(a, A10, 1, 0, C, CHANNEL)
+            store_block(a, A11, 1, 1, C, CHANNEL)
             # tokens 32 to 63
             M22, r2, c2, span2 = block_gates(s22, v, 2, C, GATE, UNDECAYED)
             M33, r3, _, _ = block_gates(s33, v, 3, C, GATE, UNDECAYED)
             A22, T22, A33, _ = inverses(M22, M33, PRODUCTS)
             A32 = product(A33, product(T22, s32 * r3 * c2, zero, PRODUCTS), zero, PRODUCTS)
-            store_block(a, A22, 2, 2, C)
-            store_block(a, A32, 3, 2, C)
-            store_block(a, A33, 3, 3, C)
+            store_block(a, A22, 2, 2, C, CHANNEL)
+            store_block(a, A32, 3, 2, C, CHANNEL)
+            store_block(a, A33, 3, 3, C, CHANNEL)
             # the block between the second and the first 32 tokens
             c0 *= span1
             M21 = s21 * r2 * c1
             W20 = product(T10, M21, product(T00, s20 * r2 * c0, zero, PRODUCTS), PRODUCTS)
             W21 = product(T11, M21, zero, PRODUCTS)
-            store_block(a, product(A22, W20, zero, PRODUCTS), 2, 0, C)
-            store_block(a, product(A22, W21, zero, PRODUCTS), 2, 1, C)
+            store_block(a, product(A22, W20, zero, PRODUCTS), 2, 0, C, CHANNEL)
+            store_block(a, product(A22, W21, zero, PRODUCTS), 2, 1, C, CHANNEL)
             c0, c1 = c0 * span2, c1 * span2
             M31 = s31 * r3 * c1
             W30 = product(T10, M31, product(T00, s30 * r3 * c0, zero, PRODUCTS), PRODUCTS)
             W31 = product(T11, M31, zero, PRODUCTS)
-            store_block(a, product(A32, W20, product(A33, W30, zero, PRODUCTS), PRODUCTS), 3, 0, C)
-            store_block(a, product(A32, W21, product(A33, W31, zero, PRODUCTS), PRODUCTS), 3, 1, C)
+            store_block(a, product(A32, W20, product(A33, W30, zero, PRODUCTS), PRODUCTS), 3, 0, C, CHANNEL)
+            store_block(a, product(A32, W21, product(A33, W31, zero, PRODUCTS), PRODUCTS), 3, 1, C, CHANNEL)
 
 
 def run_solve(c: Call, ch: Channels, s: Solved) -> None:
