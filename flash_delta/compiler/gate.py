@@ -151,7 +151,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel-free/prepare", HOPPER, "spill", "mostly in the branch of steep chunks", 80, "3.6"),
     Allowed(f"{BY_HAND}/channel-logs*/prepare", HOPPER, "spill", "the same", 140),
     Allowed(f"{BY_HAND}/channel-pool-free*/prepare", HOPPER, "spill", "as in `channel-free`", 80, "3.6"),
-    Allowed(f"{BY_HAND}/channel-pool-logs*/prepare", HOPPER, "spill", "as in `channel-logs`", 100),
+    Allowed(f"{BY_HAND}/channel-pool-logs*/prepare", HOPPER, "spill", "as in `channel-logs`", 80, "3.6"),
     Allowed(f"{BY_HAND}/*-segments/walk_segments", HOPPER, "spill", "what comes before the loop", 80),
     Allowed(f"{BY_HAND}/saving-segments/walk_segments", HOPPER, "spill", "what is saved beside it", 180, "3.9"),
     Allowed(f"{BY_HAND}/saving-256-whole/walk_segments", HOPPER, "spill", "what is saved beside it", 150, "3.9"),
