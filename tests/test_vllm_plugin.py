@@ -490,15 +490,22 @@ def test_a_layer_with_more_caches_runs_on_vllms_own_code(batch):
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize("wish", [None, "0"])
-def test_off_unless_it_is_asked_for(batch, monkeypatch, wish):
+@pytest.mark.parametrize(
+    ("wish", "version", "on"),
+    [
+        (None, "0.32.0", True), (None, "0.26.1", True), (None, "0.31.0", False), ("1", "0.31.0", True),
+        ("0", "0.32.0", False), ("1", None, False),
+    ],
+)  # fmt: skip
+def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog, wish, version, on):
     monkeypatch.delenv(plugin.VARIABLE) if wish is None else monkeypatch.setenv(plugin.VARIABLE, wish)
+    monkeypatch.setattr(plugin, "_version", lambda package: version if package == "vllm" else None)
     cls = type("Fresh", (Qwen,), {})
     sys.modules[plugin.LAYERS + ".qwen_gdn_linear_attn"].QwenGatedDeltaNetAttention = cls
-    plugin._active.clear()
-    plugin.register()
-    assert cls._forward_core is Qwen._forward_core
-    assert not plugin._active
+    with caplog.at_level(logging.INFO, "vllm.flash_delta"):
+        plugin.register()
+    assert (cls._forward_core is not Qwen._forward_core) == on == ("Fresh" in plugin._active)
+    assert ("vLLM 0.31.0 is not tested" in caplog.text) == (wish is None and not on)
 
 
 def test_other_methods_are_left_alone(batch, caplog):

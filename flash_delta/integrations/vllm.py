@@ -5,9 +5,9 @@ classes that run a layer between its projections: short convolution, norms, gate
 decoding rows and for drafts these take three launches. The ops use vLLM's own tensors: its caches, its tables of
 blocks, its buffer for the output. Tokens are gathered only if a batch has drafts among other rows, which is rare.
 
-``FLASH_DELTA_VLLM=1`` switches the plugin on. It is off by default, because not every row that we measured on a GPU was
-faster. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other methods.
-The log says why.
+The plugin is on in tested versions of vLLM. ``FLASH_DELTA_VLLM=1`` switches it on in other versions, too, and 0
+switches it off. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other
+methods. The log says why.
 """
 
 import inspect
@@ -170,7 +170,11 @@ def register() -> None:
         >>> from flash_delta.integrations.vllm import register
         >>> register()  # vLLM does this itself
     """
-    if os.environ.get(VARIABLE) != "1" or not any(map(_version, PACKAGES)):
+    wish, version = os.environ.get(VARIABLE), next(filter(None, map(_version, PACKAGES)), None)
+    if version is None or wish not in (None, "1"):
+        return
+    if wish is None and not version.startswith(TESTED):
+        logger.info("vLLM's own code runs all layers: vLLM %s is not tested. %s=1 switches ours on", version, VARIABLE)
         return
     for name, methods in METHODS.items():
         _replace(name, methods)
