@@ -30,10 +30,10 @@ def slow(p: Problem) -> str | None:
     """Why such calls are not always faster than with ``triton``, or None. The result must not depend on lengths or on
     the number of prompts (`backend.preference`).
 
-    Measured on an H100 with a bound (docs/notes/2026-11-25-kda-pools.md): with 64 heads the loop is 1.2x to 2.2x as
-    fast. With fewer heads a model says that this backend is faster, or about as fast, unless one of many prompts has
-    most of the tokens (docs/notes/2026-11-26-kda-few-heads.md). Without a bound, log decays may be so low that a chunk
-    goes through the loop in four pieces. Then one long prompt takes 4 times as long.
+    Measured with a bound: with 64 heads the loop is 1.2x to 2.2x as fast (docs/notes/2026-11-25-kda-pools.md). With 16
+    and 32 heads this backend is 1.01x to 2.0x as fast (docs/notes/2026-11-26-kda-few-heads.md). It should be slower only
+    if one of many prompts has most of the tokens. Without a bound, log decays may be so low that a chunk goes through
+    the loop in four pieces. Then one long prompt takes 4 times as long.
     """
     if p.lower_bound is None:
         return "without a bound, low log decays would make it slower than `triton`"
