@@ -228,11 +228,14 @@ def variants_of_offsets():
 
 
 def arithmetic(ttgir):
-    """Its operations on floating-point numbers and their layouts, in their order, but for moves and loads."""
+    """Its operations on floating-point numbers in their order, but for moves and loads; and the layouts of what threads
+    add up together, on which the order of additions depends."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
-    lines = (re.sub(r"%[\w#:.-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines())
-    chosen = [line for line in lines if re.search(r"=(arith\.\w*f\b|math\.|\"tt\.reduce|tt\.extern)", line)]
-    return [re.sub(r"#blocked\d*", lambda name: layouts[name[0]], line) for line in chosen]
+    lines = [re.sub(r"%[\w#:.-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines()]
+    sums = r"^}\):\(tensor"  # the end of a tt.reduce, with its types
+    chosen = [line for line in lines if re.search(rf"=(arith\.\w*f\b|math\.|\"tt\.reduce|tt\.extern)|{sums}", line)]
+    kept = [lambda name: "", lambda name: layouts[name[0]]]
+    return [re.sub(r"#blocked\d*", kept[bool(re.match(sums, line))], line) for line in chosen]
 
 
 def specialised_product(steps):

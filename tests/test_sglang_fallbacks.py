@@ -157,7 +157,7 @@ def test_other_methods_are_left_alone(caplog):
     dispatcher_class("kda").decode = decode
     plugin.register()
     assert dispatcher_class("kda").decode is decode
-    assert plugin._active == [next(iter(plugin.DISPATCHERS))]
+    assert plugin._active == [next(iter(plugin.DISPATCHERS)), plugin.TRACKED]
     assert warnings(caplog)[0].endswith("KDAKernelDispatcher: decode takes self, hidden_states")
 
 
