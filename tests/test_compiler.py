@@ -228,8 +228,8 @@ def variants_of_offsets():
 
 
 def arithmetic(ttgir):
-    """Its operations on floating-point numbers in their order, but for moves and loads; and the layouts of what threads
-    add up together, on which the order of additions depends."""
+    """Its operations on floating-point numbers in their order, except moves and loads. Sums over several threads come
+    with their layouts, since these decide the order of additions."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
     lines = [re.sub(r"%[\w#:.-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines()]
     sums = r"^}\):\(tensor"  # the end of a tt.reduce, with its types

@@ -155,7 +155,7 @@ def test_draft_trees(kind, backend):
             assert torch.equal(alone_pool[write[b, t]], pool[write[b, t]])
 
 
-BAD = {  # what is no slot of nine, no count of three, no live token before the second
+BAD = {  # for a pool of nine slots, three states per row, and the second token of a tree
     "read": [-1, 9, -(2**31), 2**31 - 1],
     "write": [-1, 9, -(2**31), 2**31 - 1],
     "token": [-1, 9, -(2**31), 2**31 - 1],

@@ -100,8 +100,8 @@ def channel_pool_launches(p: Problem, chip: Chip, *, every: bool) -> tuple[PoolL
     """How prompts on a pool are walked: by the loop with a tile, or by `prepare` and `walk_channels` (None).
 
     With few heads the latter walk prompts as long as all halves of states run at once. A chunk of 64 tokens then takes
-    1.5 us in the walk. In the loop it takes 4.0 us, with any number of heads. Before that `prepare` takes 46 ns for
-    each chunk and head (docs/notes/2026-11-26-kda-few-heads.md).
+    less than 2 us in the walk. In the loop it takes 4.0 us, with any number of heads. Before that `prepare` takes some
+    46 ns for each chunk and head (docs/notes/2026-11-26-kda-few-heads.md).
 
     If no sequence may change a bit of another sequence, there is only one way. With few heads it is the one that is
     never much slower than the other.

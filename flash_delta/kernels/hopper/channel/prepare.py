@@ -280,9 +280,7 @@ def prepare(
         N, items = count_listed(items, (walks, least, most), cu_seqlens, T, HV)
     given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
     own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
-    item, row, start, size, first = next_chunk(
-        gl.program_id(0), items, o, cu_seqlens, N, T, HV, walks, PACKED
-    )  # fmt: skip
+    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, walks, PACKED)
     if item < items:
         ask(item, row, start, size, first, given)
     A, bias, b = parameters(item, row, start, size, first, own)

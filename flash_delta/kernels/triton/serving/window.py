@@ -67,7 +67,7 @@ def load_window(windows, slot, n, start, c, width, live, CONV: tl.constexpr):
 @triton.jit
 def store_window(window, windows, slot, n, start, c, width, live, CONV: tl.constexpr):
     at, inside = place(windows, slot, n, start, c, CONV), (c < width) & live
-    before = (n == 0) if CONV[4] else True  # otherwise they were written with the token before
+    before = (n == 0) if CONV[4] else True  # in a rolling slot later tokens find the first three inputs there
     if CONV[3] == 1:
         i = tl.arange(0, 4)[None, :]
         tl.store(at[:, None] + i, matrix_of(window), mask=inside[:, None] & (i >= 4 - CONV[1]) & ((i == 3) | before))
