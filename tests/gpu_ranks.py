@@ -21,4 +21,4 @@ def work(rank, size, folder, backend, kind, dtype, cases):
 def of_kind(kind, dtype, splits: list[Split], layers: list[LayerSplit], heads: Heads):
     splits = [replace(split, members=(kind,), dtypes=(dtype,)) for split in splits]
     layers = [split for split in layers if (split.layer, split.dtype) == (f"{kind}-wide", dtype)]
-    return splits, layers, None, replace(heads, kinds=(kind,), dtypes=(dtype,))
+    return splits, layers, None, replace(heads, layers={kind: heads.layers[kind]}, dtypes=(dtype,))

@@ -1,18 +1,29 @@
 """What the processes of `test_parallel` do: run every case of a world, and write down what this rank got."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from rank_groups import join, leave
 from tiny_layers import DELTA_LAYERS, D, random
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention, MixerState, tensor_parallel_plan
+from flash_delta.layers import (
+    Attention,
+    Comba,
+    DeltaNet,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    MixerState,
+    SimpleGatedLinearAttention,
+    tensor_parallel_plan,
+)
 from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.testing import MEMBERS, Case, make_inputs
 
@@ -51,19 +62,24 @@ class LayerSplit:
 class Heads:
     """Layers whose heads are split over two ranks."""
 
-    sizes: dict[str, Any] = field(default_factory=lambda: {
-        "hidden_size": D, "head_dim": 8, "expand_v": 2, "num_heads": 2, "num_v_heads": 4, "conv_bias": True,
-    })  # fmt: skip
+    layers: dict[str, Callable[[], nn.Module]] = field(default_factory=lambda: SMALL)
     tokens: int = 20
-    kinds: tuple[str, ...] = ("gdn", "kda")
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
 
-KINDS = {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
-WIDE = {"hidden_size": 128, "head_dim": 64, "expand_v": 1, "num_heads": 4, "num_v_heads": 8, "conv_bias": True}
-LAYERS = DELTA_LAYERS | {  # the wide ones for GPUs
-    f"{name}-wide": lambda kind=kind: kind(**WIDE) for name, kind in KINDS.items()
+GROUPED = {"hidden_size": D, "head_dim": 8, "expand_v": 2, "num_heads": 2, "num_v_heads": 4, "conv_bias": True}
+ALIKE = {"hidden_size": D, "expand_k": 1, "expand_v": 2, "num_heads": 4}
+SMALL = {
+    "gdn": partial(GatedDeltaNet, **GROUPED),
+    "kda": partial(KimiDeltaAttention, **GROUPED),
+    "comba": partial(Comba, **GROUPED),
+    "delta": partial(DeltaNet, **ALIKE, use_beta=False, use_gate=True),
+    "gla": partial(SimpleGatedLinearAttention, **ALIKE, num_kv_heads=2, gate_fn="gelu"),
+    "attention": partial(Attention, D, 4, 2, head_dim=8),
 }
+OF_GPUS = {"hidden_size": 128, "head_dim": 64, "expand_v": 1, "num_heads": 4, "num_v_heads": 8, "conv_bias": True}
+WIDE = {"gdn": partial(GatedDeltaNet, **OF_GPUS), "kda": partial(KimiDeltaAttention, **OF_GPUS)}
+LAYERS = DELTA_LAYERS | {f"{name}-wide": make for name, make in WIDE.items()}
 
 
 def rounded(layer, dtype, device):
@@ -201,8 +217,8 @@ def run_mesh(split):
 def heads_inputs(kind, heads, dtype, wide=None, device="cpu"):
     """Everything is rounded to ``dtype``, and then given in the dtype ``wide``. Default: dtype."""
     torch.manual_seed(0)
-    layer = rounded(rounded(KINDS[kind](**heads.sizes), dtype, device), wide or dtype, device)
-    shape = 2, heads.tokens, heads.sizes["hidden_size"]
+    layer = rounded(rounded(heads.layers[kind](), dtype, device), wide or dtype, device)
+    shape = 2, heads.tokens, layer.hidden_size
     return layer, *(random(*shape, seed=seed).to(dtype).to(device, wide or dtype) for seed in (7, 8))
 
 
@@ -210,7 +226,7 @@ def run_heads(size, heads, device):
     """Heads over two ranks; on four, two rows side by side under FSDP2."""
     mesh = init_device_mesh(device.type, (size // 2, 2), mesh_dim_names=("dp", "tp"))
     return {
-        (kind, dtype): run_heads_of(kind, heads, dtype, mesh, device) for kind in heads.kinds for dtype in heads.dtypes
+        (kind, dtype): run_heads_of(kind, heads, dtype, mesh, device) for kind in heads.layers for dtype in heads.dtypes
     }
 
 
@@ -218,7 +234,7 @@ def run_heads_of(kind, heads, dtype, mesh, device):
     layer, x, dy = heads_inputs(kind, heads, dtype, device=device)
     rows = mesh["dp"].size()
     parallelize_module(layer, mesh["tp"], tensor_parallel_plan(layer))
-    assert layer.A_log._no_weight_decay
+    assert all(p._no_weight_decay for name, p in layer.named_parameters() if name == "A_log")
     if rows > 1:
         fully_shard(layer, mesh=mesh["dp"])
         row = mesh["dp"].get_local_rank()

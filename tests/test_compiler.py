@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from flash_delta.cli.app import app
 from flash_delta.compiler.gate import Allowed, judge
+from flash_delta.compiler.lint import transposed_accumulators
 from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
 from flash_delta.compiler.record import changes, read, rows, within, write
 
@@ -66,6 +67,15 @@ def test_a_fault_fails_unless_allowed():
         SPILL_ALLOWED._replace(triton="3.9"),
     ):
         assert "m/large/f, sm_80: spills 12 bytes" in judge([SPILLS], ["m"], ["sm_80"], "3.6.0", (entry,))[0]
+
+
+def test_a_name_of_two_regions():
+    product = "%z = ttng.warp_group_dot %y, %b, %c : tensor<64x64xbf16, #op> * tensor<64x64xbf16, #op>"
+    turned = ["%x = tt.trans %a {order} : tensor<64x64xbf16, #mma> -> tensor<64x64xbf16, #linear>"]
+    turned += ["%y = ttg.convert_layout %x : tensor<64x64xbf16, #linear> -> tensor<64x64xbf16, #op>", product]
+    assert transposed_accumulators("\n".join(turned)) == [product]
+    again = "%y = arith.truncf %a : tensor<64x64xf32, #op> to tensor<64x64xbf16, #op>"
+    assert transposed_accumulators("\n".join([*turned[:2], "}", again, product])) == []
 
 
 def test_what_is_allowed_has_to_happen():

@@ -112,7 +112,7 @@ def test_ranks_equal_one_device(tmp_path, size):
         check_layer(split, [rank[split.name] for rank in ranks])
     if mesh is not None:
         check_mesh([rank[mesh.name] for rank in ranks])
-    for kind in Heads().kinds:
+    for kind in Heads().layers:
         check_heads(kind, Heads(), torch.float32, [rank["heads"][kind, torch.float32] for rank in ranks])
 
 
@@ -231,7 +231,10 @@ def test_heads_that_do_not_divide_are_refused():
     style = tensor_parallel_plan(layer)[""]
     with pytest.raises(ValueError, match="num_heads: expected a multiple of the 3 ranks, got 2"):
         style._apply(layer, SimpleNamespace(size=lambda: 3))
-    with pytest.raises(ValueError, match="layer: expected a GatedDeltaNet or KimiDeltaAttention, got Linear"):
+    gla, *_ = heads_inputs("gla", Heads(), torch.float32)
+    with pytest.raises(ValueError, match="num_kv_heads: expected a multiple of the 4 ranks, got 2"):
+        tensor_parallel_plan(gla)[""]._apply(gla, SimpleNamespace(size=lambda: 4))
+    with pytest.raises(ValueError, match=r"layer: expected a layer of flash_delta\.layers, got Linear"):
         tensor_parallel_plan(torch.nn.Linear(2, 2))
 
 

@@ -20,6 +20,7 @@ def transposed_accumulators(ttgir: str) -> list[str]:
     found = []
     for line in (re.sub(r" loc\(.*", "", line.strip()) for line in ttgir.splitlines()):
         result, _, operation = line.partition(" = ")
+        tainted.discard(result)  # another region has used the name for another value
         if _TRANSPOSED.match(line):
             tainted.add(result)
         elif tainted.intersection(_VALUE.findall(operation)):

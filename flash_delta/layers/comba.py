@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flash_delta.layers._delta_mixer import ScalarGateMixer, head_widths
 from flash_delta.layers.documents import starts
+from flash_delta.modules._shards import own_shard
 from flash_delta.ops import chunk_comba
 from flash_delta.ops._check.options import as_bool, as_float
 
@@ -104,8 +105,8 @@ class Comba(ScalarGateMixer):
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         heads = super()._heads(q, k, v)
         q, k = heads["q"], heads["k"]
-        p = (k * self.decay[:, None].sigmoid()).to(k.dtype) if self.use_inner_decay else k
-        q = (q - self.D[:, None] * p).to(q.dtype) if self.use_output_correction else q
+        p = (k * own_shard(self.decay)[:, None].sigmoid()).to(k.dtype) if self.use_inner_decay else k
+        q = (q - own_shard(self.D)[:, None] * p).to(q.dtype) if self.use_output_correction else q
         return heads | {"q": q, "p": p}
 
     def _separate(

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from flash_delta.layers._activation import ACTIVATIONS
 from flash_delta.layers._mixer import Mixer, head_width
+from flash_delta.modules._shards import own_shard
 from flash_delta.ops import chunk_delta_rule, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops._check.options import as_bool
 
@@ -115,7 +116,8 @@ class DeltaNet(Mixer):
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
         if self.use_beta:
             return {"beta": self.b_proj(x)}
-        return {"beta": x.new_full((*x.shape[:2], self.num_heads), 2.0 if self.allow_neg_eigval else 1.0)}
+        heads = own_shard(self.v_proj.weight).shape[0] // self.head_v_dim  # of this rank
+        return {"beta": x.new_full((*x.shape[:2], heads), 2.0 if self.allow_neg_eigval else 1.0)}
 
     def _separate(
         self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor

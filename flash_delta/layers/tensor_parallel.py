@@ -7,24 +7,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from flash_delta.layers.gated_delta_net import GatedDeltaNet
-from flash_delta.layers.kimi_delta_attention import KimiDeltaAttention
+from flash_delta.layers._mixer import Mixer
+from flash_delta.layers.attention import Attention
+from flash_delta.modules import ShortConvolution
 
 
-def tensor_parallel_plan(layer: GatedDeltaNet | KimiDeltaAttention) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(layer: Mixer | Attention) -> dict[str, ParallelStyle]:
     """The plan with which `parallelize_module` lets each rank of a group compute some of a layer's heads.
 
     The number of key heads has to be a multiple of the number of ranks. Every rank has the layer's whole input and
     output, and the states of its own heads. You may apply FSDP2 afterwards, over another dimension of the mesh.
 
     Args:
-        layer: the layer that will be parallelized.
+        layer: the layer that will be parallelized, any of `flash_delta.layers`.
 
     Returns:
         A style for each of the layer's modules. The style for "" is for the layer's own parameters.
 
     Raises:
-        ValueError: for another layer; in `parallelize_module`, if heads do not divide.
+        ValueError: for another module; in `parallelize_module`, if heads do not divide.
 
     Example:
         >>> from flash_delta.layers import GatedDeltaNet, tensor_parallel_plan
@@ -33,17 +34,16 @@ def tensor_parallel_plan(layer: GatedDeltaNet | KimiDeltaAttention) -> dict[str,
         >>> type(plan["o_proj"]).__name__
         'RowwiseParallel'
     """
-    if not isinstance(layer, GatedDeltaNet | KimiDeltaAttention):
-        raise ValueError(f"layer: expected a GatedDeltaNet or KimiDeltaAttention, got {type(layer).__name__}")
-    split = ["q_proj", "k_proj", "v_proj", "b_proj"]
-    if isinstance(layer, KimiDeltaAttention):  # the first of the two matrices is for all heads
-        split += ["f_proj.1", "g_proj.1"]
-    else:
-        split += ["a_proj", "g_proj"] if layer.use_gate else ["a_proj"]
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in split}
-    plan |= {"o_proj": RowwiseParallel(), "o_norm": _Laid(Replicate()), "": _Laid(Shard(0))}
-    if layer.use_short_conv:
-        plan |= {f"{name}_conv1d": _Laid(Shard(0)) for name in "qkv"}
+    if not isinstance(layer, Mixer | Attention):
+        raise ValueError(f"layer: expected a layer of flash_delta.layers, got {type(layer).__name__}")
+    plan: dict[str, ParallelStyle] = {"": _Laid(Shard(0))}
+    for name, module in layer.named_children():
+        if isinstance(module, nn.Sequential):  # the first of two matrices is for all heads
+            plan[f"{name}.1"] = ColwiseParallel()
+        elif isinstance(module, nn.Linear):
+            plan[name] = RowwiseParallel() if name == "o_proj" else ColwiseParallel()
+        else:  # a norm is the same for all heads
+            plan[name] = _Laid(Shard(0) if isinstance(module, ShortConvolution) else Replicate())
     return plan
 
 
@@ -55,12 +55,18 @@ class _Laid(ParallelStyle):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        heads, ranks = getattr(module, "num_heads", device_mesh.size()), device_mesh.size()
-        if heads % ranks:
-            raise ValueError(f"num_heads: expected a multiple of the {ranks} ranks, got {heads}")
+        if isinstance(module, Mixer | Attention):
+            _check_heads(module, device_mesh.size())
         for name, parameter in list(module.named_parameters(recurse=False)):
             laid = nn.Parameter(distribute_tensor(parameter.detach(), device_mesh, [self.placement]))
             laid.requires_grad_(parameter.requires_grad)
             vars(laid).update(vars(parameter))  # copies the mark `_no_weight_decay`
             module.register_parameter(name, laid)
         return module
+
+
+def _check_heads(layer: Mixer | Attention, ranks: int) -> None:
+    queries, keys = layer.q_proj.out_features, layer.k_proj.out_features
+    name, width = ("num_heads", "num_kv_heads")[keys < queries], getattr(layer, "head_k_dim", None) or layer.head_dim
+    if keys // width % ranks:
+        raise ValueError(f"{name}: expected a multiple of the {ranks} ranks, got {keys // width}")

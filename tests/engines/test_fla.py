@@ -304,9 +304,11 @@ LEFT = {
 def test_what_is_left_to_fla(report, x, case, caplog, monkeypatch):
     name, change, reason = LEFT[case]
     call = {n.replace("gk", "g"): x[n] for n in RULES[name][0].split()}
-    monkeypatch.setattr(Door, "run", lambda *_, **__: pytest.fail("ours ran"))
+    ours = []
+    monkeypatch.setattr(Door, "run", lambda door, *_, **__: ours.append(door.name))
     with caplog.at_level(logging.INFO), contextlib.suppress(Exception):  # of fla
         theirs(name)(**(call | change))
+    assert name not in ours  # passes of fla's own operation may be
     ((left, why),) = report.left
     assert left == name
     assert reason in why
@@ -321,6 +323,32 @@ def test_the_switch(report, x, monkeypatch):
         with contextlib.suppress(Exception):  # of fla
             theirs(name)(**{n: x[n] for n in RULES[name][0].split()})
     assert report.left == ()
+
+
+def test_passes(x):
+    """Our backward pass can continue fla's forward pass. The reverse gives NaN, and not gradients of something else."""
+    chunk = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    call = {n: x[n] for n in ("q", "k", "v", "beta", "initial_state")} | {"scale": 0.3}
+    rest = {"do": torch.randn(B, T, HV, V), "dht": None}
+
+    def forward():
+        g, _, A, *_ = chunk.chunk_gated_delta_rule_fwd(**call, g=x["g"], output_final_state=False)
+        return {"g": g, "A": A}
+
+    def backward(kept):
+        return chunk.chunk_gated_delta_rule_bwd(**call, **kept, **rest)[:6]
+
+    kept = forward()
+    with register() as report:
+        gradients = backward(kept)
+        for a, b in zip(gradients, backward(forward()), strict=True):
+            assert_close(a, b)
+        ours = forward()
+        assert report.left == ()
+    with may_refuse():
+        for a, b in zip(gradients, backward(kept), strict=True):
+            assert_close(a, b)
+        assert all(t.isnan().all() for t in backward(ours)[1:5])  # dk, dv, dbeta, dg
 
 
 def bound():

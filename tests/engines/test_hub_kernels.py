@@ -15,6 +15,7 @@ if find_spec("kernels") is None:
 from kernels import LocalLayerRepository, Mode, get_kernel, get_local_kernel, kernelize, use_kernel_mapping
 from transformers.utils.import_utils import is_kernels_available
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore")
 GDN = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
@@ -35,9 +36,9 @@ def give(model, repository, mode):
     if not is_kernels_available():
         pytest.skip("this transformers takes no kernels of this version")
     layers = {name: LocalLayerRepository(repository, layer_name=name) for name in GDN | KDA | AROUND}
-    mapping = {name: {"cpu": {Mode.TRAINING | Mode.TORCH_COMPILE: layer}} for name, layer in layers.items()}
+    mapping = {name: {DEVICE: {Mode.TRAINING | Mode.TORCH_COMPILE: layer}} for name, layer in layers.items()}
     with use_kernel_mapping(mapping, inherit_mapping=False):
-        kernelize(model, mode=mode, device="cpu")
+        kernelize(model, mode=mode, device=DEVICE)
     found = {}
     for module in model.modules():
         found |= getattr(module, "_kernel_funcs", None) or {}
@@ -48,7 +49,11 @@ def give(model, repository, mode):
 
 
 def tokens(rows=2, length=33):
-    return torch.randint(3, 37, (rows, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, 37, (rows, length), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def build(family):
+    return tiny_transformers.build(family).to(DEVICE)
 
 
 def close(a, b, tolerance=1e-4):
@@ -60,8 +65,8 @@ def test_it_is_loaded_by_its_name(repository, monkeypatch):
     package = get_kernel("somebody/flash-delta", version=1)
     assert package is get_local_kernel(repository)
     assert package.__name__.startswith("_flash_delta_universal_")
-    q, k, v = torch.randn(3, 1, 70, 2, 16)
-    call = {"g": -torch.rand_like(k), "beta": torch.rand(1, 70, 2), "output_final_state": True}
+    q, k, v = torch.randn(3, 1, 70, 2, 16, device=DEVICE)
+    call = {"g": -torch.rand_like(k), "beta": torch.rand(1, 70, 2, device=DEVICE), "output_final_state": True}
     call["use_qk_l2norm_in_kernel"] = True
     for a, b in zip(package.chunk_kda(q, k, v, **call), package.fused_recurrent_kda(q, k, v, **call), strict=True):
         close(a, b)
@@ -69,7 +74,7 @@ def test_it_is_loaded_by_its_name(repository, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inference(repository, family):
-    model = tiny_transformers.build(family)
+    model = build(family)
     generates = hasattr(model, "lm_head")
 
     @torch.no_grad()
@@ -92,7 +97,7 @@ def test_training(repository, family):
         (y * torch.linspace(-1, 1, y.shape[-1])).mean().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    own, ours = tiny_transformers.build(family).train(), tiny_transformers.build(family).train()
+    own, ours = build(family).train(), build(family).train()
     expected = run(own)
     assert give(ours, repository, Mode.TRAINING) in (GDN | AROUND, KDA | AROUND)
     found = run(ours)
@@ -105,10 +110,10 @@ def test_training(repository, family):
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
 def test_packed_documents(repository, family):
     """Bounds, as `DataCollatorWithFlattening` makes them, reach the layers."""
-    model = tiny_transformers.build(family)
+    model = build(family)
     give(model, repository, Mode.INFERENCE)
-    row, bounds = tokens(1, 40), torch.tensor([0, 13, 40], dtype=torch.int32)
-    positions = torch.cat([torch.arange(13), torch.arange(27)])[None]
+    row, bounds = tokens(1, 40), torch.tensor([0, 13, 40], dtype=torch.int32, device=DEVICE)
+    positions = torch.cat([torch.arange(13), torch.arange(27)])[None].to(DEVICE)
     longest = {"max_length_q": 27, "max_length_k": 27}
     with torch.no_grad():
         packed = model(
@@ -119,7 +124,7 @@ def test_packed_documents(repository, family):
 
 
 def test_compiled(repository):
-    model = tiny_transformers.build("qwen3_5")
+    model = build("qwen3_5")
     with torch.no_grad():
         logits = model(tokens(), use_cache=False)[0]
         assert give(model, repository, Mode.INFERENCE | Mode.TORCH_COMPILE) == GDN | AROUND

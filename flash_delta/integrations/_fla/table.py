@@ -1,6 +1,7 @@
 """The functions of fla that ours replace, and which of their calls ours take."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from flash_delta.integrations.fla.modules.norm.fused_norm_gate import rms_norm_g
 from flash_delta.integrations.fla.modules.norm.l2norm import l2norm
 from flash_delta.integrations.fla.modules.norm.layernorm import rms_norm
 from flash_delta.integrations.fla.ops.delta_rule.fused_recurrent import fused_recurrent_delta_rule
+from flash_delta.integrations.fla.ops.gated_delta_rule.chunk import (
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+)
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import (
     chunk_comba,
@@ -45,6 +50,15 @@ def _left_to_torch(backend: str, device: torch.device, reasons: Mapping[str, str
         return None
     why = "; ".join(f"{name} {why}" for name, why in (reasons or {}).items() if name != "torch")
     return f"only PyTorch's operations could run it{': ' if why else ''}{why}"
+
+
+def _one_pass(q: Tensor, **arguments: Any) -> str | None:
+    """Both passes of a call get the same answer, since fla's cannot continue ours."""
+    if arguments.get("cp_context") is not None:
+        return "cp_context: expected None"
+    given = {name: arguments[name] for name in arguments.keys() & signature(chunk_gated_delta_rule).parameters}
+    with torch.enable_grad():
+        return _rule(chunk_gated_delta_rule)(q=q.detach().requires_grad_(), **given)
 
 
 def _without_decay(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str | None:
@@ -186,6 +200,8 @@ TABLE = (
         (f"{GDN}.fused_recurrent",),
         keywords=OLD,
     ),
+    Taken(chunk_gated_delta_rule_fwd, _one_pass, (f"{GDN}.chunk",)),
+    Taken(chunk_gated_delta_rule_bwd, _one_pass, (f"{GDN}.chunk",)),
     Taken(fused_gdn_gate, _gdn_gate, (f"{GDN}.gate",)),
     Taken(chunk_kda, _rule(chunk_kda), (f"{KDA}.chunk",), "kda", CHUNKED),
     Taken(fused_recurrent_kda, _rule(fused_recurrent_kda), (f"{KDA}.fused_recurrent",), keywords=OLD),

@@ -1,7 +1,10 @@
 """fla.ops.gated_delta_rule.chunk."""
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flash_delta.ops import chunk_gated_delta_rule
 from flash_delta.ops._check.rule import refuse_unless_none
@@ -36,7 +39,8 @@ def chunk_gated_delta_rule_fwd(
     """The forward pass without autograd: ``(g, o, A, final_state, initial_state, g_input)``.
 
     ``g`` and ``A`` are only for :func:`chunk_gated_delta_rule_bwd`, and differ from fla's. ``g`` is a copy of the
-    argument and not sums of it. ``A [B, T, HV, chunk_size]`` is zeros, because nothing is saved for the backward pass.
+    argument and not sums of it. ``A [B, T, HV, chunk_size]`` is NaN, because nothing is saved for the backward pass.
+    So fla's own backward pass would return NaN, and not gradients of something else.
     """
     refuse_unless_none("chunk_gated_delta_rule_fwd", "cp_context", cp_context, WHOLE_CALLS)
     o, final_state = chunk_gated_delta_rule(
@@ -56,7 +60,7 @@ def chunk_gated_delta_rule_fwd(
         chunk_size=chunk_size,
     )
     kept = g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-    A = k.new_zeros(*v.shape[:3], chunk_size)
+    A = k.new_full((*v.shape[:3], chunk_size), math.nan)
     return kept, o, A, final_state, initial_state, g if use_gate_in_kernel else None
 
 
@@ -84,12 +88,13 @@ def chunk_gated_delta_rule_bwd(
 ) -> tuple[Tensor | None, ...]:
     """``(dq, dk, dv, dbeta, dg, dinitial_state, dA_log, ddt_bias)``, each in the dtype of its tensor.
 
-    ``g`` is the result of :func:`chunk_gated_delta_rule_fwd`. ``A`` is not read, because it is computed again.
+    ``g`` and ``A`` are results of :func:`chunk_gated_delta_rule_fwd`, or of fla's function of this name. ``A`` only
+    tells which of the two it was, and is computed again.
     """
     op = "chunk_gated_delta_rule_bwd"
     refuse_unless_none(op, "cp_context", cp_context, WHOLE_CALLS)
     gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    g = g_input if use_gate_in_kernel else g
+    g = g_input if use_gate_in_kernel else g.where(A[..., 0].isnan(), _log_decays(g, cu_seqlens, chunk_size))
     options = {
         "op": op,
         "gate": "scalar",
@@ -101,3 +106,12 @@ def chunk_gated_delta_rule_bwd(
     }
     d = gradients(Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens), options, do, dht)
     return d.q, d.k, d.v, d.beta, d.g, d.initial_state, d.A_log, d.dt_bias
+
+
+def _log_decays(sums: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:
+    """The log decays of which fla's forward pass returned sums [B, T, HV]: within chunks, in units of ln 2."""
+    token = torch.arange(sums.shape[1], device=sums.device)
+    if cu_seqlens is not None:  # a token's place in its sequence
+        token = token - cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+    before = F.pad(sums, (0, 0, 1, -1)).masked_fill((token % chunk_size == 0)[:, None], 0)
+    return (sums - before) * math.log(2)
