@@ -5,12 +5,14 @@ import random
 import re
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from flash_delta.cli.app import app
+from flash_delta.compiler import gate, targets
 from flash_delta.compiler.gate import Allowed, judge
 from flash_delta.compiler.lint import transposed_accumulators
 from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
@@ -18,6 +20,7 @@ from flash_delta.compiler.record import changes, read, rows, within, write
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
+RECORDS = Path(__file__).parent.parent / "benchmarks" / "compile"
 FAULTY = ["faulty_kernels"]
 TARGETS = ["sm_80", "sm_89", "sm_90a", "sm_100", "gfx942"]
 CLEAN = {"registers": 100, "spilled": 0, "shared": 1024}
@@ -102,6 +105,12 @@ def test_record(tmp_path):
         "m/new/f @ sm_80: not recorded yet",
         "m/large/f @ sm_80: spilled 12 -> 0",
     ]
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("triton-*.json")), ids=lambda path: path.stem)
+def test_what_is_recorded_is_as_it_should_be(path):
+    results = [Result(*key.split(" @ "), facts) for key, facts in read(path).items()]
+    assert judge(results, [*gate.MODULES], [*targets.TARGETS], path.stem.removeprefix("triton-")) == []
 
 
 @needs_triton
