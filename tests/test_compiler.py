@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.cli.app import app
-from flash_delta.compiler import gate, targets
-from flash_delta.compiler.gate import Allowed, judge
+from flash_delta.compiler.gate import MODULES, Allowed, judge
 from flash_delta.compiler.lint import transposed_accumulators
 from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
 from flash_delta.compiler.record import changes, read, rows, within, write
+from flash_delta.compiler.targets import TARGETS as ALL_TARGETS
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -110,7 +110,7 @@ def test_record(tmp_path):
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("triton-*.json")), ids=lambda path: path.stem)
 def test_what_is_recorded_is_as_it_should_be(path):
     results = [Result(*key.split(" @ "), facts) for key, facts in read(path).items()]
-    assert judge(results, [*gate.MODULES], [*targets.TARGETS], path.stem.removeprefix("triton-")) == []
+    assert judge(results, [*MODULES], [*ALL_TARGETS], path.stem.removeprefix("triton-")) == []
 
 
 @needs_triton
