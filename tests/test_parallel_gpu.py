@@ -4,7 +4,10 @@ The same tests run on a CPU by gloo. Results are compared with float64 on a CPU.
 `testing.allowed` says: for the ops beside the torch backend, for layers and models beside one process on the device.
 """
 
+import math
+from functools import cache
 from itertools import product
+from statistics import mean
 
 import pytest
 import torch
@@ -87,16 +90,27 @@ def limits(found, want, dtype):
     return {name: allowed(relative_error(found[name].cpu(), t), dtype) for name, t in want.items()}
 
 
-@OF_DTYPE
-@OF_KIND
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.case.name)
-def test_ops_on_a_row(ranks, split, kind, dtype):
+@cache
+def errors_of_one(case, kind, dtype):
+    """Those of the torch backend with products in ``dtype``, by name. ``case``: the name of one of `SPLITS`."""
+    (split,) = (split for split in SPLITS if split.case.name == case)
     x, bounds = global_inputs(split, kind, dtype)
     x["cu_seqlens"] = torch.tensor(bounds)
     with products_in(dtype):
         alone = run(MEMBERS[kind], x, "torch")
+    return {name: relative_error(alone[name], t) for name, t in truth(MEMBERS[kind], x).items()}
+
+
+@OF_DTYPE
+@OF_KIND
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.case.name)
+def test_ops_on_a_row(ranks, split, kind, dtype):
     parts = [rank[split.case.name, kind, dtype] for rank in ranks(kind, dtype)]
-    check_op(split, kind, dtype, parts, limits(alone, truth(MEMBERS[kind], x), dtype))
+    errors = [errors_of_one(case.name, kind, dtype) for case in (split.case, *(other.case for other in SPLITS))]
+    limits = {name: allowed(error, dtype) for name, error in errors[0].items()}
+    for name in ("dA_log", "ddt_bias"):  # errors of so few numbers scatter: from 3e-4 to 5e-3 over these splits
+        limits[name] = allowed(math.sqrt(mean(of[name] ** 2 for of in errors[1:])), dtype)
+    check_op(split, kind, dtype, parts, limits)
 
 
 @pytest.mark.parametrize("split", LAYERS, ids=lambda split: split.name)

@@ -287,6 +287,7 @@ def test_convolution_and_norms(report):
 
 LEFT = {
     "cp_context": ("chunk_kda", {"cp_context": object()}, "cp_context: expected a flash_delta.parallel"),
+    "chunk_size": ("chunk_kda", {"chunk_size": 16}, "chunk_size: expected 32 or 64, got 16"),
     "unknown": ("chunk_gated_delta_rule", {"head_first": False}, "head_first: no such argument here"),
     "ours alone": ("chunk_gated_delta_rule", {"backend": "torch"}, "backend: no such argument here"),
     "not read": ("chunk_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: no such"),

@@ -94,7 +94,7 @@ def test_inference(repository, family):
 def test_training(repository, family):
     def run(model):
         y = model(tokens(), use_cache=False)[0]
-        (y * torch.linspace(-1, 1, y.shape[-1])).mean().backward()
+        (y * torch.linspace(-1, 1, y.shape[-1], device=DEVICE)).mean().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     own, ours = build(family).train(), build(family).train()

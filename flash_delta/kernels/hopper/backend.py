@@ -164,9 +164,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
     wide = padded(p)
-    given = as_taken(x) if wide is p else triton.with_flat_parameters(x)
-    if given is not x:
-        return forward(p, given, known)
+    given, x = x, as_taken(x) if wide is p else triton.with_flat_parameters(x)
     o, final = _new_outputs(p)
     saved = _for_backward(wide) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
@@ -202,7 +200,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
         run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed, *made), later=later)
-    remember(call, x, known, (p.lengths, *kind))
+    remember(call, given, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
 
 

@@ -119,9 +119,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return _outputs(p, *made)
-    given = with_flat_parameters(x)
-    if given is not x:
-        return forward(p, given, known)
+    given, x = x, with_flat_parameters(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = (for_backward(p),) if p.needs_grad else ()
@@ -142,7 +140,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         call = make_call(p, x, kind, known=known, name=(*kind, split))
         spare = *(w.buffer for w in handed), *(walk or ())[1:]
         run(call, kernels, o, final, *buffers, spare=spare)
-    remember(call, x, known, (p.lengths, *kind))
+    remember(call, given, known, (p.lengths, *kind))
     return _outputs(p, o, final, *buffers)
 
 

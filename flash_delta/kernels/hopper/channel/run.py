@@ -78,9 +78,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:])
-    given = as_taken(x, "g")
-    if given is not x:
-        return forward(p, given, known)
+    given, x = x, as_taken(x, "g")
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = triton.for_backward(p) if saves(p) else None
@@ -108,7 +106,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         spare = () if looped else (parting.forgets, *handed_on, *(segments or ())[1:])
         later = partial(_later_call, p, x) if p.needs_grad else None
         run(call, kernels, o, final, *buffers, spare=spare, later=later)
-    remember(call, x, known, (p.lengths, *kind))
+    remember(call, given, known, (p.lengths, *kind))
     return Outputs(o, final, buffers)
 
 

@@ -1,0 +1,119 @@
+"""Inputs of which kernels need copies, in calls that come again: no later call may get the tensors themselves.
+
+On a GPU results are compared with the recurrence. Elsewhere a GPU is pretended (pretended_gpu.py), and what launches
+get is compared with what the first one got.
+"""
+
+import shutil
+from collections import defaultdict
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flash_delta.testing import MEMBERS, Case, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import TENSORS, products_in, run, truth
+
+RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+CASE = Case("copied", "of what kernels cannot read", B=1, T=200, K=128, V=128, options=RAW)
+CALLS = 4
+
+
+def apart(t):
+    """The same numbers with gaps that are no multiple of 16 bytes."""
+    return torch.nn.functional.pad(t, (0, 1))[..., :-1]
+
+
+def shifted(t):
+    """The same numbers two bytes (four in float32) after a multiple of 16."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+COPIED = {
+    "nothing": {},
+    "state-of-16-bits": {"initial_state": lambda t: t.to(torch.bfloat16)},
+    "state-with-gaps": {"initial_state": apart},
+    "queries-with-gaps": {"q": apart},
+    "values-shifted": {"v": shifted},
+    "gates-with-gaps": {"g": apart},
+    "parameters-with-gaps": {"A_log": lambda t: apart(t[:, None])[:, 0], "dt_bias": lambda t: apart(t[:, None])[:, 0]},
+}
+CELLS = pytest.mark.parametrize(
+    ("member", "backend", "copied"),
+    [
+        pytest.param(member, backend, copied, id=f"{member}-{backend}-{copied}")
+        for member in ("gdn", "kda")
+        for backend in ("hopper", "triton")
+        for copied in COPIED
+    ],
+)
+TRAINING = pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+
+
+def inputs(member, copied, device, seed, training):
+    x = make_inputs(CASE, MEMBERS[member], torch.bfloat16, device, seed)
+    for name, change in COPIED[copied].items():
+        x[name] = change(x[name].detach())
+    return {n: t.detach().requires_grad_(training) if n in TENSORS else t for n, t in x.items()}
+
+
+def layouts(place, member, backend, copied, training):
+    """The layouts of the tensors that each replay gets, call after call."""
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.kernels.runtime.cuda_driver import Replay
+
+    found, launch = defaultdict(list), Replay.launch
+
+    def noting(replay, device, *groups, own=False):
+        tensors = [t for group in groups for t in group]
+        found[id(replay)].append([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
+        launch(replay, device, *groups, own=own)
+
+    with pretended_gpu(place), patch.object(Replay, "launch", noting):
+        for seed in range(CALLS):
+            x = inputs(member, copied, "cpu", seed, training)
+            o, final = MEMBERS[member].op(**x, backend=backend)
+            if training:
+                torch.autograd.grad((o, final), [x["q"], x["v"]], (torch.ones_like(o), torch.ones_like(final)))
+    return list(found.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there, and cannot be pretended")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@TRAINING
+@CELLS
+def test_later_calls_get_what_the_first_one_got(process, tmp_path, member, backend, copied, training):
+    replays = process.submit(layouts, tmp_path, member, backend, copied, training).result()
+    assert sum(map(len, replays)) == CALLS * (1 + training)
+    assert len(replays) <= 2 * (1 + training)  # a process's first call is known by a key of Python, and others by C's
+    for calls in replays:
+        n = min(map(len, calls))  # spare tensors, the last ones, are there only once
+        assert all(call[:n] == calls[0][:n] for call in calls)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@TRAINING
+@CELLS
+def test_later_calls_are_right(member, backend, copied, training):
+    if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("there is no Hopper GPU")
+    for seed in range(CALLS):
+        x, here = (inputs(member, copied, device, seed, training) for device in ("cuda", "cpu"))
+        want = truth(MEMBERS[member], here)
+        with products_in(torch.bfloat16):
+            rounded = run(
+                MEMBERS[member], {n: t.requires_grad_() if n in TENSORS else t for n, t in here.items()}, "torch"
+            )
+        found = (
+            run(MEMBERS[member], x, backend)
+            if training
+            else dict(zip(("o", "final_state"), MEMBERS[member].op(**x, backend=backend), strict=True))
+        )
+        for name, t in found.items():
+            error = relative_error(t.cpu(), want[name])
+            assert error <= allowed(relative_error(rounded[name], want[name]), torch.bfloat16), (
+                f"call {seed}: {name} {error:.1e}"
+            )
