@@ -115,16 +115,19 @@ def test_rows_behind_the_last_sequence_are_zero():
         assert t[:, :103].any()
 
 
-def test_descriptors_and_pointers_load_the_same():
-    """Hopper's whole tiles, which a CPU does not choose; and what the backward pass computes again is the same."""
+@pytest.mark.parametrize(("V", "columns"), [(24, 16), (136, 16), (192, 128)])
+def test_descriptors_and_pointers_load_the_same(V, columns):
+    """Hopper's whole tiles, which a CPU does not choose; and what the backward pass computes again is the same. No tile
+    of a state reaches into the next head's."""
     x = arguments(torch.bfloat16)
+    x["v"] = torch.randn(*x["v"].shape[:3], V, dtype=torch.bfloat16)
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
     given = (x[n].detach() for n in ("q", "k", "v", "g", "beta"))
     inputs = Inputs(*given, initial_state=torch.randn(p.state_shape), cu_seqlens=x["cu_seqlens"])
     c = make_call(p, inputs, ("test",))
     outputs = []
     for tma in (False, True):
-        tile = Tile(4, 1, 16, tma=tma)
+        tile = Tile(4, 1, columns, tma=tma)
         memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, Chain)
         memory.buffer.zero_()  # slots without a chunk stay as they are
         channels, solved, factors, saved, again, chain = c.parts(memory)

@@ -97,6 +97,8 @@ CASES = [
     Case("heads-of-128", "the usual width, and the only one of some peers", B=1, T=200, K=128, V=128, smoke=True),
     Case("odd-widths", "rows that are no multiple of 16 bytes: the widths of fla's own tests", B=1, T=130, K=60, V=100),
     Case("widest-values", "the widths of fla's default layers", B=1, T=130, H=1, HV=2, K=256, V=512),
+    Case("values-of-192", "states of many sequences, which are no whole tiles of 128 columns", B=1, T=205, K=64, V=192,
+         lengths=(70, 5, 0, 64, 9, 1, 30, 20, 6)),
     Case("wide-keys", "K > V", K=40, V=8),
     Case("wide-values", "V > K", K=8, V=40),
     Case("zero-decay", "g = 0 everywhere", decay="zero"),

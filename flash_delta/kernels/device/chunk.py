@@ -25,8 +25,9 @@ def pitch(width):
 
 @triton.constexpr_function
 def whole_rows(V):
-    """Rows of a head's state in the workspace. Up to 128 they fill a tile, since the copy engine stores whole tiles."""
-    return max(16, triton.next_power_of_2(V)) if V <= 128 else V
+    """Rows of a head's state in the workspace. They fill tiles of up to 128 rows, since the copy engine stores whole
+    tiles: rows after the last one of a head would be those of the next head."""
+    return max(16, triton.next_power_of_2(V)) if V <= 128 else -(-V // 128) * 128
 
 
 def count_slots(problem: Problem, length: int = C) -> int:
