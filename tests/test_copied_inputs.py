@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.testing import MEMBERS, Case, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import TENSORS, products_in, run, truth
+from flash_delta.testing.accuracy import TENSORS, infer, products_in, run, truth
 
 RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
 CASE = Case("copied", "of what kernels cannot read", B=1, T=200, K=128, V=128, options=RAW)
@@ -100,20 +100,13 @@ def test_later_calls_get_what_the_first_one_got(process, tmp_path, member, backe
 def test_later_calls_are_right(member, backend, copied, training):
     if backend == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("there is no Hopper GPU")
+    op, dtype = MEMBERS[member], torch.bfloat16
     for seed in range(CALLS):
-        x, here = (inputs(member, copied, device, seed, training) for device in ("cuda", "cpu"))
-        want = truth(MEMBERS[member], here)
-        with products_in(torch.bfloat16):
-            rounded = run(
-                MEMBERS[member], {n: t.requires_grad_() if n in TENSORS else t for n, t in here.items()}, "torch"
-            )
-        found = (
-            run(MEMBERS[member], x, backend)
-            if training
-            else dict(zip(("o", "final_state"), MEMBERS[member].op(**x, backend=backend), strict=True))
-        )
+        found = (run if training else infer)(op, inputs(member, copied, "cuda", seed, training), backend)
+        x = inputs(member, copied, "cpu", seed, True)
+        want = truth(op, x)
+        with products_in(dtype):
+            alone = run(op, x, "torch")
         for name in found.keys() - {"dA_log", "ddt_bias"}:  # errors of so few numbers scatter
-            error = relative_error(found[name].cpu(), want[name])
-            assert error <= allowed(relative_error(rounded[name], want[name]), torch.bfloat16), (
-                f"call {seed}: {name} {error:.1e}"
-            )
+            error, limit = relative_error(found[name].cpu(), want[name]), relative_error(alone[name], want[name])
+            assert error <= allowed(limit, dtype), f"call {seed}: {name}"

@@ -67,6 +67,7 @@ class _Laid(ParallelStyle):
 
 def _check_heads(layer: Mixer | Attention, ranks: int) -> None:
     queries, keys = layer.q_proj.out_features, layer.k_proj.out_features
-    name, width = ("num_heads", "num_kv_heads")[keys < queries], getattr(layer, "head_k_dim", None) or layer.head_dim
-    if keys // width % ranks:
-        raise ValueError(f"{name}: expected a multiple of the {ranks} ranks, got {keys // width}")
+    heads = keys // (layer.head_dim if isinstance(layer, Attention) else layer.head_k_dim)
+    if heads % ranks:
+        name = "num_kv_heads" if keys < queries else "num_heads"
+        raise ValueError(f"{name}: expected a multiple of the {ranks} ranks, got {heads}")
