@@ -12,14 +12,14 @@ from flash_delta.layers.attention import Attention
 from flash_delta.modules import ShortConvolution
 
 
-def tensor_parallel_plan(layer: Mixer | Attention) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     """The plan with which `parallelize_module` lets each rank of a group compute some of a layer's heads.
 
     The number of key heads has to be a multiple of the number of ranks. Every rank has the layer's whole input and
     output, and the states of its own heads. You may apply FSDP2 afterwards, over another dimension of the mesh.
 
     Args:
-        layer: the layer that will be parallelized, any of `flash_delta.layers`.
+        layer: the layer that will be parallelized, any layer of `flash_delta.layers`.
 
     Returns:
         A style for each of the layer's modules. The style for "" is for the layer's own parameters.
