@@ -64,6 +64,7 @@ class Case:
     beta: str = "random"  # "random", "one", "some zero"
     initial_state: bool = True
     wide_gates: bool = False  # g in float32 beside narrower q, k and v
+    gaps: bool = False  # rows of all tensors have gaps, and states have the dtype of q: kernels may need copies
     options: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False  # also in the short list
 
@@ -99,6 +100,7 @@ CASES = [
     Case("widest-values", "the widths of fla's default layers", B=1, T=130, H=1, HV=2, K=256, V=512),
     Case("values-of-192", "states of many sequences, which are no whole tiles of 128 columns", B=1, T=205, K=64, V=192,
          lengths=(70, 5, 0, 64, 9, 1, 30, 20, 6)),
+    Case("gaps", "kernels may get copies", B=1, T=70, H=1, HV=2, K=128, V=128, options=_RAW, gaps=True),
     Case("wide-keys", "K > V", K=40, V=8),
     Case("wide-values", "V > K", K=8, V=40),
     Case("zero-decay", "g = 0 everywhere", decay="zero"),
@@ -156,10 +158,17 @@ def make_inputs(
         bounds = torch.tensor([0, *case.lengths]).cumsum(0)
         options |= {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds}
         options = {n: v for n, v in options.items() if n != "cu_seqlens_cpu" or torch.device(device).type != "cpu"}
-    wide = {"A_log", "dt_bias", "initial_state"}  # parameters and states are kept in at least float32
-    wide |= {"g"} if case.wide_gates else set()
+    wide = {"A_log", "dt_bias"}  # parameters and mostly states are kept in at least float32
+    wide |= (set() if case.gaps else {"initial_state"}) | ({"g"} if case.wide_gates else set())
     dtypes = {name: torch.promote_types(dtype, torch.float32) if name in wide else dtype for name in x}
-    return {n: t.to(device, dtypes[n]).requires_grad_() for n, t in x.items()} | options | {"output_final_state": True}
+    x = {name: t.to(device, dtypes[name]) for name, t in x.items()}
+    x = {name: _with_gaps(t) for name, t in x.items()} if case.gaps else x
+    return {name: t.requires_grad_() for name, t in x.items()} | options | {"output_final_state": True}
+
+
+def _with_gaps(t: Tensor) -> Tensor:
+    """The same numbers, with three numbers between rows (in a vector, one between numbers)."""
+    return torch.nn.functional.pad(t, (0, 3))[..., :-3] if t.dim() > 1 else t.repeat_interleave(2)[::2]
 
 
 def _randn(gen: torch.Generator, *shape: int) -> Tensor:
