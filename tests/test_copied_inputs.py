@@ -15,15 +15,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.testing import MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import TENSORS, infer, products_in, run, truth
+from flash_delta.testing.cases import with_gaps
 
 RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
 CASE = Case("copied", "of what kernels cannot read", B=1, T=200, K=128, V=128, options=RAW)
 CALLS = 4
-
-
-def apart(t):
-    """The same numbers with gaps that are no multiple of 16 bytes."""
-    return torch.nn.functional.pad(t, (0, 1))[..., :-1]
 
 
 def shifted(t):
@@ -34,11 +30,11 @@ def shifted(t):
 COPIED = {
     "nothing": {},
     "state-of-16-bits": {"initial_state": lambda t: t.to(torch.bfloat16)},
-    "state-with-gaps": {"initial_state": apart},
-    "queries-with-gaps": {"q": apart},
+    "state-with-gaps": {"initial_state": with_gaps},
+    "queries-with-gaps": {"q": with_gaps},
     "values-shifted": {"v": shifted},
-    "gates-with-gaps": {"g": apart},
-    "parameters-with-gaps": {"A_log": lambda t: apart(t[:, None])[:, 0], "dt_bias": lambda t: apart(t[:, None])[:, 0]},
+    "gates-with-gaps": {"g": with_gaps},
+    "parameters-with-gaps": {"A_log": with_gaps, "dt_bias": with_gaps},
 }
 CELLS = pytest.mark.parametrize(
     ("member", "backend", "copied"),
@@ -107,6 +103,6 @@ def test_later_calls_are_right(member, backend, copied, training):
         want = truth(op, x)
         with products_in(dtype):
             alone = run(op, x, "torch")
-        for name in found.keys() - {"dA_log", "ddt_bias"}:  # errors of so few numbers scatter
+        for name in (n for n, t in want.items() if n in found and t.numel() > CASE.HV):  # errors of so few scatter
             error, limit = relative_error(found[name].cpu(), want[name]), relative_error(alone[name], want[name])
             assert error <= allowed(limit, dtype), f"call {seed}: {name}"

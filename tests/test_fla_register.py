@@ -239,6 +239,18 @@ def test_a_wrong_call_is_left(taken):
     assert answers(taken, taken.ours, torch.randn(2, 3), torch.randn(2, 3)) is not None
 
 
+def test_rules_that_are_left(x):
+    by_name = {taken.ours.__name__: taken for taken in TABLE}
+    kda, call = by_name["chunk_kda"], gdn(x, g=x["g"][..., None].expand(x["k"].shape))
+    assert answers(kda, kda.ours, **call, chunk_size=32) is None
+    assert answers(kda, kda.ours, **call, chunk_size=16) == "chunk_size: expected 32 or 64, got 16"
+    for name, more in (("fwd", {"output_final_state": False}), ("bwd", {"A": x["v"], "do": x["v"], "dht": None})):
+        taken, call = by_name[f"chunk_gated_delta_rule_{name}"], gdn(x, scale=None, initial_state=None, **more)
+        assert answers(taken, taken.ours, **call) is None
+        assert answers(taken, taken.ours, **call, cp_context=object()) == "cp_context: expected None"
+        assert "chunk_size: expected" in answers(taken, taken.ours, **call, chunk_size=7)
+
+
 def test_pytorch_on_a_gpu_is_no_gain():
     assert _left_to_torch("triton", torch.device("cuda")) is None
     assert _left_to_torch("torch", torch.device("cpu")) is None

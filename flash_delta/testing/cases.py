@@ -162,11 +162,11 @@ def make_inputs(
     wide |= (set() if case.gaps else {"initial_state"}) | ({"g"} if case.wide_gates else set())
     dtypes = {name: torch.promote_types(dtype, torch.float32) if name in wide else dtype for name in x}
     x = {name: t.to(device, dtypes[name]) for name, t in x.items()}
-    x = {name: _with_gaps(t) for name, t in x.items()} if case.gaps else x
+    x = {name: with_gaps(t) for name, t in x.items()} if case.gaps else x
     return {name: t.requires_grad_() for name, t in x.items()} | options | {"output_final_state": True}
 
 
-def _with_gaps(t: Tensor) -> Tensor:
+def with_gaps(t: Tensor) -> Tensor:
     """The same numbers, with three numbers between rows (in a vector, one between numbers)."""
     return torch.nn.functional.pad(t, (0, 3))[..., :-3] if t.dim() > 1 else t.repeat_interleave(2)[::2]
 
