@@ -7,8 +7,15 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flash_delta.compiler import Launch
+from flash_delta.kernels.hopper.gluon_compat import barrier
+
+FLAT = gl.BlockedLayout([1], [32], [4], [0])
+LINE = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 
 
 @triton.jit
@@ -33,6 +40,20 @@ def transposed_accumulator(x, y, q, o, C: tl.constexpr, K: tl.constexpr):
     tl.store(o + at, 2 * tl.dot(s, b) + tl.dot(tl.trans(s), tl.load(q + at)))
 
 
+@gluon.jit
+def turned(o, END: gl.constexpr):
+    """o = [127, ..., 0], through shared memory. Without END the compiler gives the barrier's memory to the tile."""
+    bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars.index(0), count=1)
+    i = gl.arange(0, 128, layout=FLAT)
+    tile = gl.allocate_shared_memory(gl.int32, [128], LINE)
+    tile.store(127 - i)
+    barrier()
+    gl.store(o + i, tile.load(FLAT))
+    if END:
+        mbarrier.invalidate(bars.index(0))
+
+
 def multiply(M, N, K, stages=1, steps=100, precision="ieee", dtype=torch.bfloat16):
     a, b = (torch.empty(steps, *shape, dtype=dtype, device="meta") for shape in ((M, K), (K, N)))
     o = torch.empty(M, N, device="meta")
@@ -44,6 +65,10 @@ def transpose_accumulator():
     transposed_accumulator[(1,)](x, y, q, o, C=64, K=128, num_warps=4, enable_fp_fusion=True)
 
 
+def turn(end):
+    turned[(1,)](torch.empty(128, dtype=torch.int32, device="meta"), END=end, num_warps=4, enable_fp_fusion=True)
+
+
 def launches(target):
     yield Launch("good", partial(multiply, 64, 64, 64))
     if target == "sm_80":
@@ -53,6 +78,8 @@ def launches(target):
     if target == "sm_90a":
         yield Launch("large", partial(multiply, 128, 256, 64))  # 256 of 255 registers for the accumulator
         yield Launch("lint", transpose_accumulator)
+        yield Launch("barriers", partial(turn, False))
+        yield Launch("ended", partial(turn, True))
     if target == "sm_100":
         yield Launch("tensor", partial(multiply, 256, 256, 32, precision="tf32x3", dtype=torch.float32))
     if target == "gfx942":

@@ -154,6 +154,10 @@ class Barrier:
             if pred and not self.changed.wait_for(lambda: self.phases % 2 != parity, SECONDS):
                 raise TimeoutError("a role waits for ever")
 
+    def invalidate(self):
+        assert self.bytes == 0, "the copy engine has not brought all that a barrier expects"
+        del self.count, self.left  # it can be used no more
+
 
 class Descriptor:
     """What a ``TensorDescriptor`` describes, in the tensor's own memory."""
@@ -231,6 +235,7 @@ def product(a, b, acc, use_acc=True, is_async=False):
 
 def specialize(roles, warps, registers):
     ids, errors = HERE.ids, []
+    HERE.roles = True
 
     def run(role, arguments):
         HERE.ids = ids
@@ -251,11 +256,14 @@ def specialize(roles, warps, registers):
 
 def allocate(dtype, shape, layout):
     if layout == "barrier":
-        return Barriers([Barrier() for _ in range(shape[0])])
+        HERE.barriers += (made := Barriers([Barrier() for _ in range(shape[0])]))
+        return made
     return Memory(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 class Barriers(list):
+    shape = property(lambda self: [len(self), 1])
+
     def index(self, i):
         return self[i]
 
@@ -336,6 +344,7 @@ MBARRIER = SimpleNamespace(
     expect=lambda bar, bytes: bar.arrive(1, bytes),
     arrive=lambda bar, count, pred=True: bar.arrive(count) if pred else None,
     wait=lambda bar, parity, pred=True: bar.wait(parity, pred),
+    invalidate=lambda bar: bar.invalidate(),
 )
 HOPPER = {
     "fence_async_shared": lambda: None,
@@ -391,8 +400,10 @@ class Kernel:
         self.note(constants)
         arguments = [self.convert(x) for x in arguments]
         for ids in product_of(*map(range, grid)):
-            HERE.ids = (*ids, *grid)
+            HERE.ids, HERE.barriers, HERE.roles = (*ids, *grid), [], False
             self.function(*arguments, **constants)
+            ended = not any(hasattr(bar, "count") for bar in HERE.barriers)
+            assert ended or not HERE.roles, "a program with roles ends all its barriers"
 
     @staticmethod
     def convert(x):

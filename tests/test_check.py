@@ -1,6 +1,7 @@
 """`flash-delta check` says what is wrong, loses nothing else, and shows whose error is whose."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from flash_delta.bench import Peer, PeerAnswer
 from flash_delta.bench.judging import Answer
+from flash_delta.bench.shared import Sharer, judge_shared
 from flash_delta.cli import checking
 from flash_delta.cli.app import app
 from flash_delta.testing import CASES, MEMBERS, make_inputs
@@ -142,3 +144,47 @@ def test_a_peer_is_judged_on_the_same_inputs():
         assert max(peer.case("kda", by_name[name], "float32").errors.values()) < 1e-5
     assert peer.case("gdn", by_name["scale"], "float32") == PeerAnswer({}, "peers' ops have no words for it")
     assert "packed" in peer.case("gdn", by_name["packed"], "float32").reason
+
+
+SMALL = (
+    Workload("shared", "training", "gdn", 1, 2, 2, 40, lengths=(40, 30), K=16, V=16, l2norm=True),
+    Workload("shared", "prefill", "kda", 1, 1, 2, 9, lengths=(9, 1), K=16, V=16, l2norm=True, raw=True),
+    Workload("shared", "decode", "gdn", 1, 2, 3, 4, lengths=(4, 4, 4), K=16, V=16),
+)
+
+
+def make_sharer(planted=False):
+    sharer = Sharer(torch.device("cpu"), SMALL, size=8)
+    if planted:
+        call = sharer._call
+
+        def damaged(row):
+            run, seen = call(row), []
+
+            def results():
+                seen.append(row)
+                found = run()
+                if row.kind == "prefill" and len(seen) == 3:
+                    found["o"][0, 4, 0, 3] = torch.nan
+                return found
+
+            return results
+
+        sharer._call = damaged
+    return sharer
+
+
+def test_processes_that_share_a_gpu_are_judged_by_their_bits():
+    clean, damaged = judge_shared(make_sharer, 1, 2) + judge_shared(partial(make_sharer, True), 1, 2)
+    assert clean.right
+    assert clean.failure is None
+    assert {cell.tensor.split()[-1] for cell in clean.cells} >= {"o", "final_state", "dq", "dinitial_state"}
+    (wrong,) = [cell for cell in damaged.cells if not cell.right]
+    assert wrong.tensor.startswith("kda prefill")
+    assert (wrong.tensor.split()[-1], wrong.error) == ("o", 1)
+
+
+def test_only_a_gpu_can_be_shared():
+    result = run("--shared")
+    assert result.exit_code == 2
+    assert "shared: expected a GPU" in result.output

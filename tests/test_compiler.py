@@ -42,6 +42,7 @@ def test_every_planted_fault_is_found():
         "shared/product, sm_89",
         "large/product, sm_90a",
         "lint/transposed_accumulator, sm_90a",
+        "barriers/turned, sm_90a",
         "tensor/product, sm_100",
         "compile, gfx942",
         "warning, gfx942",
@@ -51,6 +52,7 @@ def test_every_planted_fault_is_found():
     assert wrong["shared/product, sm_89"].endswith("bytes of shared memory of 101,376")
     assert wrong["tensor/product, sm_100"].endswith("columns of tensor memory of 512")
     assert wrong["lint/transposed_accumulator, sm_90a"].startswith("a product is transposed and multiplied again")
+    assert wrong["barriers/turned, sm_90a"].startswith("a barrier's shared memory has another use (%bars")
     assert wrong["compile, gfx942"].startswith("does not compile: AssertionError: input_precision must be one of")
     (large,) = (r.facts for r in results if r.kernel == "faulty_kernels/large/product")
     assert large["spilled"] > 0

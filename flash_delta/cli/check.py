@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flash_delta.cli.checking import all_right
+from flash_delta.cli.checking import all_right, same_when_shared
 from flash_delta.cli.files import PATH
 
 
@@ -18,6 +18,8 @@ def check(
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
     processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1, max=64)] = 4,
     results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.", **PATH)] = None,
+    shared: Annotated[bool, typer.Option("--shared", help="Only check processes that share a GPU.")] = False,
+    rounds: Annotated[int, typer.Option(help="With --shared: so many calls of each op.", min=1)] = 500,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what --json's file has that is right.")] = False,
 ) -> None:
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
@@ -25,6 +27,13 @@ def check(
     On a GPU the work runs in processes of its own, so that a crash costs one case. --full adds there what only shows at
     full size: 100 bitwise equal repeats, more than 1,024 blocks, tensors of more than 2^31 elements. --widths takes
     all named cases with K = 60, V = 100, whose rows are no multiples of 16 bytes, and with K = 24, V = 512.
+
+    --shared calls training, prefill on pools and decoding in --processes side by side, with long work between calls.
+    Every result has to have the bits that it has when its process works alone.
     """
+    if shared:
+        if not same_when_shared(device, processes, rounds):
+            raise typer.Exit(1)
+        return
     if not all_right(device, full, widths, case, backend, peers, processes, results, resume):
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,6 +55,23 @@ def all_right(
         _print_wrong(answer)
     cells = [cell for answer in answers for cell in answer.cells]
     print(f"{sum(cell.right for cell in cells):,} of {len(cells):,} tensors are right")
+    return all(answer.right for answer in answers)
+
+
+def same_when_shared(device: str, processes: int, rounds: int) -> bool:
+    """Calls ops in several processes on one GPU, prints, and returns whether every result has the bits that it has when
+    its process works alone."""
+    from flash_delta.bench.shared import Sharer, judge_shared
+
+    where = require_device(device)
+    if where.type != "cuda":
+        raise ValueError(f"shared: expected a GPU, which processes can share, got --device {device}")
+    answers = judge_shared(partial(Sharer, where), processes, rounds)
+    for answer in answers:
+        _print_wrong(answer)
+    cells = [cell for answer in answers for cell in answer.cells]
+    same = sum(cell.right for cell in cells)
+    print(f"{same:,} of {len(cells):,} tensors kept their bits in {rounds} rounds of {processes} processes on {where}")
     return all(answer.right for answer in answers)
 
 
@@ -116,7 +134,7 @@ def _print_wrong(answer: "Answer") -> None:
     if answer.failure is not None:
         print(f"{place}: {answer.failure}")
     for cell in answer.cells:
-        if cell.case == "repeats" and not cell.right:
+        if cell.case in ("repeats", "shared") and not cell.right:
             print(f"{place}: {cell.tensor} differed in {cell.error:g} of the repeats")
         elif not cell.right:
             print(f"{place}: {cell.tensor} is off by {cell.error:.1e}, {cell.allowed:.1e} is allowed")

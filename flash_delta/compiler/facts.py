@@ -11,7 +11,8 @@ from triton import knobs
 
 from flash_delta.compiler.lint import transposed_accumulators
 from flash_delta.compiler.offline import Compiled
-from flash_delta.compiler.targets import TARGETS
+from flash_delta.compiler.shared_memory import shared_barriers
+from flash_delta.compiler.targets import TARGETS, Target
 
 Facts = dict[str, int | list[str]]
 
@@ -37,20 +38,21 @@ def facts(compiled: Compiled, target: str) -> Facts:
     Per program: bytes of shared memory, columns of tensor memory, warps, stages.
     Of the code: the number of instructions, and how often those of OPCODES occur, if they do.
     """
-    metadata = compiled.kernel.metadata
-    numbers = _amd if TARGETS[target].backend == "hip" else _nvidia
+    metadata, chip = compiled.kernel.metadata, TARGETS[target]
     launch = {"shared": metadata.shared, "warps": metadata.num_warps, "stages": metadata.num_stages}
     if columns := getattr(metadata, "tmem_size", 0):  # Blackwell's tensor memory
         launch["tensor"] = columns
-    return launch | numbers(compiled.kernel.asm, compiled.log)
+    asm = compiled.kernel.asm
+    return launch | (_amd(asm) if chip.backend == "hip" else _nvidia(asm, compiled.log, chip))
 
 
-def _nvidia(asm: Any, log: str) -> Facts:
+def _nvidia(asm: Any, log: str, chip: Target) -> Facts:
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", _sass(asm["cubin"]), re.M))
     counts = {name: sum(n for op, n in opcodes.items() if op.startswith(name)) for name in OPCODES}
     waits, products = counts["WARPGROUP.DEPBAR"], counts["HGMMA"]
     # Either sign is enough: ptxas warns (C7510 to C7512), or there is a wait for every wgmma.
     serialised = "wgmma.mma_async instructions are serialized" in log or 0 < products <= waits
+    sharing = shared_barriers(asm["ttgir"], chip.arch)
     return {
         "registers": max(map(int, re.findall(r"Used (\d+) registers", log))),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
@@ -60,10 +62,11 @@ def _nvidia(asm: Any, log: str) -> Facts:
         "warnings": sorted(set(re.findall(r"\((C\d+)\)", log))),
         "serialised": int(serialised),
         "lint": len(transposed_accumulators(asm["ttgir"])),
+        **({"barriers": sharing} if sharing else {}),
     }
 
 
-def _amd(asm: Any, log: str) -> Facts:
+def _amd(asm: Any) -> Facts:
     text = asm["amdgcn"]
 
     def number(name: str) -> int:

@@ -1,4 +1,5 @@
-"""The rules: no spill, no serialised wgmma, no transposed accumulator, and no more memory than a multiprocessor has."""
+"""The rules: no spill, no serialised wgmma, no transposed accumulator, no barrier whose memory has another use, and no
+more memory than a multiprocessor has."""
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -24,7 +25,7 @@ class Allowed(NamedTuple):
 
     kernel: str  # a pattern: module/launch/function
     targets: tuple[str, ...]
-    fault: str  # "compile", "spill", "serialised", "lint", "shared", "tensor"
+    fault: str  # "compile", "spill", "serialised", "lint", "barriers", "shared", "tensor"
     reason: str
     at_most: int | None = None  # the highest allowed count: bytes that are spilled, lines that lint finds
     triton: str = ""  # only for versions that start with this
@@ -144,6 +145,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel-logs*/channel_loop", HOPPER, "spill", "the same", 80),
     Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and ends of parts", 100),
     Allowed(f"{BY_HAND}/channel-pool*/channel_prompts", HOPPER, "spill", "as in `channel_loop`", 40),
+    Allowed(f"{BY_HAND}/channel-pool*-whole/channel_prompts", HOPPER, "spill", "the same, once a state", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-pool-free*/channel_prompts", HOPPER, "spill", "the same, with its branch", 90),
     Allowed(f"{BY_HAND}/channel-pool-logs*/channel_prompts", HOPPER, "spill", "the same", 70),
     Allowed(f"{BY_HAND}/channel-rows/prepare", HOPPER, "spill", "addresses, the same for all chunks", 60, "3.9"),
@@ -178,6 +180,8 @@ def faults(result: Result) -> Iterator[Fault]:
         yield Fault("serialised", 1, f"every wgmma waits for itself ({', '.join([waits, *facts['warnings']])})")
     if facts.get("lint"):
         yield Fault("lint", facts["lint"], f"a product is transposed and multiplied again ({facts['lint']} lines)")
+    if sharing := facts.get("barriers"):
+        yield Fault("barriers", len(sharing), f"a barrier's shared memory has another use ({'; '.join(sharing)})")
     if facts["shared"] > limit:
         yield Fault("shared", facts["shared"], f"needs {facts['shared']:,} bytes of shared memory of {limit:,}")
     columns = facts.get("tensor", 0)

@@ -42,6 +42,24 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def invalidate(bars):
+    COUNT: gl.constexpr = bars.shape[0]
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(bars.index(i))
+
+
+@gluon.jit
+def end_barriers(made):
+    """Ends the barriers of a program, after its roles: everything that `barriers` has made for it.
+
+    This also keeps the barriers' memory from other uses until the program ends. Without it, the compiler gives the
+    memory of a barrier to a tile after the barrier's last use. The hardware keeps a copy of each barrier that has not
+    been invalidated. When another process gets the GPU in the middle of a kernel, it writes that copy over the tile."""
+    for m in gl.static_range(len(made)):
+        invalidate(made[m])
+
+
+@gluon.jit
 def wait_free(done, t, SLOTS: gl.constexpr, NS: gl.constexpr):
     """Waits until the slot for chunk t is free in a ring of SLOTS. It is free when ``done`` says that the state groups
     have finished with chunk t - SLOTS, which was in this slot. ``done`` has a barrier for each slot of the longest

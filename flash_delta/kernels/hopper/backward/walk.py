@@ -46,7 +46,7 @@ from flash_delta.kernels.hopper.backward.state_role import state_role
 from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
 from flash_delta.kernels.hopper.layouts import LINES as LINE
 from flash_delta.kernels.hopper.layouts import TILE, C
-from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, load_rates
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.tiles import FIND_ENDS, WALK_BACK
@@ -126,11 +126,16 @@ def walk_back(
         sdv = gl.allocate_shared_memory(ty, [GROUPS, C, 64], TILE)
         sl = gl.allocate_shared_memory(ty, [1, C, C], TILE)
         so = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
-    sbar, sbar2 = barriers(GROUPS, 1), barriers(GROUPS, 1)
     kq_full, kq_free = barriers(2, 1), barriers(2, READERS)
-    full, by_states, mid, g_done = barriers(4, 1), barriers(4, GROUPS), barriers(1, READERS), barriers(1, 1)
-    if not GRADIENTS:
-        g_done = barriers(1, GROUPS)
+    full, by_states, mid = barriers(4, 1), barriers(4, GROUPS), barriers(1, READERS)
+    g_done = barriers(1, 1 if GRADIENTS else GROUPS)
+    made, sbar, sbar2 = (kq_full, kq_free, full, by_states, mid, g_done), None, None
+    if after is not None:
+        sbar = barriers(GROUPS, 1)
+        made += (sbar,)
+        if GROUPS == 2:
+            sbar2 = barriers(GROUPS, 1)
+            made += (sbar2,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     tiles = (sq, sk, sdo, sa, ss, su, sds, sdv, sp, sl, sr)
@@ -174,6 +179,7 @@ def walk_back(
             (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
             (load_back, (loads, WIDTH, False, PACKED)),
         ], [1], [24])  # fmt: skip
+    end_barriers(made)
 
 
 def run_walk_back(

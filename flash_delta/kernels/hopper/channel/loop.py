@@ -66,7 +66,7 @@ from flash_delta.kernels.hopper.layouts import (
     TOKENS,
     C,
 )
-from flash_delta.kernels.hopper.rings import barriers, load_box, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, wait_free
 from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
@@ -293,12 +293,19 @@ def run_roles(
     totals = gl.allocate_shared_memory(gl.float32, [2, K], LINE)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    sbar, sbar2, gfull, full, left = barriers(NO, 1), barriers(NO, 1), barriers(NR, 1), barriers(NR, 1), barriers(NR, 1)
-    vfull, ready, done, tiled = barriers(NV, 1), barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
-    vdone, flags = done, None
+    gfull, full, left, vfull = barriers(NR, 1), barriers(NR, 1), barriers(NR, 1), barriers(NV, 1)
+    ready, done, tiled = barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
+    made_bars, vdone, flags = (gfull, full, left, vfull, ready, done, tiled), done, None
+    so2, sbar, sbar2 = None, None, None
+    if INITIAL:
+        sbar = barriers(NO, 1)
+        made_bars += (sbar,)
+        if HALVES == 2:
+            so2, sbar2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE), barriers(NO, 1)
+            made_bars += (sbar2,)
     if not BOUNDED:
         vdone, flags = barriers(NV, 1), gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
+        made_bars += (vdone,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     if forgets is not None:
@@ -319,6 +326,7 @@ def run_roles(
         (load_values, (v_desc, sv, (vfull, vdone), (v_batch, heads[3]), work, NX if BOUNDED else NV, HV, PACKED)),
         (clear_role, (o, work, HV, PACKED)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
+    end_barriers(made_bars)
 
 
 @gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])

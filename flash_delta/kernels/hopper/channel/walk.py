@@ -37,7 +37,7 @@ from flash_delta.kernels.hopper.forward.state_copies import load_state, store_st
 from flash_delta.kernels.hopper.forward.work_items import NO_LIST, Listed, bounds, count_items, ends
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, load_box, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import CHANNEL_WALK
 from flash_delta.kernels.runtime.arguments import constants_of
@@ -185,7 +185,11 @@ def walk_channels(
     sa = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    sbar, full, vfull, done = barriers(NO, 1), barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
+    full, vfull, done = barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
+    made, sbar = (full, vfull, done), None
+    if INITIAL:
+        sbar = barriers(NO, 1)
+        made += (sbar,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     if forgets is not None:
@@ -201,6 +205,7 @@ def walk_channels(
         (load_prepared, (load_keys, HV, True, NS, PACKED)),
         (load_prepared, (load_values, HV, False, NS, PACKED)),
     ], [1, 1], [24, 24])  # fmt: skip
+    end_barriers(made)
 
 
 def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:

@@ -52,7 +52,7 @@ from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, e
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
-from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
@@ -263,8 +263,12 @@ def forward_loop(
     sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     MAKES_RATES: gl.constexpr = r_desc is None
-    sbar, full, done = barriers(NO, 1), barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
-    vfull, xfull, pfull = barriers(NV, 1), barriers(NX, 1), barriers(NX, GROUPS)
+    full, done = barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
+    vfull, xfull = barriers(NV, 1), barriers(NX, 1)
+    made, pfull, sbar, sbar2 = (full, done, vfull, xfull), None, None, None
+    if INITIAL:
+        sbar = barriers(NO, 1)
+        made += (sbar,)
     saved, pool, kept = (s_desc, e_desc, u_desc), None, None
     if walks is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
@@ -276,17 +280,21 @@ def forward_loop(
     work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
     # What the groups of a role share.
     factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
-    tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
-    state = (o_desc, tiles, bars, initial, final, saved, kept, work, w)
     gates = ((g, beta, o), (g_batch, g_strides, beta_batch, beta_strides, scale), sr, (full, done), work)
     keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
     values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
     if GROUPS == 2:
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-        sbar2 = barriers(NO, 1)
+        pfull = barriers(NX, GROUPS)
+        made += (pfull,)
+        if INITIAL:
+            sbar2 = barriers(NO, 1)
+            made += (sbar2,)
     if FACTORS == 2:
         sM2 = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
         sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
+    tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
+    state = (o_desc, tiles, bars, initial, final, saved, kept, work, w)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     # The first role gets the registers that the others do not ask for.
@@ -308,6 +316,7 @@ def forward_loop(
             (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
             (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
+    end_barriers(made)
 
 
 def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:

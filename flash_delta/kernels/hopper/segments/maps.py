@@ -39,7 +39,7 @@ from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_stat
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
-from flash_delta.kernels.hopper.rings import barriers, rate
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_map, place, without_faded
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import MAPS, compose_tile
@@ -171,7 +171,14 @@ def find_maps(
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
         so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
-    sbar, sbar2, full, done = barriers(1, 1), barriers(1, 1), barriers(NS, 1), barriers(NS, GROUPS)
+    full, done = barriers(NS, 1), barriers(NS, GROUPS)
+    made, sbar, sbar2 = (full, done), None, None
+    if INITIAL:
+        sbar = barriers(1, 1)
+        made += (sbar,)
+        if GROUPS == 2:
+            sbar2 = barriers(1, 1)
+            made += (sbar2,)
     flags = gl.allocate_shared_memory(gl.int32, [3, 32], FLAGS)  # per group: Phi is zero; the chunk where loads end
     flags.index(0).store(gl.full([32], 0, gl.int32, THREADS))
     flags.index(1).store(gl.full([32], 2 - GROUPS, gl.int32, THREADS))  # 1 if there is no second group
@@ -194,6 +201,7 @@ def find_maps(
             (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
             (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [1], [24])  # fmt: skip
+    end_barriers(made)
 
 
 @triton.jit(do_not_specialize=["N", "T", "length", "HV"])

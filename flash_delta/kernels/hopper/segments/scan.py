@@ -45,7 +45,7 @@ from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_stat
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
-from flash_delta.kernels.hopper.rings import barriers, rate, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import RETRACE, WALKS
@@ -212,15 +212,23 @@ def walk_segments(
     sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    sbar = barriers(1, 1)
-    full, pfull, done = barriers(NS, 1), barriers(SCORES, 1), barriers(NS, GROUPS)
+    full, done = barriers(NS, 1), barriers(NS, GROUPS)
+    made, pfull, sbar, sbar2 = (full, done), None, None, None
+    if q_desc is not None:
+        pfull = barriers(SCORES, 1)
+        made += (pfull,)
+    if INITIAL:
+        sbar = barriers(1, 1)
+        made += (sbar,)
     sb, sv2 = so, None
     if WIDTH > 128:
         sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-        sbar2 = barriers(1, 1)
+        if INITIAL:
+            sbar2 = barriers(1, 1)
+            made += (sbar2,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     bars, work = (full, pfull, done), (cu_seqlens, T, length, N)
@@ -261,6 +269,7 @@ def walk_segments(
             (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
             (load_role, (loads, HV, first, WIDTH, 64, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    end_barriers(made)
 
 
 def run_walk_segments(
