@@ -493,8 +493,9 @@ def test_a_layer_with_more_caches_runs_on_vllms_own_code(batch):
 @pytest.mark.parametrize(
     ("wish", "version", "on"),
     [
-        (None, "0.32.0", True), (None, "0.26.1", True), (None, "0.31.0", False), ("1", "0.31.0", True),
-        ("0", "0.32.0", False), ("1", None, False),
+        (None, "0.32.0", True), (None, "0.26.1", True), (None, "0.32.1rc1+cpu", True), (None, "0.33.0", False),
+        (None, "0.320.1", False), (None, "0.3", False), ("1", "0.33.0", True), ("0", "0.32.0", False),
+        ("0", "0.33.0", False), ("1", None, False),
     ],
 )  # fmt: skip
 def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog, wish, version, on):
@@ -502,10 +503,23 @@ def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog,
     monkeypatch.setattr(plugin, "_version", lambda package: version if package == "vllm" else None)
     cls = type("Fresh", (Qwen,), {})
     sys.modules[plugin.LAYERS + ".qwen_gdn_linear_attn"].QwenGatedDeltaNetAttention = cls
-    with caplog.at_level(logging.INFO, "vllm.flash_delta"):
+    plugin._warn.cache_clear()
+    for _ in range(2):
         plugin.register()
     assert (cls._forward_core is not Qwen._forward_core) == on == ("Fresh" in plugin._active)
-    assert ("vLLM 0.31.0 is not tested" in caplog.text) == (wish is None and not on)
+    lines = [(r.name, r.levelname, f"vLLM {version} is not tested" in r.getMessage()) for r in caplog.records]
+    assert lines == ([] if on or wish or version is None else [("vllm.flash_delta", "WARNING", True)])
+
+
+def test_a_warning_before_vllm_has_set_up_its_log_is_a_line_of_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(plugin.logger, "propagate", False)
+    plugin._warn.cache_clear()
+    for _ in range(2):
+        plugin._warn("0.33.0")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"WARNING vllm.flash_delta: flash_delta {flash_delta.__version__} is off: vLLM 0.33.0 is ")
+    assert line.endswith("FLASH_DELTA_VLLM=1 switches ours on")
+    assert not plugin.logger.handlers
 
 
 def test_other_methods_are_left_alone(batch, caplog):

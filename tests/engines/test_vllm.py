@@ -17,7 +17,7 @@ from judge_vllm import complete_in_bfloat16, judge, load
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 HERE = Path(__file__).parent
-SPECULATION = {  # a token that came before is enough for a draft: random models do not repeat three of them
+SPECULATION = {  # a token that came before is enough for a draft, so some drafts are wrong
     "speculative_config": {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
     }
@@ -27,7 +27,7 @@ PLAIN = {"enable_prefix_caching": False}
 RUNS = {  # the model, and what vLLM is asked for
     "plain": ("qwen3_next", PLAIN),
     "prefix-cache": ("qwen3_next", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
-    "drafts": ("qwen3_next", SPECULATION | PLAIN),
+    "drafts": ("qwen3_next_mtp", SPECULATION | PLAIN),
     "mtp": ("qwen3_next_mtp", MTP | PLAIN),
     "compiled": ("qwen3_next", PLAIN | {"enforce_eager": False}),
     "two-ranks": ("qwen3_next", PLAIN | {"tensor_parallel_size": 2}),
@@ -89,13 +89,34 @@ def test_completions(model, own, name, tmp_path):
     assert len(found["calls"]) == options.get("tensor_parallel_size", 1)
     for calls in found["calls"]:
         drafts = "speculative_config" in options
-        assert (calls.pop("drafted tokens", 0) > 0) == drafts
+        drafted, accepted = (calls.pop(f"{what} tokens", 0) for what in ("drafted", "accepted"))
+        assert (drafted > 0) == drafts
+        assert accepted >= drafted / 4
         assert (calls.pop("mixed batches") > 0) == drafts
         assert calls.pop("gathered batches") == 0  # vLLM puts drafts before other rows
         assert calls.pop("warm") == int(name == "compiled")  # otherwise vLLM does not profile on a CPU
         assert set(calls) == {f"decode_{rule}", f"prefill_{rule}"}
     cached = sum(tokens for *_, tokens in found["completions"])
     assert (cached > 0) == (name == "prefix-cache")
+
+
+LOG = "from vllm.config.logging import LoggingConfig as C; import vllm.logger; vllm.logger.configure_logging(C());"
+UNTESTED = """from flash_delta.integrations import vllm as plugin
+from vllm.plugins import load_general_plugins
+plugin._version = lambda package: "0.33.0"
+load_general_plugins()
+plugin.register()"""
+
+
+@pytest.mark.parametrize("before", ["", LOG])
+def test_a_version_that_is_not_tested_is_one_warning_in_vllms_log(before):
+    """Before vLLM sets up its log, as in `vllm serve`, and after, as in vLLM's workers."""
+    environment = {name: value for name, value in os.environ.items() if name != "FLASH_DELTA_VLLM"}
+    command = [sys.executable, "-c", before + UNTESTED]
+    ran = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    (line,) = (line for line in (ran.stdout + ran.stderr).splitlines() if "vLLM 0.33.0 is not tested" in line)
+    assert "WARNING" in line
+    assert ("pid=" in line) == bool(before)  # vLLM's format
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's Qwen3.5 imports torchvision")
