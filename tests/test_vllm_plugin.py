@@ -503,7 +503,7 @@ def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog,
     monkeypatch.setattr(plugin, "_version", lambda package: version if package == "vllm" else None)
     cls = type("Fresh", (Qwen,), {})
     sys.modules[plugin.LAYERS + ".qwen_gdn_linear_attn"].QwenGatedDeltaNetAttention = cls
-    plugin._warn.cache_clear()
+    plugin._warn_once.cache_clear()
     for _ in range(2):
         plugin.register()
     assert (cls._forward_core is not Qwen._forward_core) == on == ("Fresh" in plugin._active)
@@ -512,14 +512,16 @@ def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog,
 
 
 def test_a_warning_before_vllm_has_set_up_its_log_is_a_line_of_stderr(monkeypatch, capsys):
-    monkeypatch.setattr(plugin.logger, "propagate", False)
-    plugin._warn.cache_clear()
+    monkeypatch.setattr(_vllm_calls.logger, "propagate", False)
+    plugin._warn_once.cache_clear()
     for _ in range(2):
-        plugin._warn("0.33.0")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"WARNING vllm.flash_delta: flash_delta {flash_delta.__version__} is off: vLLM 0.33.0 is ")
-    assert line.endswith("FLASH_DELTA_VLLM=1 switches ours on")
-    assert not plugin.logger.handlers
+        plugin._warn_once("0.33.0")
+    assert capsys.readouterr().err == (
+        "WARNING vllm.flash_delta: FLASH_DELTA_VLLM: vLLM's own code runs all layers: flash_delta "
+        f"{flash_delta.__version__} is off, because vLLM 0.33.0 is not tested: 0.26 and 0.32 are. "
+        "FLASH_DELTA_VLLM=1 switches it on\n"
+    )
+    assert not _vllm_calls.logger.handlers
 
 
 def test_other_methods_are_left_alone(batch, caplog):

@@ -91,7 +91,7 @@ def test_completions(model, own, name, tmp_path):
         drafts = "speculative_config" in options
         drafted, accepted = (calls.pop(f"{what} tokens", 0) for what in ("drafted", "accepted"))
         assert (drafted > 0) == drafts
-        assert accepted >= drafted / 4
+        assert accepted >= drafted / 5
         assert (calls.pop("mixed batches") > 0) == drafts
         assert calls.pop("gathered batches") == 0  # vLLM puts drafts before other rows
         assert calls.pop("warm") == int(name == "compiled")  # otherwise vLLM does not profile on a CPU

@@ -53,7 +53,7 @@ MODELS = {  # transformers' name, and the configuration
     "olmo_hybrid": ("OlmoHybrid", OLMO),
     "kimi_linear": ("KimiLinear", KIMI),
 }
-FOLLOW = {"qwen3_next_mtp": 1.7, "olmo_hybrid": 5.0}  # models for drafts: how strongly a token follows from the one before
+FOLLOW = {"qwen3_next_mtp": 1.2, "olmo_hybrid": 1.7}  # for drafts: how strongly a token follows from the last
 
 
 def build(name: str, config: dict[str, Any]) -> nn.Module:
@@ -78,10 +78,11 @@ def randomize(model: nn.Module) -> None:
 
 def let_tokens_follow(model: nn.Module, strength: float) -> None:
     """Makes most tokens follow from the token before, in cycles of six. Then a draft that repeats what came before is
-    mostly right, and so is a layer that drafts from a token's embedding. Log-probabilities still depend on all layers."""
+    mostly right, and so is a layer that drafts from a token's embedding. All layers still change log-probabilities."""
     index = torch.arange(510)
     following = 2 + index // 6 * 6 + (index + 1) % 6
     with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(3)
         came = nn.functional.normalize(model.get_input_embeddings().weight[2:].float(), dim=1)
         rows = model.get_output_embeddings().weight
         rows[following] += strength * came.to(rows.dtype)
