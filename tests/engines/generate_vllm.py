@@ -83,7 +83,8 @@ def allow_olmo() -> None:
 def allow_kimi() -> None:
     """vLLM's model for NVIDIA GPUs does not run on a CPU. That for AMD GPUs has the same layers of Kimi Delta
     Attention. It imports numba, and vLLM's start on a CPU fails over what that leaves in sys.modules. Beside states
-    vLLM wants pages of 128 latents, and on a CPU its attention takes pages of 16 alone."""
+    vLLM wants pages of 128 latents, and its attention for any CPU (CPU_MLA) takes pages of 16 alone. On CPUs with AMX
+    vLLM would choose another one, which does not take them."""
     sys.modules["numba"] = None
     from vllm import ModelRegistry
     from vllm.platforms.cpu import CpuPlatform
