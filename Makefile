@@ -49,12 +49,16 @@ ENGINES := .venv/engines/bin
 FLA := 0.5.2 0.6.0
 OLDEST := $(firstword $(OLDEST_AND_NEWEST))
 
+# A version of vLLM without a wheel for CPUs: its Python files say whether the plugin fits.
+VLLM := .venv/vllm-0.33.0
+
 # Each of these trainers changes transformers in its own way, so each of them has a process.
 TRAINERS := llamafactory swift torchtitan verl
 
 engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/axolotl .venv/trainers \
-  .venv/sglang .venv/kernels $(OLDEST)
+  .venv/sglang .venv/kernels $(VLLM) $(OLDEST)
 	$(ENGINES)/pytest -n 0 -s tests/engines
+	PYTHONPATH=$(VLLM) $(ENGINES)/pytest -n 0 tests/engines/test_vllm_source.py
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
 	for fla in none $(lastword $(FLA)); do \
@@ -111,6 +115,12 @@ docs-links: .venv/docs
 # The newest transformers that takes this version of kernels, whose own needs transformers has installed.
 .venv/kernels: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ kernels==0.17.2 transformers==5.22.0
+
+.venv/vllm-%: | .venv/installed
+	$(BIN)/pip download -q --no-deps --only-binary=:all: -d $@.wheel vllm==$*
+	$(BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+	  wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.endswith((".py", "/METADATA"))])' $@.wheel/*.whl $@
+	rm -r $@.wheel
 
 .venv/fla-%: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ fla-core==$* flash-linear-attention==$* einops

@@ -20,4 +20,4 @@ from flash_delta.ops import naive_kda_lowerbound_gate as naive_kda_lowerbound_ga
 from flash_delta.ops import prefill_gated_delta_rule as prefill_gated_delta_rule
 from flash_delta.ops import prefill_kda as prefill_kda
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -478,10 +478,34 @@ def test_of_a_group_on_two_gpus_the_fullest_run_counts():
     part = replace(new, results=new.results[:1])
     assert fullest([old, part, other]) == fullest([part, old, other]) == [old, other]
     assert list(summary([new, other])) == [
-        ["KDA forward", "H100", "4.00x", "none"],
-        ["GDN decode", "H200", "2.00x", "none"],
+        ["KDA forward", "H100, 1.0", "fla", "4.00x", "none"],
+        ["GDN decode", "H200, 1.0", "fla", "2.00x", "none"],
     ]
-    assert "KDA forward, H100: fla 4.00x; GDN decode, H200: fla 2.00x" in chart([new, other], "light")
+    new.versions["flash_delta"] = "0.9 and 1.0"
+    drawing = chart([other, new], "light")
+    assert "GDN decode, H200: fla 2.00x; KDA forward, H100: fla 4.00x" in drawing
+    assert "flash_delta\N{NO-BREAK SPACE}0.9 and 1.0" in drawing
+
+
+def test_the_readmes_table_names_the_peers_that_ran_and_leaves_out_code_without_kernels():
+    """Of two rows the best peers are 2.0 and 8.0 as slow, and one of them is of another run."""
+
+    def timed(row, **times):
+        return [
+            Result(rows("gdn-training")[row], name, graph_ms=Spread(ms, ms, ms), run="then" if ms == 8 else "now")
+            for name, ms in times.items()
+        ]
+
+    results = timed("16/32 1x8192", flash_delta=1.0, fla=2.0, transformers=50.0)
+    results += timed("16/32 1x32768", flash_delta=1.0, flash_qla=8.0, transformers=90.0)
+    versions = dict.fromkeys(("flash_delta", "fla", "flash_qla", "transformers"), "1.0")
+    group = Group("gdn-training", {"gpu": "NVIDIA H200"}, versions, H200, results)
+    line = ["GDN training", "H200, 1.0", "fla, transformers, flash_qla", "4.00x (2.00x to 8.00x) ‡", "none"]
+    assert list(summary([group])) == [line]
+    group.results = [r for r in results if r.contestant in ("flash_delta", "transformers")]
+    assert not list(summary([group]))
+    group.machine = {"cpu": "x86", "threads": "2"}
+    assert [line[2] for line in summary([group])] == ["transformers"]
 
 
 def test_no_results_is_an_error(tmp_path):

@@ -128,6 +128,15 @@ def test_what_sglang_asks_its_kernels_and_what_the_log_says(caplog):
     assert second.endswith("in SGLang 0.5.23 (tested): KDAKernelDispatcher: decode, extend, verify")
 
 
+def test_drafts_that_sglang_verifies_without_a_dispatcher(caplog):
+    sys.modules["sglang.srt.runtime_context"].get_exec().mamba.enable_linear_replayssm_spec = True
+    with caplog.at_level(logging.INFO, "sglang.flash_delta"):
+        make("gated_delta_rule")
+    (warning,) = warnings(caplog)
+    assert warning.endswith("SGLang's own code verifies drafts, because of --enable-linear-replayssm-spec")
+    assert caplog.messages[-1].endswith("GDNKernelDispatcher: decode, extend")
+
+
 def test_a_second_call_changes_nothing(monkeypatch):
     plugin.register()
     cls, hooked = dispatcher_class("kda"), vars(dispatcher_class("kda")).copy()

@@ -101,8 +101,10 @@ def kda_track_ssm_state(ssm_pool, h_track, track_mode, track_dst, cache_indices)
 
 def fresh():
     """SGLang's modules, as far as the plugin asks for them."""
+    options = SimpleNamespace(mamba=SimpleNamespace(enable_linear_replayssm_spec=False))
     base = type("MambaAttnBackendBase", (Backend,), {})
     made = {
+        "sglang.srt.runtime_context": {"get_exec": lambda: options},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         f"{_sglang_tracked.ATTENTION}.hybrid_linear_attn_backend": {"MambaAttnBackendBase": base},
         f"{plugin.BACKENDS}.kda_prefill_graph": {"kda_track_ssm_state": kda_track_ssm_state} | _sglang_tracked.MODES,

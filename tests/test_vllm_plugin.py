@@ -493,8 +493,9 @@ def test_a_layer_with_more_caches_runs_on_vllms_own_code(batch):
 @pytest.mark.parametrize(
     ("wish", "version", "on"),
     [
-        (None, "0.32.0", True), (None, "0.26.1", True), (None, "0.31.0", False), ("1", "0.31.0", True),
-        ("0", "0.32.0", False), ("1", None, False),
+        (None, "0.32.0", True), (None, "0.26.1", True), (None, "0.32.1rc1+cpu", True), (None, "0.33.0", False),
+        (None, "0.320.1", False), (None, "0.3", False), ("1", "0.33.0", True), ("0", "0.32.0", False),
+        ("0", "0.33.0", False), ("1", None, False),
     ],
 )  # fmt: skip
 def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog, wish, version, on):
@@ -502,10 +503,25 @@ def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog,
     monkeypatch.setattr(plugin, "_version", lambda package: version if package == "vllm" else None)
     cls = type("Fresh", (Qwen,), {})
     sys.modules[plugin.LAYERS + ".qwen_gdn_linear_attn"].QwenGatedDeltaNetAttention = cls
-    with caplog.at_level(logging.INFO, "vllm.flash_delta"):
+    plugin._warn_once.cache_clear()
+    for _ in range(2):
         plugin.register()
     assert (cls._forward_core is not Qwen._forward_core) == on == ("Fresh" in plugin._active)
-    assert ("vLLM 0.31.0 is not tested" in caplog.text) == (wish is None and not on)
+    lines = [(r.name, r.levelname, f"vLLM {version} is not tested" in r.getMessage()) for r in caplog.records]
+    assert lines == ([] if on or wish or version is None else [("vllm.flash_delta", "WARNING", True)])
+
+
+def test_a_warning_before_vllm_has_set_up_its_log_is_a_line_of_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(_vllm_calls.logger, "propagate", False)
+    plugin._warn_once.cache_clear()
+    for _ in range(2):
+        plugin._warn_once("0.33.0")
+    assert capsys.readouterr().err == (
+        "WARNING vllm.flash_delta: FLASH_DELTA_VLLM: vLLM's own code runs all layers: flash_delta "
+        f"{flash_delta.__version__} is off, because vLLM 0.33.0 is not tested: 0.26 and 0.32 are. "
+        "FLASH_DELTA_VLLM=1 switches it on\n"
+    )
+    assert not _vllm_calls.logger.handlers
 
 
 def test_other_methods_are_left_alone(batch, caplog):

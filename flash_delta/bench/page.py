@@ -142,7 +142,7 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
 
 def with_summary(readme: str, groups: list[Group]) -> str:
     """The README with a new table between its two marks. Without marks it does not change."""
-    head = ["", "on", "against the best peer", "rows where a peer is ahead"]
+    head = ["", "on, version", "beside", "against the fastest of them", "rows where one is ahead"]
     lines = [_row(head), "|---" * len(head) + "|", *map(_row, speed.summary(groups))]
     return re.sub(
         r"(?<=<!-- flash-delta report -->\n).*?(?=<!-- end -->)", "\n".join([*lines, ""]), readme, flags=re.DOTALL

@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from flash_delta.bench.contestants import OURS, PLAIN
 from flash_delta.bench.results import Group
-from flash_delta.bench.tables import apart
+from flash_delta.bench.tables import APART, apart
 from flash_delta.page import render
 
+OWN_CODE = "transformers"  # the peer that has no kernels
 TITLE = f"Speed of {OURS} against each peer"
 READING = (
     "Each circle is one shape that both run. It is hollow if the two times come from different runs. "
-    "A bar is the geometric mean, which stands on the right. A triangle lies beyond the axis."
+    "A bar is the geometric mean, which stands on the right. A triangle lies beyond the axis. "
+    f"{OWN_CODE} is its own PyTorch code."
 )
 NAMES = {
     "gdn-prefill": "GDN prefill",
@@ -130,15 +132,23 @@ def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
 
 
 def summary(groups: Sequence[Group]) -> Iterator[list[str]]:
-    """README's table: a line for every kind of every group, against the best peer of each row."""
+    """README's table: a line for every kind of every group, against the best peer of each row. On a GPU it leaves out
+    kinds that only transformers' own PyTorch code ran."""
     for group, kind, name in _named(groups):
         name = name.removesuffix(f", {short(group)}")
         rows = [peers for this, peers in compared(group) if this == kind]
-        best = [min(speed_up.ratio for speed_up in peers.values()) for peers in rows]
+        beside = list(dict.fromkeys(peer for peers in rows for peer in peers))
+        if beside == [OWN_CODE] and group.machine.get("gpu"):
+            continue
+        best = [min(peers.values()) for peers in rows]
+        low, high, middle = min(best).ratio, max(best).ratio, mean(best)
+        spread = f" ({_times(low)} to {_times(high)})" if len(best) > 1 else ""
         ahead = Counter(peer for peers in rows for peer, speed_up in peers.items() if speed_up.ratio < 1)
         slower = [f"{peer} in {count} of {len(rows)}" for peer, count in ahead.items()]
-        spread = f" ({_times(min(best))} to {_times(max(best))})" if len(best) > 1 else ""
-        yield [name, short(group), _times(geometric_mean(best)) + spread, ", ".join(slower) or "none"]
+        yield [
+            name, f"{short(group)}, {group.versions[OURS]}", ", ".join(beside),
+            f"{_times(middle.ratio)}{spread}{f' {APART}' * middle.apart}", ", ".join(slower) or "none",
+        ]  # fmt: skip
 
 
 def in_words(groups: Sequence[Group]) -> str:
@@ -162,7 +172,12 @@ def chart(groups: Sequence[Group], scheme: str) -> str:
         lines = [_line(peer, found, y + LINE * i) for i, (peer, found) in enumerate(peers.items())]
         blocks.append((name, lines))
         y += LINE * len(peers) + GAP
-    versions = {name: version for group in groups for name, version in group.versions.items() if name != PLAIN}
+    versions: dict[str, set[str]] = {}
+    for group in groups:
+        for name, version in group.versions.items():
+            versions.setdefault(name, set()).update(version.split(" and "))  # rows of one group may be of two versions
+    versions.pop(PLAIN, None)
+    named = [f"{name}\N{NO-BREAK SPACE}{' and '.join(sorted(found))}" for name, found in versions.items()]
     about = f"{device(groups)}, measured {dates(groups)}. {READING}"
     return render(
         "speed.svg.j2",
@@ -174,7 +189,7 @@ def chart(groups: Sequence[Group], scheme: str) -> str:
         blocks=blocks,
         top=TOP,
         bottom=y - GAP,
-        notes=wrap(", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in versions.items()), LETTERS),
+        notes=wrap(", ".join(named), LETTERS),
         **SCHEMES[scheme],
     )
 

@@ -130,8 +130,18 @@ def is_declined(module: Any) -> bool:
 
 def decline(module: Any, reason: str) -> None:
     """Lets vLLM's own code run a layer from now on."""
-    logger.warning("%s: vLLM's own code runs this layer: %s", VARIABLE, reason)
+    warn("this layer", reason)
     module._flash_delta_off = True
+
+
+def warn(what: str, reason: Any) -> None:
+    """Logs why vLLM's own code runs something. If vLLM has not set up its log yet, the line goes to stderr."""
+    early = logging.StreamHandler()
+    early.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    if not logger.hasHandlers():
+        logger.addHandler(early)
+    logger.warning("%s: vLLM's own code runs %s: %s", VARIABLE, what, reason)
+    logger.removeHandler(early)
 
 
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:

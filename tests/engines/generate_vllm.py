@@ -25,9 +25,9 @@ def prompts() -> list[list[int]]:
 
 
 def count_calls(_: Any = None) -> Counter:
-    """How often this process calls each op from now on, how many drafted tokens these calls had, how many
-    batches had both drafts and other rows, and for how many of these tokens were gathered. A CUDA graph counts once,
-    when it is captured."""
+    """How often this process calls each op from now on, how many drafted tokens these calls had and how many of the
+    drafts before were accepted, how many batches had both drafts and other rows, and for how many of these tokens were
+    gathered. A CUDA graph counts once, when it is captured."""
     from flash_delta.integrations import _vllm_calls as plugin
 
     counts, calls_of = Counter(), plugin.calls_of
@@ -39,6 +39,7 @@ def count_calls(_: Any = None) -> Counter:
         counts.update(op.__name__ for op, _ in calls)
         for arguments in (given for _, given in calls if "num_accepted_tokens" in given):
             counts["drafted tokens"] += arguments["q"].shape[1] - len(arguments["read_indices"])
+            counts["accepted tokens"] += int((arguments["num_accepted_tokens"] - 1).sum())
         return calls, places
 
     plugin.calls_of, plugin.counts = counted, counts
@@ -82,7 +83,8 @@ def allow_olmo() -> None:
 def allow_kimi() -> None:
     """vLLM's model for NVIDIA GPUs does not run on a CPU. That for AMD GPUs has the same layers of Kimi Delta
     Attention. It imports numba, and vLLM's start on a CPU fails over what that leaves in sys.modules. Beside states
-    vLLM wants pages of 128 latents, and on a CPU its attention takes pages of 16 alone."""
+    vLLM wants pages of 128 latents, and its attention for any CPU (CPU_MLA) takes pages of 16 alone. On CPUs with AMX
+    vLLM would choose another one, which does not take them."""
     sys.modules["numba"] = None
     from vllm import ModelRegistry
     from vllm.platforms.cpu import CpuPlatform

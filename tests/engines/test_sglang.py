@@ -38,6 +38,8 @@ def dispatchers():
         plugin.register()
         assert plugin.TRACKED in plugin._active
         importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
+        options = SimpleNamespace(mamba=SimpleNamespace(**{plugin.REPLAY: False}))  # a server would publish them
+        patch.setattr(importlib.import_module("sglang.srt.runtime_context"), "get_exec", lambda: options)
         triton = importlib.import_module(f"{plugin.BACKENDS}.utils").LinearAttnKernelBackend.TRITON
         made = {}
         for rule, path in zip(RULES, plugin.DISPATCHERS, strict=True):
@@ -161,6 +163,11 @@ def test_extend(dispatchers, rule, graph):
     torch.testing.assert_close(*((o if graph else o[0]) for o in (ours, theirs)), **ROUNDED)
     torch.testing.assert_close(*pools, **ROUNDED)
     assert kept[0].isnan().all()
+
+
+def test_sglang_has_the_option_by_which_drafts_pass_by_a_dispatcher():
+    fields = importlib.import_module("sglang.srt.arg_groups.fields.exec_").ExecMamba.__struct_fields__
+    assert plugin.REPLAY in fields
 
 
 def test_the_guide_names_what_sglang_has():

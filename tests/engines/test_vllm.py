@@ -12,12 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engine_tables import missing
 from judge_vllm import complete_in_bfloat16, judge, load
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 HERE = Path(__file__).parent
-SPECULATION = {  # a token that came before is enough for a draft: random models do not repeat three of them
+SPECULATION = {  # a token that came before is enough for a draft, so some drafts are wrong
     "speculative_config": {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
     }
@@ -27,13 +26,13 @@ PLAIN = {"enable_prefix_caching": False}
 RUNS = {  # the model, and what vLLM is asked for
     "plain": ("qwen3_next", PLAIN),
     "prefix-cache": ("qwen3_next", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
-    "drafts": ("qwen3_next", SPECULATION | PLAIN),
+    "drafts": ("qwen3_next_mtp", SPECULATION | PLAIN),
     "mtp": ("qwen3_next_mtp", MTP | PLAIN),
     "compiled": ("qwen3_next", PLAIN | {"enforce_eager": False}),
     "two-ranks": ("qwen3_next", PLAIN | {"tensor_parallel_size": 2}),
     "olmo": ("olmo_hybrid", PLAIN),
     "olmo-drafts": ("olmo_hybrid", SPECULATION | PLAIN),
-    "kimi": ("kimi_linear", PLAIN | {"block_size": 16}),
+    "kimi": ("kimi_linear", PLAIN | {"block_size": 16, "attention_backend": "CPU_MLA"}),  # for CPUs with AMX or without
 }
 CLOSE = 0.3  # of a log-probability: bfloat16 beside float32; vLLM's own code is up to 0.22 off
 RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # of a CPU with one memory; each has a core
@@ -89,7 +88,9 @@ def test_completions(model, own, name, tmp_path):
     assert len(found["calls"]) == options.get("tensor_parallel_size", 1)
     for calls in found["calls"]:
         drafts = "speculative_config" in options
-        assert (calls.pop("drafted tokens", 0) > 0) == drafts
+        drafted, accepted = (calls.pop(f"{what} tokens", 0) for what in ("drafted", "accepted"))
+        assert (drafted > 0) == drafts
+        assert accepted >= drafted / 5
         assert (calls.pop("mixed batches") > 0) == drafts
         assert calls.pop("gathered batches") == 0  # vLLM puts drafts before other rows
         assert calls.pop("warm") == int(name == "compiled")  # otherwise vLLM does not profile on a CPU
@@ -119,11 +120,3 @@ def test_measurements(tmp_path):
         assert run["prompts 2x40: ms"]["median"] > 0
         assert run["judged"]["right"] >= run["judged"]["tokens"] - 8
         assert run["judged"]["off"] <= CLOSE
-
-
-def test_the_guide_names_what_vllm_has():
-    """In the files that say how its layers are called."""
-    root = Path(find_spec("vllm").origin).parent
-    mamba = root / "model_executor/layers/mamba"
-    files = [mamba / "mamba_utils.py", mamba / "checkpoint.py", mamba / "gdn/qwen_gdn_linear_attn.py"]
-    assert not missing("vLLM", [root / "envs.py", root / "v1/attention/backends/gdn_attn.py", *files])

@@ -1,0 +1,73 @@
+"""The plugin beside the Python files of vLLM, which may be a version that cannot run here. Nothing is computed.
+
+`make engines` runs these tests beside the installed version, and beside the files of a newer one.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from engine_tables import missing
+
+from flash_delta.integrations import _vllm_calls
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+VLLM = Path(find_spec("vllm").origin).parent
+METADATA = VLLM / "v1/attention/backends/gdn_attn.py"
+LOG = "from vllm.config.logging import LoggingConfig as C; import vllm.logger; vllm.logger.configure_logging(C());"
+UNTESTED = """from flash_delta.integrations import vllm as plugin
+from vllm.plugins import load_general_plugins
+plugin._version = lambda package: "0.33.0"
+load_general_plugins()
+plugin.register()"""
+ACTIVE = """from flash_delta.integrations import vllm as plugin
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+print(*plugin._active)"""
+
+
+def output(code, **environment):
+    """Of a process that has no other wish about the plugin than ``environment``."""
+    given = {name: value for name, value in os.environ.items() if name != _vllm_calls.VARIABLE} | environment
+    ran = subprocess.run([sys.executable, "-c", code], check=True, env=given, capture_output=True, text=True)
+    return (ran.stderr + ran.stdout).splitlines()
+
+
+@pytest.mark.parametrize("before", ["", LOG])
+def test_a_version_that_is_not_tested_is_one_warning_in_vllms_log(before):
+    """Before vLLM sets up its log, as in `vllm serve`, and after, as in vLLM's workers."""
+    (line,) = (line for line in output(before + UNTESTED) if "vLLM 0.33.0 is not tested" in line)
+    assert "WARNING" in line
+    assert ("pid=" in line) == bool(before)  # vLLM's format
+
+
+def test_the_hooks_fit():
+    *lines, active = output(ACTIVE, FLASH_DELTA_VLLM="1")
+    assert [line for line in lines if "vLLM's own code runs" in line] == []
+    assert active.split() == [
+        "QwenGatedDeltaNetAttention", "OlmoHybridGatedDeltaNetAttention", "KimiGatedDeltaNetAttention",
+        "BailingMoeV3KimiDeltaAttention",
+    ]  # fmt: skip
+
+
+def test_the_metadata_have_what_the_plugin_reads():
+    ours = Path(_vllm_calls.__file__).read_text()
+    read = {*re.findall(r"\bm\.(\w+)", ours), *re.findall(r'getattr\(m, "(\w+)"', ours)}
+    _, fields = METADATA.read_text().split("class GDNAttentionMetadata:\n")
+    assert len(read) > 12
+    assert read <= {*re.findall(r"^    (\w+):", fields, re.MULTILINE)}
+    checkpoint = (VLLM / "model_executor/layers/mamba/checkpoint.py").read_text()
+    assert {*re.findall(r"checkpoint\.(\w+)", ours)} <= {*re.findall(r"^    (\w+):", checkpoint, re.MULTILINE)}
+
+
+def test_the_guide_names_what_vllm_has():
+    """In the files that say how its layers are called."""
+    mamba = VLLM / "model_executor/layers/mamba"
+    files = [mamba / "mamba_utils.py", mamba / "checkpoint.py", mamba / "gdn/qwen_gdn_linear_attn.py"]
+    assert not missing("vLLM", [VLLM / "envs.py", METADATA, *files])
