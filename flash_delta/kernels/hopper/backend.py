@@ -164,7 +164,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
     wide = padded(p)
-    given, x = x, as_taken(x) if wide is p else triton.with_flat_parameters(x)
+    given, x = x, as_taken(x) if wide is p else triton.with_contiguous_vectors(x)
     o, final = _new_outputs(p)
     saved = _for_backward(wide) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
@@ -240,7 +240,7 @@ def backward(
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
     if pads(p):  # copies can be made of any layout
-        given = triton.with_flat_parameters(x), do, dfinal
+        given = triton.with_contiguous_vectors(x), do, dfinal
     else:
         given = as_taken(x), described(do), plain_state(dfinal)
     if not all(map(is_, given, (x, do, dfinal))):
@@ -283,7 +283,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
     with on(p.device):
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
-        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), *around, known=known)
+        call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(rates, walks, *_memory(alone), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o

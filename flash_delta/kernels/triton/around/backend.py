@@ -101,7 +101,7 @@ def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None 
         return y
     token = x if x.x.dim() == 2 else x._replace(x=x.x[..., 0])
     with on(p.device):
-        call = make_module_call(p, _with_whole_parameters(token), TOKEN, known=known)
+        call = make_module_call(p, _with_flat_parameters(token), TOKEN, known=known)
         run(call, lambda c: run_convolve_token(c, y), y)
         remember(call, x)
     return y
@@ -179,12 +179,13 @@ def _zero(d: AroundInputs) -> None:
 
 
 def _aligned(x: Convolved) -> Convolved:
-    """Inputs with contiguous channels, as they nearly always are, and contiguous parameters."""
-    return _with_whole_parameters(x._replace(x=_unit(x.x)))
+    """Inputs with contiguous channels, as they nearly always are, and contiguous parameters and bounds."""
+    return _with_flat_parameters(x._replace(x=_unit(x.x)))
 
 
-def _with_whole_parameters(x: Convolved) -> Convolved:
-    return x._replace(weight=x.weight.contiguous(), bias=None if x.bias is None else x.bias.contiguous())
+def _with_flat_parameters(x: Convolved) -> Convolved:
+    bias, bounds = (None if t is None else t.contiguous() for t in (x.bias, x.cu_seqlens))
+    return x._replace(weight=x.weight.contiguous(), bias=bias, cu_seqlens=bounds)
 
 
 def _rows(x: Normalized) -> Normalized:
