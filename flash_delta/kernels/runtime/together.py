@@ -41,6 +41,8 @@ def compile_together(wanted: Sequence[Callable[[], Any]], beside: Callable[[], A
         finally:
             active_mode.reset(before)
         for future, finish in together.finishing:
-            finish(future.result())
-        loading.result()
+            if future.exception() is None:
+                finish(future.result())
+        for future in (*together.compiling.values(), loading):
+            future.result()  # raises what happened
     return [ask() if kernel is None else kernel for kernel, ask in zip(found, wanted, strict=True)]
