@@ -20,6 +20,7 @@ from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flash_delta import chunk_delta_rule
 from flash_delta.kernels.runtime import launch, turns
 from flash_delta.kernels.runtime.together import compile_together
 from flash_delta.problem import NormProblem
@@ -198,3 +199,24 @@ def test_kernels_get_into_the_cache_when_they_are_complete():
         compile_together(wanted, beside=int)
     assert (cache, active_mode.get()) == ({}, None)
     assert compile_together(wanted, beside=int) == ["compiled", "compiled"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_call_whose_assembler_was_killed(tmp_path, monkeypatch):
+    from triton import knobs
+
+    q, k, v, beta = (torch.randn(1, 64, 2, *width, device="cuda") for width in ((24,), (24,), (40,), ()))
+    call = partial(chunk_delta_rule, q, k, v, beta.sigmoid(), use_qk_l2norm_in_kernel=True)
+    killed = tmp_path / "ptxas"
+    killed.write_text(f'#!/bin/sh\ncase "$*" in *--version*) exec {knobs.nvidia.ptxas.path} "$@";; esac\nkill -9 $$\n')
+    killed.chmod(0o755)
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "cache")
+        with monkeypatch.context() as m:
+            m.setenv("TRITON_PTXAS_PATH", str(killed))
+            m.setenv("TRITON_PTXAS_BLACKWELL_PATH", str(killed))  # newer Triton's, for all chips
+            for _ in range(2):
+                with pytest.raises(Exception, match="ptxas"):
+                    call(backend="triton")
+        o, _ = call(backend="triton")
+    torch.testing.assert_close(o, call(backend="torch")[0], rtol=1e-4, atol=1e-4)
