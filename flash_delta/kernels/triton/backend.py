@@ -326,7 +326,8 @@ def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
     if p.keep_states:
         kept = for_backward(p, *buffers) if kept_all(p) else Workspace(p, Residual, buffer=buffers[-1])
         *_, residual = kept.views()
-        states = residual.states[:, :, : p.V, : p.K].mT  # [slots, HV, K, V]
+        states = residual.states[:, :, : p.V, : p.K]
+        states = states if p.state_v_first else states.mT
         if p.packed:  # slots as in chunk.py
             places = enumerate(zip(accumulate(p.lengths, initial=0), p.lengths, strict=False))
             runs = [states.narrow(0, start // C + n, -(-length // C)) for n, (start, length) in places]
