@@ -54,11 +54,12 @@ from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt,
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
 from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import Factors, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
@@ -82,6 +83,8 @@ def unsupported(problem: Problem) -> str | None:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:
         return "it does not return the states of chunks"
+    if (problem.HV > MOST_PROGRAMS or _walks_in_triton(problem)) and crowded(problem) is not None:
+        return crowded(problem)
     if problem.gate == "channel":
         return by_channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
@@ -104,6 +107,13 @@ def unsupported(problem: Problem) -> str | None:
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
     return None
+
+
+def _walks_in_triton(p: Problem) -> bool:
+    """Whether kernels of ``triton`` may walk the states, forward or back."""
+    if p.gate == "channel":
+        return p.needs_grad or (p.batch_invariant and p.pool is None)
+    return p.needs_grad and by_hand.unsupported(p) is not None
 
 
 def _unsupported_pool(p: Problem) -> str | None:

@@ -40,7 +40,7 @@ from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import memory_of, new_segmented_back, run_segmented_back
 from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
+from flash_delta.kernels.triton.forward.scan_launches import crowded, scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
@@ -56,7 +56,6 @@ from flash_delta.kernels.triton.tiles import Segments, plan_back, plan_segments,
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
-MOST_SEQUENCES = 65_534  # the last axis of a grid has one more program, for tokens after the sequences
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # after `step`'s new states
 HANDED = (Solved, Factors, Channels)  # passed from kernel to kernel in a call without gradients
@@ -81,8 +80,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it returns the states of chunks of {C} tokens, chunk_size is {problem.chunk_size}"
     if problem.keep_states and problem.lengths is None:
         return f"it counts chunks on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
-    if problem.N > MOST_SEQUENCES and (problem.pool is None or problem.batch_invariant):
-        return f"it walks up to {MOST_SEQUENCES:,} sequences side by side, there are {problem.N:,}"
+    if crowded(problem) is not None:
+        return crowded(problem)
     by_chip = problem.dtype == torch.float32 or problem.erase == "undecayed"
     widest = widest_key(problem, chip_of(problem.device)) if by_chip else WIDEST_KEY
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):

@@ -17,7 +17,7 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_backward,
     run_convolve_token,
 )
-from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
+from flash_delta.kernels.triton.around.gate import MOST_GATES, count_gate_parts, run_decay, run_decay_backward
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
 from flash_delta.problem import (
     MOST_TAPS,
@@ -44,6 +44,8 @@ def unsupported(problem: AroundProblem) -> str | None:
         return "it computes in float32, the tensors are float64"
     if isinstance(problem, NormProblem) and problem.D > WIDEST_ROW:
         return f"it normalises rows of up to {WIDEST_ROW} numbers, they are {problem.D} wide"
+    if isinstance(problem, GateProblem) and problem.HV * problem.K > MOST_GATES:
+        return f"it computes up to {MOST_GATES:,} gates per token, here are {problem.HV * problem.K:,}"
     if isinstance(problem, ConvolutionProblem) and problem.W > MOST_TAPS:
         return f"it has up to {MOST_TAPS} taps, here are {problem.W}"
     return None
