@@ -63,8 +63,8 @@ def run(
     a ``later`` call. ``made``: contiguous tensors for this call; a workspace is given as its buffer. ``spare``: the
     same, but nobody needs them after the launch. ``left``: tensors that an earlier call has made for this one.
     """
-    on_amd = c.p.device.type == "cuda" and c.shape.chip.target.startswith("gfx")
-    if (c.direct or on_amd) and c.shape.key not in _ready:
+    # A kernel that is compiled while somebody instruments kernels is not kept.
+    if c.shape.key not in _ready and (c.direct or (c.p.device.type == "cuda" and not profiled())):
         _compile((c, kernels), *(() if later is None else (later(),)))
     if not c.direct:
         with _explained(c):
