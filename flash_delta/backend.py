@@ -10,8 +10,9 @@ has ``plans_on_host = True``. Then ops wait for the device, read the lengths, an
 
 import importlib
 import os
-import sys
 from collections.abc import Callable
+from functools import cache
+from threading import RLock
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
@@ -72,14 +73,9 @@ class Backend(Protocol):
         """
 
     def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        saved: tuple[Tensor, ...],
-        do: Tensor,
-        dfinal: Tensor | None,
+        self, problem: Problem, inputs: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
         known: KnownCall | None = None,
-    ) -> Inputs:
+    ) -> Inputs:  # fmt: skip
         """Gradients of all inputs, in their shapes and dtypes; None for what is None. ``do`` and ``dfinal`` may have
         any strides. ``saved`` is what ``forward`` saved, and then ``planned``, except under torch.compile. It is
         empty after ``step``, and under torch.compile without ``empty_saved``. Under torch.compile autograd records
@@ -137,13 +133,9 @@ class AroundBackend(Protocol):
         """``y [B, T, D]``, and the final state ``[N, D, W]`` if the problem asks for it; both contiguous."""
 
     def convolve_backward(
-        self,
-        problem: ConvolutionProblem,
-        inputs: Convolved,
-        dy: Tensor | None,
-        dfinal: Tensor | None,
+        self, problem: ConvolutionProblem, inputs: Convolved, dy: Tensor | None, dfinal: Tensor | None,
         known: KnownCall | None = None,
-    ) -> Convolved:
+    ) -> Convolved:  # fmt: skip
         """Gradients of the four inputs with values, in their shapes and dtypes; None for what is None. ``dy`` or
         ``dfinal`` may be None, which means zeros."""
 
@@ -172,6 +164,7 @@ class Entry(NamedTuple):
 
 
 _entries: dict[str, Entry] = {}
+_importing = RLock()  # threads import one after the other: Triton's modules need each other
 
 
 def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Callable[[], bool] = lambda: False) -> None:
@@ -197,6 +190,7 @@ def unregister(name: str) -> None:
     """Removes a backend. The process may still remember calls on it, so it should not make such calls again."""
     find(name)
     del _entries[name]
+    _module.cache_clear()
 
 
 def names() -> tuple[str, ...]:
@@ -210,14 +204,9 @@ def find(name: str) -> Entry:
     return entry
 
 
-def takes_cpu(name: str) -> bool:
-    return find(name).takes_cpu()
-
-
 def load(name: str) -> ModuleType:
     """The module that is a :class:`Backend`."""
-    module = find(name).rule
-    return sys.modules.get(module) or importlib.import_module(module)
+    return _module(find(name).rule)
 
 
 def plans_on_host(backend: ModuleType) -> bool:
@@ -228,7 +217,14 @@ def plans_on_host(backend: ModuleType) -> bool:
 def load_around(name: str) -> ModuleType | None:
     """The module that is an :class:`AroundBackend`, or None."""
     module = find(name).around
-    return module and (sys.modules.get(module) or importlib.import_module(module))
+    return module and _module(module)
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    """The complete module."""
+    with _importing:
+        return importlib.import_module(name)
 
 
 # Convolution, norms and gates as PyTorch's own operations, which autograd and compilers can follow.

@@ -246,5 +246,5 @@ class Outputs(NamedTuple):
     o: Tensor  # [B, T, HV, V]
     final_state: Tensor  # Problem.state_shape, in Problem.accumulate
     saved: tuple[Tensor, ...] = ()  # for the same backend's backward; empty unless Problem.needs_grad
-    states: Tensor | None = None  # [B, chunks, HV, K, V] at chunk starts, with Problem.keep_states
+    states: Tensor | None = None  # [B, chunks, *Problem.state_shape[1:]] at chunk starts, with Problem.keep_states
     planned: tuple[Tensor, ...] = ()  # saved after the others, except under torch.compile: a plan decides their sizes

@@ -6,6 +6,7 @@ get is compared with what the first one got.
 
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -35,6 +36,7 @@ COPIED = {
     "values-shifted": {"v": shifted},
     "gates-with-gaps": {"g": with_gaps},
     "parameters-with-gaps": {"A_log": with_gaps, "dt_bias": with_gaps},
+    "bounds-with-gaps": {"cu_seqlens": with_gaps},
 }
 CELLS = pytest.mark.parametrize(
     ("member", "backend", "copied"),
@@ -49,7 +51,8 @@ TRAINING = pytest.mark.parametrize("training", [False, True], ids=["forward", "t
 
 
 def inputs(member, copied, device, seed, training):
-    x = make_inputs(CASE, MEMBERS[member], torch.bfloat16, device, seed)
+    case = replace(CASE, lengths=(130, 0, 70)) if "cu_seqlens" in COPIED[copied] else CASE
+    x = make_inputs(case, MEMBERS[member], torch.bfloat16, device, seed)
     for name, change in COPIED[copied].items():
         x[name] = change(x[name].detach())
     return {n: t.detach().requires_grad_(training) if n in TENSORS else t for n, t in x.items()}

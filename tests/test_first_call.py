@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,7 +20,9 @@ from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flash_delta import chunk_delta_rule
 from flash_delta.kernels.runtime import launch, turns
+from flash_delta.kernels.runtime.together import compile_together
 from flash_delta.problem import NormProblem
 
 ROWS = {"gdn": 0, "kda": 3}  # of training_step.ROWS
@@ -87,7 +88,7 @@ class Kernel:
 
     def warmup(self, *given, grid):
         self.asked.append(self)
-        return SimpleNamespace(result=lambda: (self, grid))
+        return self, grid
 
 
 def test_large_kernels_are_compiled_first(monkeypatch):
@@ -95,7 +96,6 @@ def test_large_kernels_are_compiled_first(monkeypatch):
     monkeypatch.setattr(launch.fastcall, "API", None)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_ready", set())
-    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
     asked = []
     small, large, by_hand, longer = (Kernel(*of, asked) for of in ((0, 1), (0, 9), (2, 5), (2, 7)))
     whole = Kernel(3, 5, asked)
@@ -138,3 +138,85 @@ def compilations(place, row, changes):
 @pytest.mark.parametrize("member", ROWS)
 def test_the_backward_pass_is_compiled_beside_the_forward_pass(process, tmp_path, member, changes):
     assert process.submit(compilations, tmp_path, ROWS[member], changes).result() == [2]
+
+
+def failures():
+    """What comes of three kernels, two of which cannot be compiled at first: errors, how often each was compiled, and
+    the kernels."""
+    import triton
+    from faulty_kernels import product
+
+    from flash_delta.compiler.offline import offline
+
+    failing, compiled, compile_ = {32: [OSError("disk"), MemoryError()], 64: [OSError()]}, [], triton.compiler.compile
+
+    def compile_one(src, **options):
+        compiled.append(width := src.constants[(4,)])
+        if failing.get(width):
+            raise failing[width].pop(0)
+        return compile_(src, **options)
+
+    a, o = torch.empty(9, 64, 64, dtype=torch.bfloat16, device="meta"), torch.empty(64, 64, device="meta")
+    wanted = [
+        partial(product.warmup, a, a, o, 9, width, 16, 16, "ieee", grid=(1,), num_stages=1) for width in (16, 32, 64)
+    ]
+    errors = []
+    with offline("sm_80"), patch.object(triton.compiler, "compile", compile_one):
+        for _ in range(3):
+            try:
+                kernels = compile_together(wanted, beside=int)
+            except Exception as error:
+                errors.append(repr(error))
+    return errors, sorted(compiled), [type(kernel).__name__ for kernel in kernels]
+
+
+def test_what_could_not_be_compiled_is_compiled_by_the_next_call(process):
+    """Each call says what happened to it."""
+    errors, compiled, kernels = process.submit(failures).result()
+    assert errors == ["OSError('disk')", "MemoryError()"]
+    assert compiled == [16, 32, 32, 32, 64, 64]
+    assert kernels == 3 * ["CompiledKernel"]
+
+
+def test_kernels_get_into_the_cache_when_they_are_complete():
+    from triton.runtime._async_compile import active_mode
+
+    cache, fails = {}, [KeyboardInterrupt()]
+
+    def compile_it():
+        if fails:
+            raise fails.pop()
+        return "compiled"
+
+    def ask(name):
+        mode = active_mode.get()
+        return (
+            cache[name] if name in cache else mode.submit("source", compile_it, partial(cache.__setitem__, name), None)
+        )
+
+    wanted = [partial(ask, "a"), partial(ask, "b")]
+    with pytest.raises(KeyboardInterrupt):
+        compile_together(wanted, beside=int)
+    assert (cache, active_mode.get()) == ({}, None)
+    assert compile_together(wanted, beside=int) == ["compiled", "compiled"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_call_whose_assembler_was_killed(tmp_path, monkeypatch):
+    from triton import knobs
+
+    q, k, v, beta = (torch.randn(1, 64, 2, *width, device="cuda") for width in ((24,), (24,), (40,), ()))
+    call = partial(chunk_delta_rule, q, k, v, beta.sigmoid(), use_qk_l2norm_in_kernel=True)
+    killed = tmp_path / "ptxas"
+    killed.write_text(f'#!/bin/sh\ncase "$*" in *--version*) exec {knobs.nvidia.ptxas.path} "$@";; esac\nkill -9 $$\n')
+    killed.chmod(0o755)
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "cache")
+        with monkeypatch.context() as m:
+            m.setenv("TRITON_PTXAS_PATH", str(killed))
+            m.setenv("TRITON_PTXAS_BLACKWELL_PATH", str(killed))  # newer Triton's, for all chips
+            for _ in range(2):
+                with pytest.raises(Exception, match="ptxas"):
+                    call(backend="triton")
+        o, _ = call(backend="triton")
+    torch.testing.assert_close(o, call(backend="torch")[0], rtol=1e-4, atol=1e-4)

@@ -102,6 +102,13 @@ def on_a_card(monkeypatch):
         ({"K": 64, "needs_grad": True, "disable_recompute": True}, "K and V have to be the same"),
         ({"K": 64, "pool": torch.float32}, "on a pool K and V have to be 64 or 128, both; they are 64 and 128"),
         ({"scale": -1.0}, "scale has to be positive, it is -1.0"),
+        ({"H": 65_536, "HV": 65_536}, "up to 65,535 heads"),
+        ({"N": 70_000}, None),
+        ({"N": 70_000, "needs_grad": True}, None),
+        ({"N": 40_000, "needs_grad": True, "dtype": torch.float16}, "with gradients it walks up to 32,767 sequences"),
+        (KDA | {"N": 70_000}, None),
+        (KDA | {"N": 70_000, "batch_invariant": True}, "it walks up to 65,534 sequences"),
+        (KDA | {"N": 40_000, "needs_grad": True}, "with gradients it walks up to 32,767 sequences"),
     ],
 )
 def test_what_it_cannot_run_it_says(on_a_card, changes, reason):

@@ -366,6 +366,9 @@ def test_old_and_idle_names(x):
     assert_close(graphed, flash_delta.chunk_kda(**kda), 0)
     _, _, states = ops.chunk_kda(**kda, return_intermediate_states=True)
     assert states.shape == (B, 2, HV, K, V)
+    kda |= {"initial_state": kda["initial_state"].mT, "state_v_first": True}
+    _, _, other = ops.chunk_kda(**kda, return_intermediate_states=True)
+    assert_close(other, states.mT, 0)
 
 
 REFUSED = {

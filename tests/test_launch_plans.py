@@ -152,6 +152,66 @@ def test_kernels(process, place, heads, calls, kernels):
     assert tuple(process.submit(launched, place, heads, calls).result()) == kernels
 
 
+def longest_axes(place, calls):
+    """The longest second or third axis of a grid, for each call: its backend, op, packed sequences and options. One
+    more sequence is long enough to be split."""
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import descriptors, launch
+    from flash_delta.ops import _known_calls
+
+    grids, make_step = [], launch.make_step
+
+    def noting(kernel, grid, values):
+        grids.append(max(grid[1:]))
+        return make_step(kernel, grid, values)
+
+    def longest(backend, op, count, K, dtype, long, training):
+        grids.clear()
+        _known_calls.calls.clear()
+        T, per = count - 1 + long, (K,) if op == "chunk_kda" else ()
+        q, k, v = (torch.empty(1, T, 1, K, dtype=dtype).requires_grad_(training) for _ in range(3))
+        g, beta = torch.empty(1, T, 1, *per, dtype=dtype), torch.empty(1, T, 1, dtype=dtype)
+        bounds = [*range(count), T]
+        packed = {"cu_seqlens": torch.tensor(bounds), "cu_seqlens_cpu": bounds}
+        o, _ = getattr(flash_delta, op)(q, k, v, g, beta, **packed, backend=backend)
+        if training:
+            torch.autograd.grad(o, (q, k, v), o)
+        return max(grids)
+
+    with (
+        pretended_gpu(place),
+        patch.object(launch, "make_step", noting),
+        patch.object(descriptors, "make_step", noting),
+    ):
+        return [longest(*call) for call in calls]
+
+
+GATED, CHANNEL = "chunk_gated_delta_rule", "chunk_kda"
+SPLIT = 2**17
+
+
+@pytest.mark.parametrize(
+    ("backend", "op", "count", "K", "dtype", "long", "training", "longest"),
+    [
+        ("triton", GATED, 65_534, 16, torch.bfloat16, 1, False, 65_535),
+        ("triton", GATED, 65_534, 16, torch.bfloat16, SPLIT, False, 65_535),
+        ("triton", GATED, 32_767, 16, torch.bfloat16, 1, True, 65_534),
+        ("triton", GATED, 32_767, 16, torch.bfloat16, SPLIT, True, 65_534),
+        ("triton", CHANNEL, 32_767, 16, torch.bfloat16, SPLIT, True, 65_534),
+        ("hopper", GATED, 70_000, 64, torch.bfloat16, SPLIT, True, 2),
+        ("hopper", GATED, 32_767, 64, torch.float16, SPLIT, True, 65_534),
+        ("hopper", CHANNEL, 70_000, 128, torch.bfloat16, SPLIT, False, 2),
+        ("hopper", CHANNEL, 32_767, 128, torch.bfloat16, SPLIT, True, 65_534),
+    ],
+)
+def test_grids_have_room_for_all_sequences(process, place, backend, op, count, K, dtype, long, training, longest):
+    """As many as a backend takes, also if one of them is long enough to be split."""
+    call = backend, op, count, K, dtype, long, training
+    assert process.submit(longest_axes, place, [call]).result() == [longest]
+
+
 FEW, POOL_LOOP = WALK, ("channel_prompts",)
 EITHER = FEW + POOL_LOOP
 

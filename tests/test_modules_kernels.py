@@ -282,6 +282,10 @@ def test_a_second_derivative_is_refused():
         (lambda: rms_norm(random(1, 9000), random(9000), 1e-5, "triton"), "rows of up to 8192 numbers"),
         (lambda: rms_norm(random(1, 8).double(), random(8), 1e-5, "triton"), "it computes in float32"),
         (lambda: fused_gdn_gate(random(1, 8).double(), random(8), backend="triton"), "it computes in float32"),
+        (
+            lambda: fused_gdn_gate(*2 * [random(2**23)], backend="triton"),
+            "up to 8,388,480 gates per token, here are 8,",
+        ),
         (lambda: rms_norm(random(1, 8), random(8), 1e-5, "nonsense"), "backend: expected one of triton, hopper, torch"),
     ],
 )

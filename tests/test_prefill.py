@@ -72,6 +72,7 @@ def test_launches_for_the_prompts_that_there_may_be():
     for changes in ({"max_prompts": 1}, {"T": 65}):
         assert launches(batch_invariant=True, **changes) == launches(), "short sequences are walked, too"
     assert launches(chip=("sm_80", 108)) == [(32, 65, 0, 65, True)]
+    assert launches(chip=("sm_80", 108), N=70_000, T=2**21) == [(32, 65_534, 0, 65_534, True)], "others take turns"
     every = pool_scans(p, Chip("sm_90", 132), every=True)
     assert [(w.tile.BV, w.most) for w in every] == [(BV, ANY) for BV in (16, 32, 64, 128)]
 

@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from contextlib import nullcontext
 from itertools import chain, pairwise
 
 import pytest
@@ -57,7 +56,6 @@ def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
     loaded = []
     monkeypatch.setattr(launch.fastcall, "load", lambda: loaded.append(threading.current_thread()))
     monkeypatch.setattr(launch, "_ready", set())
-    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
     for _ in range(2):
         launch.run(call, lambda c: None)
     assert len(loaded) == 1
@@ -71,7 +69,6 @@ def test_an_older_torch_has_no_c(call, monkeypatch):
     monkeypatch.setattr(calls.fastcall, "API", None)
     monkeypatch.setattr(calls.fastcall, "load", lambda: pytest.fail("C cannot be loaded"))
     monkeypatch.setattr(launch, "_ready", set())
-    monkeypatch.setattr(launch.triton, "AsyncCompileMode", lambda threads: nullcontext())
     assert not calls._direct(torch.device("cuda"))
     launch._compile((call, lambda c: None))
 

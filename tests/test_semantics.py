@@ -199,6 +199,10 @@ def test_intermediate_states_are_those_of_shorter_calls():
     _, _, states = flash_delta.chunk_kda(**x, return_intermediate_states=True)
     assert states.shape == (2, 3, 4, 16, 24)
     assert torch.equal(states[:, 0], x["initial_state"])
+    turned = x | {"initial_state": x["initial_state"].mT, "state_v_first": True}
+    turned = flash_delta.chunk_kda(**turned, return_intermediate_states=True)[2]
+    assert turned.is_contiguous()
+    assert torch.equal(turned, states.mT)
     part = x | {n: x[n][:, :128] for n in ("q", "k", "v", "g", "beta")}
     assert torch.equal(states[:, 2], flash_delta.chunk_kda(**part)[1])
     packed = make_inputs(BY_NAME["packed"], MEMBERS["kda"], torch.bfloat16)

@@ -106,7 +106,7 @@ def test_lengths_compile_twice_at_most(packed):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("case", ["ragged", "packed"])
+@pytest.mark.parametrize("case", ["ragged", "packed", "state-v-first"])
 def test_chunk_states(case):
     """How many a packed row has is known only when it runs."""
     x = inputs_of("kda", case) | {"return_intermediate_states": True}

@@ -34,7 +34,7 @@ def _offers(problem: Call, load: Load) -> list[Offer]:
 
 def _find(name: str, on_cpu: bool, load: Load) -> ModuleType | str:
     """The module of a backend, or the reason why there is none for this call."""
-    if on_cpu and not backends.takes_cpu(name):
+    if on_cpu and not backends.find(name).takes_cpu():
         return "it needs a GPU, the tensors are on the CPU"  # known without importing Triton
     try:
         return load(name) or "it has nothing for this"

@@ -98,7 +98,8 @@ def chunk_kda(
 
     Returns:
         ``(o [B, T, HV, V] in q's dtype, final_state or None)``; states are float32 (float64 for float64 inputs). With
-        ``return_intermediate_states`` also the chunk states ``[B, chunks, HV, K, V]`` in q's dtype, without gradient.
+        ``return_intermediate_states`` also the chunk states ``[B, chunks, HV, K, V]``, or with ``state_v_first``
+        ``[B, chunks, HV, V, K]``, in q's dtype, without gradient.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

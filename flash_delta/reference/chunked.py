@@ -47,6 +47,7 @@ def forward(problem: Problem, x: Inputs, known: KnownCall | None = None) -> Outp
         if problem.keep_states:
             states.append(S0.to(problem.dtype))
     states = layout.unpack_chunks(states, problem.B) if problem.keep_states else None
+    states = states.mT.contiguous() if problem.keep_states and problem.state_v_first else states
     return Outputs(o, write_states(problem, layout.order, final_state), tuple(saved), states)
 
 

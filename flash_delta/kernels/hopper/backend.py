@@ -54,11 +54,12 @@ from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt,
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
 from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import Factors, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
@@ -82,6 +83,8 @@ def unsupported(problem: Problem) -> str | None:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:
         return "it does not return the states of chunks"
+    if (problem.HV > MOST_PROGRAMS or _walks_in_triton(problem)) and crowded(problem) is not None:
+        return crowded(problem)
     if problem.gate == "channel":
         return by_channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
@@ -104,6 +107,13 @@ def unsupported(problem: Problem) -> str | None:
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
     return None
+
+
+def _walks_in_triton(p: Problem) -> bool:
+    """Whether kernels of ``triton`` may walk the states, forward or back."""
+    if p.gate == "channel":
+        return p.needs_grad or (p.batch_invariant and p.pool is None)
+    return p.needs_grad and by_hand.unsupported(p) is not None
 
 
 def _unsupported_pool(p: Problem) -> str | None:
@@ -164,7 +174,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
     wide = padded(p)
-    given, x = x, as_taken(x) if wide is p else triton.with_flat_parameters(x)
+    given, x = x, as_taken(x) if wide is p else triton.with_contiguous_vectors(x)
     o, final = _new_outputs(p)
     saved = _for_backward(wide) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
@@ -240,7 +250,7 @@ def backward(
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
         return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
     if pads(p):  # copies can be made of any layout
-        given = triton.with_flat_parameters(x), do, dfinal
+        given = triton.with_contiguous_vectors(x), do, dfinal
     else:
         given = as_taken(x), described(do), plain_state(dfinal)
     if not all(map(is_, given, (x, do, dfinal))):
@@ -283,7 +293,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
     with on(p.device):
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
-        call = make_call(p, triton.with_flat_parameters(given), PREFILL, *s._replace(out=None), *around, known=known)
+        call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(rates, walks, *_memory(alone), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o

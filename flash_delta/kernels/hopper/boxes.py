@@ -7,7 +7,7 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper import layouts
 from flash_delta.kernels.runtime.descriptors import Descriptor
 from flash_delta.kernels.runtime.workspace import Residual
-from flash_delta.kernels.triton.backend import with_flat_parameters
+from flash_delta.kernels.triton.backend import with_contiguous_vectors
 from flash_delta.problem import Inputs, Problem
 
 
@@ -37,7 +37,7 @@ def as_taken(x: Inputs, *more: str) -> Inputs:
     copies = {name: described(getattr(x, name)) for name in ("q", "k", "v", *more)}
     copies["initial_state"] = plain_state(x.initial_state)
     copies = {name: t for name, t in copies.items() if t is not getattr(x, name)}
-    return with_flat_parameters(x._replace(**copies) if copies else x)
+    return with_contiguous_vectors(x._replace(**copies) if copies else x)
 
 
 def describable(t: Tensor) -> bool:

@@ -67,7 +67,8 @@ def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
     """Puts a shape into ``known``, as the newest one."""
     if known is not None:
         if len(known.launches) >= MOST:
-            known.launches.pop(next(iter(known.launches)), None)
+            oldest, *_ = known.launches  # in one step, since other threads put shapes in, too
+            known.launches.pop(oldest, None)
         known.launches[name] = shape
 
 

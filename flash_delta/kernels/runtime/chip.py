@@ -9,6 +9,7 @@ from triton.runtime.driver import driver
 from flash_delta.problem import Problem
 
 CPU = torch.device("cpu")  # comparing with it takes a tenth of the time of `device.type`
+MOST_PROGRAMS = 65_535  # along the second and the third axis of a grid, on any GPU
 
 
 class Tile(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import gcd
 from operator import attrgetter
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ class TensorLayout(NamedTuple):
 Key = tuple[NamedTuple, tuple[TensorLayout | None, ...]]
 
 numbers: dict[Key, int] = {}  # keys are numbered as they come
+_numbering = Lock()  # two keys must not get the same number
 
 
 def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
@@ -84,7 +86,8 @@ def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
         None if t is None else _layout(*t, counted=name in counted, fixed=POOLS.get(name, 0), alone=one)
         for name, t in zip_longest(names[: len(tensors)], tensors)
     ])  # fmt: skip
-    return numbers.setdefault((flags, layouts), len(numbers))
+    with _numbering:
+        return numbers.setdefault((flags, layouts), len(numbers))
 
 
 def _layout(

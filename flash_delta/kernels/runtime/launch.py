@@ -6,13 +6,12 @@ tensors, and sizes and flags of the problem. `make_call` looks at these once per
 calls like it have left.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import is_
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +26,11 @@ from flash_delta.kernels.runtime.compile_key import numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
+from flash_delta.kernels.runtime.together import compile_together
 from flash_delta.kernels.runtime.turns import take_turns
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 Kernels = Callable[[Call], None]
-MOST_THREADS = 16  # for compiling; a call has fewer large kernels
 
 
 class Plan(NamedTuple):
@@ -47,6 +46,7 @@ class Plan(NamedTuple):
 
 _compiled: dict[tuple, Any] = {}  # by `_name`
 _ready: set[int] = set()
+_compiling = RLock()
 
 
 def run(
@@ -63,8 +63,8 @@ def run(
     a ``later`` call. ``made``: contiguous tensors for this call; a workspace is given as its buffer. ``spare``: the
     same, but nobody needs them after the launch. ``left``: tensors that an earlier call has made for this one.
     """
-    on_amd = c.p.device.type == "cuda" and c.shape.chip.target.startswith("gfx")
-    if (c.direct or on_amd) and c.shape.key not in _ready:
+    # A kernel that is compiled while somebody instruments kernels is not kept.
+    if c.shape.key not in _ready and (c.direct or (c.p.device.type == "cuda" and not profiled())):
         _compile((c, kernels), *(() if later is None else (later(),)))
     if not c.direct:
         with _explained(c):
@@ -81,23 +81,26 @@ def run(
 
 
 def _compile(*calls: tuple[Call, Kernels]) -> None:
-    """Compiles everything that calls with these keys can ever launch, in parallel. The slowest kernels come first."""
-    wanted: dict[tuple, partial] = {}
-    for c, kernels in calls:
-        kernels(c._replace(direct=False, compiling=wanted))
-    take_turns()
-    with (
-        _explained(calls[0][0]),
-        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
-        triton.AsyncCompileMode(threads),
-    ):
-        loading = threads.submit(fastcall.load) if fastcall.API else None  # it takes as long as a small kernel
-        found = {name: wanted[name]() for name in sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)}
-    for key, kernel in found.items():
-        _compiled[key] = kernel.result() if hasattr(kernel, "result") else kernel
-    if loading is not None:
-        loading.result()
-    _ready.update(c.shape.key for c, _ in calls)
+    """Compiles everything that calls with these keys can ever launch, in parallel. The slowest kernels come first. If
+    several threads make such a call first, one of them compiles, and the others wait."""
+    with _compiling:
+        if all(c.shape.key in _ready for c, _ in calls):
+            return
+        wanted: dict[tuple, partial] = {}
+        for c, kernels in calls:
+            kernels(c._replace(direct=False, compiling=wanted))
+        take_turns()
+        names = sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)
+        with _explained(calls[0][0]):
+            found = compile_together([wanted[name] for name in names], beside=_load)
+        _compiled.update(zip(names, found, strict=True))
+        _ready.update(c.shape.key for c, _ in calls)
+
+
+def _load() -> None:
+    """Loads the C module, which takes as long as to compile a small kernel."""
+    if fastcall.API is not None:
+        fastcall.load()
 
 
 def _size(compile_it: partial) -> tuple[int, int]:

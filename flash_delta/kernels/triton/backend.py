@@ -40,7 +40,7 @@ from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import memory_of, new_segmented_back, run_segmented_back
 from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.kernels.triton.forward.scan_launches import scratch_bytes
+from flash_delta.kernels.triton.forward.scan_launches import crowded, scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
@@ -56,7 +56,6 @@ from flash_delta.kernels.triton.tiles import Segments, plan_back, plan_segments,
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
-MOST_SEQUENCES = 65_534  # the last axis of a grid has one more program, for tokens after the sequences
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # after `step`'s new states
 HANDED = (Solved, Factors, Channels)  # passed from kernel to kernel in a call without gradients
@@ -81,8 +80,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it returns the states of chunks of {C} tokens, chunk_size is {problem.chunk_size}"
     if problem.keep_states and problem.lengths is None:
         return f"it counts chunks on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
-    if problem.N > MOST_SEQUENCES and (problem.pool is None or problem.batch_invariant):
-        return f"it walks up to {MOST_SEQUENCES:,} sequences side by side, there are {problem.N:,}"
+    if crowded(problem) is not None:
+        return crowded(problem)
     by_chip = problem.dtype == torch.float32 or problem.erase == "undecayed"
     widest = widest_key(problem, chip_of(problem.device)) if by_chip else WIDEST_KEY
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):
@@ -119,7 +118,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return _outputs(p, *made)
-    given, x = x, with_flat_parameters(x)
+    given, x = x, with_contiguous_vectors(x)
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = (for_backward(p),) if p.needs_grad else ()
@@ -163,7 +162,7 @@ def backward_by(
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
         return gradients_of(x, made)
-    given = with_flat_parameters(x)
+    given = with_contiguous_vectors(x)
     if given is not x:
         return backward_by(chunks, p, given, saved, do, dfinal, known)
     d, split = new_gradients(p, x), plan_back(p, chip_of(p.device))
@@ -179,7 +178,7 @@ def backward_by(
 def later_by(chunks: Chunks, p: Problem, x: Inputs, saves: bool) -> tuple[Call, Kernels]:
     """The usual call of `backward_by` after a forward call with ``x``, for compiling both together. It assumes that
     final states have no gradient, and that the gradient of o is contiguous."""
-    nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
+    nowhere, x = p._replace(device=torch.device("meta")), with_contiguous_vectors(x)
     saved = (for_backward(nowhere).buffer,) if saves else ()
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     d, split = new_gradients(nowhere, x), plan_back(p, chip_of(p.device))
@@ -218,7 +217,7 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | N
     """``o``, contiguous. The pools are written in place."""
     o, convolved = output_of(p, s), new_convolved(p)
     with on(p.device):
-        call = make_call(p, with_flat_parameters(x), DECODE, *s._replace(out=None), *around, known=known)
+        call = make_call(p, with_contiguous_vectors(x), DECODE, *s._replace(out=None), *around, known=known)
         run(call, partial(run_rows, o=o, convolved=convolved), o, spare=convolved)
     remember_served(call, x, known, DECODE)
     return o
@@ -254,7 +253,7 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.T == 0:  # no row reads its state
         states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
         return Outputs(o, states)
-    given, x, p = x, with_flat_parameters(x), p._replace(pool=torch.float32)
+    given, x, p = x, with_contiguous_vectors(x), p._replace(pool=torch.float32)
     if x.beta is None:
         x = x._replace(beta=x.v.new_ones(p.B, p.T, p.HV))
     x = Inputs(*(t.contiguous() if t is not None and _spans(t) >= 2**31 else t for t in x))
@@ -295,7 +294,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         run_after(c, o)
 
     with on(p.device):
-        call = make_call(p, with_flat_parameters(x), PREFILL, *s._replace(out=None), *around, known=known)
+        call = make_call(p, with_contiguous_vectors(x), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(memory.buffer, *convolved))
     remember_served(call, x, known, PREFILL)
     return o
@@ -326,7 +325,8 @@ def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
     if p.keep_states:
         kept = for_backward(p, *buffers) if kept_all(p) else Workspace(p, Residual, buffer=buffers[-1])
         *_, residual = kept.views()
-        states = residual.states[:, :, : p.V, : p.K].mT  # [slots, HV, K, V]
+        states = residual.states[:, :, : p.V, : p.K]
+        states = states if p.state_v_first else states.mT
         if p.packed:  # slots as in chunk.py
             places = enumerate(zip(accumulate(p.lengths, initial=0), p.lengths, strict=False))
             runs = [states.narrow(0, start // C + n, -(-length // C)) for n, (start, length) in places]
@@ -335,14 +335,12 @@ def _outputs(p: Problem, o: Tensor, final: Tensor, *buffers: Tensor) -> Outputs:
     return Outputs(o, final, buffers[: p.needs_grad], states)
 
 
-def with_flat_parameters(x: Inputs) -> Inputs:
-    """The inputs with contiguous parameters per head, as they nearly always are."""
-    A_log, dt_bias = x.A_log, x.dt_bias
-    if A_log is not None and not A_log.is_contiguous():
-        x = x._replace(A_log=A_log.contiguous())
-    if dt_bias is not None and not dt_bias.is_contiguous():
-        x = x._replace(dt_bias=dt_bias.contiguous())
-    return x
+def with_contiguous_vectors(x: Inputs) -> Inputs:
+    """The inputs with contiguous parameters per head and bounds, as they nearly always are. Kernels take no strides of
+    these."""
+    vectors = {"A_log": x.A_log, "dt_bias": x.dt_bias, "cu_seqlens": x.cu_seqlens}
+    flat = {name: t.contiguous() for name, t in vectors.items() if t is not None and not t.is_contiguous()}
+    return x._replace(**flat) if flat else x
 
 
 def _spans(t: Tensor) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from flash_delta.kernels.device.chunk import C, count_slots
-from flash_delta.kernels.runtime.chip import Chip, Tile, family
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, Tile, family
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, fastest_split, sequences_of, waves_us
 from flash_delta.problem import Problem
 
@@ -238,7 +238,7 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
-    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p))
+    return _fitting(p, _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 1)
 
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
@@ -252,7 +252,12 @@ def plan_back(p: Problem, chip: Chip) -> Segments | None:
     """The same for the backward pass, also if the forward pass has written the states of chunks."""
     if p.N == 0 or plan_back_endless(p, chip) is None:
         return None
-    return _plan_back(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p))
+    return _fitting(p, _plan_back(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 2)
+
+
+def _fitting(p: Problem, split: Segments | None, programs: int) -> Segments | None:
+    """The split, if a grid has room for all segments along its last axis. ``programs``: those of a segment."""
+    return split if split is None or programs * count_slots(p, split.length) <= MOST_PROGRAMS else None
 
 
 def plan_back_endless(p: Problem, chip: Chip) -> Segments | None:

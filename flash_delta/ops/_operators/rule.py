@@ -50,7 +50,7 @@ def _fake(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str
         chunks = (problem.T + problem.chunk_size - 1) // problem.chunk_size
         if problem.packed:  # the size depends on the bounds' values
             chunks = torch.library.get_ctx().new_dynamic_size()
-        results.append(x.v.new_empty(problem.B, chunks, problem.HV, problem.K, problem.V))
+        results.append(x.v.new_empty(problem.B, chunks, *problem.state_shape[1:]))
     return results + (list(module.empty_saved(problem, x)) if _saves(problem, module) else [])
 
 

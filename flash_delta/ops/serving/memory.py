@@ -25,7 +25,7 @@ def workspace_bytes(spec: Serving, T: int, N: int, device: torch.device | str = 
 
     The number is the sum of these requests. The allocator rounds each up to 512 bytes. It may use up to 1 MB more for
     each, from memory that it has kept. The number does not count the output, ``[1, T, HV, V]`` in ``dtype``, nor copies
-    of A_log and dt_bias that have gaps.
+    of A_log, dt_bias and cu_seqlens that have gaps.
 
     Args:
         spec: how the server calls. If there are several forms, the form that needs most memory counts.

@@ -37,7 +37,7 @@ from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
 from flash_delta.kernels.runtime.workspace import Residual, Walked, Workspace
-from flash_delta.kernels.triton.backend import new_gradients, with_flat_parameters
+from flash_delta.kernels.triton.backend import new_gradients, with_contiguous_vectors
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 
@@ -84,7 +84,7 @@ def run_backward(
 def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
     """The backward call of most forward calls with ``x``. It is compiled together with these. In most calls nobody uses
     the final states, and the gradient of o has no gaps."""
-    nowhere, x = p._replace(device=torch.device("meta")), with_flat_parameters(x)
+    nowhere, x = p._replace(device=torch.device("meta")), with_contiguous_vectors(x)
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     saved = (for_backward(padded(nowhere)).buffer,)
     kernels, _ = prepare_back(nowhere, x, (do, None), saved, new_gradients(nowhere, x), None)

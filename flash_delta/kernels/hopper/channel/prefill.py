@@ -72,7 +72,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         run_after(c, o)
 
     with on(p.device):
-        given = triton.with_flat_parameters(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
+        given = triton.with_contiguous_vectors(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(walks, *(() if handed is None else (handed.buffer,)), *convolved))
     triton.remember_served(call, x, known, PREFILL)

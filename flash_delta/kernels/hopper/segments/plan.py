@@ -5,6 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from flash_delta.kernels.device.chunk import C
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, sequences_of, splits, waves_us
 from flash_delta.problem import Problem
 
@@ -59,7 +60,7 @@ BACK = {64: BackPace(8.0, 0.6, 0.8, 1.2, 4.5), 128: BackPace(8.0, 1.25, 1.6, 2.2
 
 def split_length(p: Problem, processors: int) -> int | None:
     """Tokens of a segment, or None if whole sequences are faster."""
-    if p.N == 0 or split_endless(p, processors) is None:
+    if not 0 < p.N <= MOST_PROGRAMS or split_endless(p, processors) is None:  # `compose_maps` has a program for each
         return None
     return _split(_work(p, processors), p.K)
 
@@ -80,7 +81,7 @@ def split_prompt(p: Problem, processors: int) -> int | None:
 def split_training(p: Problem, processors: int) -> Lengths:
     """The lengths for a call with the hand-written backward pass. With ``batch_invariant`` nothing is split, so that no
     length changes a bit."""
-    if p.batch_invariant or p.N == 0:
+    if p.batch_invariant or not 0 < p.N <= MOST_PROGRAMS:
         return Lengths(None, None)
     return _split_training(_work(p, processors), p.K, split_endless(p, processors) is not None)
 

@@ -17,7 +17,7 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_backward,
     run_convolve_token,
 )
-from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
+from flash_delta.kernels.triton.around.gate import MOST_GATES, count_gate_parts, run_decay, run_decay_backward
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
 from flash_delta.problem import (
     MOST_TAPS,
@@ -44,6 +44,8 @@ def unsupported(problem: AroundProblem) -> str | None:
         return "it computes in float32, the tensors are float64"
     if isinstance(problem, NormProblem) and problem.D > WIDEST_ROW:
         return f"it normalises rows of up to {WIDEST_ROW} numbers, they are {problem.D} wide"
+    if isinstance(problem, GateProblem) and problem.HV * problem.K > MOST_GATES:
+        return f"it computes up to {MOST_GATES:,} gates per token, here are {problem.HV * problem.K:,}"
     if isinstance(problem, ConvolutionProblem) and problem.W > MOST_TAPS:
         return f"it has up to {MOST_TAPS} taps, here are {problem.W}"
     return None
@@ -101,7 +103,7 @@ def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None 
         return y
     token = x if x.x.dim() == 2 else x._replace(x=x.x[..., 0])
     with on(p.device):
-        call = make_module_call(p, _with_whole_parameters(token), TOKEN, known=known)
+        call = make_module_call(p, _with_flat_parameters(token), TOKEN, known=known)
         run(call, lambda c: run_convolve_token(c, y), y)
         remember(call, x)
     return y
@@ -179,12 +181,13 @@ def _zero(d: AroundInputs) -> None:
 
 
 def _aligned(x: Convolved) -> Convolved:
-    """Inputs with contiguous channels, as they nearly always are, and contiguous parameters."""
-    return _with_whole_parameters(x._replace(x=_unit(x.x)))
+    """Inputs with contiguous channels, as they nearly always are, and contiguous parameters and bounds."""
+    return _with_flat_parameters(x._replace(x=_unit(x.x)))
 
 
-def _with_whole_parameters(x: Convolved) -> Convolved:
-    return x._replace(weight=x.weight.contiguous(), bias=None if x.bias is None else x.bias.contiguous())
+def _with_flat_parameters(x: Convolved) -> Convolved:
+    bias, bounds = (None if t is None else t.contiguous() for t in (x.bias, x.cu_seqlens))
+    return x._replace(weight=x.weight.contiguous(), bias=bias, cu_seqlens=bounds)
 
 
 def _rows(x: Normalized) -> Normalized:

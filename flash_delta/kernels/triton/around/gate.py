@@ -13,7 +13,7 @@ from flash_delta.kernels.device.activation import log_decay
 from flash_delta.kernels.device.channel_gate import gate_backward
 from flash_delta.kernels.device.channel_gate import log_decay as channel_log_decay
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Tile, next_power_of_2
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Tile, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
 
 
@@ -85,6 +85,7 @@ def decay_backward(
 
 NUMBERS, BACKWARD_NUMBERS = 2048, 1024  # numbers in a tile
 COLUMNS = 128  # columns in a tile, at most
+MOST_GATES = COLUMNS * MOST_PROGRAMS  # of a token
 PROGRAMS = 1024  # at most, in the backward pass: a few per multiprocessor, and few sums to add
 WARPS = Tile(4, 1)
 

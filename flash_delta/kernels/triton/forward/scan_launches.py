@@ -8,13 +8,25 @@ from torch import Tensor
 
 from flash_delta.kernels.runtime.arguments import columns, fits_tma, short, unit
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, Tile
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches, prompts_at_most
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.tiles import scan_tiles
 from flash_delta.problem import Inputs, Problem
 
 WAVES = 4  # most waves of programs if there are several tiles, since programs that exit also take time
+
+
+def crowded(p: Problem) -> str | None:
+    """Why the grids of a walk have no room for all heads or sequences; None if they have. Backward they have two
+    programs for each sequence, and forward one more for the tokens after the last sequence. A prefill may have any
+    number of sequences, since a program can take several of them."""
+    if p.HV > MOST_PROGRAMS:
+        return f"it walks up to {MOST_PROGRAMS:,} heads side by side, there are {p.HV:,}"
+    most, when = (MOST_PROGRAMS // 2, "with gradients ") if p.needs_grad else (MOST_PROGRAMS - 1, "")
+    if most < p.N and (p.pool is None or p.batch_invariant):
+        return f"{when}it walks up to {most:,} sequences side by side, there are {p.N:,}"
+    return None
 
 
 def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
@@ -31,6 +43,7 @@ def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
     sequences = bound if most is None else min(bound, most)
     if sequences == bound and len(choices) > 1:
         sequences = min(bound, -(-WAVES * chip.processors // programs(last.tile)))
+    sequences = min(sequences, MOST_PROGRAMS - 1)
     return (*launches, last._replace(sequences=max(1, sequences), most=sequences, others=True))
 
 
