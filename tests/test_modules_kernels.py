@@ -252,6 +252,25 @@ def test_sums_of_parameters_gradients_are_the_same_for_every_slice_of_programs()
         gates(random(rows, 2))
 
 
+AROUND = {
+    "convolution": lambda x, w: causal_conv1d(x, w[:, None], backend="triton")[0],
+    "norm": lambda x, w: rms_norm(x, w, 1e-5, "triton"),
+    "gate": lambda x, w: fused_gdn_gate(x, w, backend="triton"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_gradients_with_any_strides(name):
+    """Kernels get them, or copies of them. On a GPU the first call is looked at, and later ones may be known."""
+    x, w = random(2, 5, 4).requires_grad_(), random(4, seed=1).requires_grad_()
+    wide = random(2, 5, 8, seed=2)
+    for dy in (wide[..., 3:7], wide[..., ::2], wide[:, :1, :4].expand(2, 5, 4), wide[0, 0, 0].expand(2, 5, 4)):
+        want, *others = (
+            torch.autograd.grad(AROUND[name](x, w), (x, w), d) for d in (dy.contiguous(), *[dy] * (3 if GPU else 1))
+        )
+        assert all(torch.equal(a, b) for found in others for a, b in zip(found, want, strict=True))
+
+
 def layer(x, weight, state, bounds, gate, scale):
     y, final = causal_conv1d(x, weight, None, "silu", state, True, bounds, backend="triton")
     other, _ = causal_conv1d(x, weight, backend="triton")
