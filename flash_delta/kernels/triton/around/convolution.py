@@ -66,7 +66,7 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
 @triton.jit
 def load_group(x, stride, t, stop, d, inside, G: tl.constexpr, rounded: tl.constexpr = tl.float32):
     """Tokens t to t + G - 1 in float32, ``rounded`` to a dtype; 0 from ``stop`` on."""
-    group, at = [], x + t.to(tl.int64) * stride + d
+    group, at = [], x + tl.cast(t, tl.int64) * stride + d
     for j in tl.static_range(G):
         group += [tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0)]
     return [numbers.to(rounded).to(tl.float32) for numbers in group]
@@ -93,9 +93,8 @@ def convolve(
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
         window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
-    for i in range(0, tl.minimum(BT, stop - token), G):
-        t = token + i
-        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
+    for t in range(token, tl.minimum(token + BT, stop), G):
+        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + tl.cast(t, tl.int64) * D + d
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
             if SILU:
