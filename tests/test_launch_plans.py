@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
-WALK, LOOP = ("prepare", "walk_channels"), ("channel_loop",)
+WALK, SCAN, LOOP = ("prepare", "walk_channels"), ("prepare", "scan"), ("channel_loop",)
 PARTS = ("find_forgetting", "channel_loop", *WALK)
 
 
@@ -82,6 +82,28 @@ def launched_for_prompts(place, calls):
     return names, len(compiled)
 
 
+def convolved(place, calls):
+    """The programs of convolutions forward and backward, rows of some length one after the other; and how often
+    something is compiled."""
+    from pretended_gpu import pretended_gpu
+
+    from flash_delta.kernels.runtime import launch
+    from flash_delta.modules import causal_conv1d
+    from flash_delta.ops import _known_calls
+
+    _known_calls.calls.clear()
+    grids, make_step, compile_, compiled = [], launch.make_step, launch._compile, []
+    with pretended_gpu(place), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "make_step", lambda f, grid, x: grids.append((f.name, grid[0])) or make_step(f, grid, x))
+        patch.setattr(launch, "_ready", set())
+        patch.setattr(launch, "_compile", lambda *given: compiled.append(given) or compile_(*given))
+        weight = torch.randn(2048, 4, dtype=torch.bfloat16, requires_grad=True)
+        for rows, length in calls:
+            x = torch.zeros(rows, length, 2048, dtype=torch.bfloat16, requires_grad=True)
+            causal_conv1d(x, weight)[0].backward(torch.zeros_like(x))
+    return [grid for name, grid in grids if name != "total"], len(compiled)
+
+
 class Noted(dict):
     """What is to be compiled. ``twice``: kernels that would have to be compiled for a tensor and for none."""
 
@@ -146,6 +168,7 @@ def test_forms_have_names_of_their_own(process, place, kind):
         (32, ((1, 8192), (8, 1024), (1, 300), (1, 8192)), (PARTS, LOOP, WALK, PARTS)),
         (32, ((8, 1024), (1, 8192)), (LOOP, PARTS)),
         (64, ((1, 2048), (8, 256)), (LOOP, LOOP)),
+        (19, ((7, 1024), (7, 2048), (8, 1024), (4, 1024)), (LOOP, LOOP, LOOP, SCAN)),  # 133, 152 and 76 states
     ],
 )
 def test_kernels(process, place, heads, calls, kernels):
@@ -210,6 +233,13 @@ def test_grids_have_room_for_all_sequences(process, place, backend, op, count, K
     """As many as a backend takes, also if one of them is long enough to be split."""
     call = backend, op, count, K, dtype, long, training
     assert process.submit(longest_axes, place, [call]).result() == [longest]
+
+
+def test_tokens_of_a_convolutions_programs(process, place):
+    """They follow the number of tokens: 16, 32, 64 forward and 128 backward. A new number compiles nothing."""
+    grids, compilations = process.submit(convolved, place, [(1, 1024), (2, 2048), (8, 1024), (4, 4096)]).result()
+    assert grids == [8 * 1024 // 16] * 2 + [8 * 4096 // 32] * 2 + [8 * 8192 // 64] * 2 + [8 * 256, 8 * 128]
+    assert compilations == 2
 
 
 FEW, POOL_LOOP = WALK, ("channel_prompts",)

@@ -4,6 +4,7 @@ Without a GPU in Triton's interpreter, on a few numbers; on a GPU also on sizes 
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
 from flash_delta.ops._modules import convolve_column
-from flash_delta.problem import ENVIRONMENT, Convolved
+from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
+
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.triton.around import convolution as around
+from flash_delta.ops import _known_calls
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -50,7 +55,7 @@ def assert_right(function, tensors, dtype):
 
 
 def convolution(D, W, lengths, T=None, bias=True, state=True, activation="silu", dtype=torch.float32, tail=0):
-    """Packed sequences, or with ``T`` two batch rows of it."""
+    """Packed sequences, or with ``T`` two batch rows of it. Returns the results."""
     B, rows, N = (2, T, 2) if T is not None else (1, sum(lengths) + tail, len(lengths))
     x = random(B, rows, D + 3, dtype=dtype)[..., 3:]  # a slice, as of a fused projection
     if tail:
@@ -65,12 +70,40 @@ def convolution(D, W, lengths, T=None, bias=True, state=True, activation="silu",
     def run(backend, x, weight, bias, state):
         return causal_conv1d(x, weight, bias, activation, state, True, bounds, backend=backend)
 
-    (y, _), (dx, *_) = assert_right(run, tensors, dtype)
+    (y, final), (dx, *others) = assert_right(run, tensors, dtype)
     assert not tail or ((y[:, -tail:] == 0).all() and (dx[:, -tail:] == 0).all())
+    return y, final, dx, *others
 
 
 def test_packed_sequences():
     convolution(3, 4, LENGTHS, tail=TAIL)
+
+
+def test_a_programs_tokens_change_no_output(monkeypatch):
+    """Nor a gradient of inputs. Those of parameters are sums over programs."""
+    few = convolution(3, 4, [3, 0, 40])
+    _known_calls.calls.clear()
+    monkeypatch.setattr(around, "PROGRAMS", 0)  # so that programs get as many tokens as they can
+    many = convolution(3, 4, [3, 0, 40])
+    names = ("y", "final", "dx", "dweight", "dbias", "dstate")
+    changed = {name for name, a, b in zip(names, few, many, strict=True) if not torch.equal(a, b)}
+    assert {"dweight"} <= changed <= {"dweight", "dbias"}
+
+
+# Tokens of a program that were the fastest on an H200, in the backward pass (docs/notes/2026-11-26-short-inputs.md).
+FASTEST = {
+    (1, 512, 2048): 16, (1, 1024, 2048): 16, (1, 1024, 4096): 16, (1, 2048, 4096): 32, (1, 8192, 2048): 64,
+    (8, 1024, 2048): 64, (1, 8192, 4096): 128, (1, 32768, 4096): 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("B", "T", "D"), FASTEST)
+def test_tokens_of_a_program(B, T, D):
+    p = ConvolutionProblem("a test", B, T, D, 4, B, torch.bfloat16, torch.device("cuda", 0), False, "silu")
+    shape = SimpleNamespace(chip=Chip("sm_90", 132))
+    call = SimpleNamespace(p=p, shape=shape, x=Convolved(torch.empty(0, dtype=p.dtype), None))
+    found = around.cut_of("convolve_backward", call).BT, around.cut_of("convolve", call).BT
+    assert found == (FASTEST[B, T, D], min(64, FASTEST[B, T, D]))
 
 
 def test_packed_sequences_up_to_the_end_of_memory():
@@ -220,6 +253,25 @@ def test_sums_of_parameters_gradients_are_the_same_for_every_slice_of_programs()
         gates(random(rows, 2))
 
 
+AROUND = {
+    "convolution": lambda x, w: causal_conv1d(x, w[:, None], backend="triton")[0],
+    "norm": lambda x, w: rms_norm(x, w, 1e-5, "triton"),
+    "gate": lambda x, w: fused_gdn_gate(x, w, backend="triton"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_gradients_with_any_strides(name):
+    """Kernels get them, or copies of them. On a GPU the first call is looked at, and later ones may be known."""
+    x, w = random(2, 5, 4).requires_grad_(), random(4, seed=1).requires_grad_()
+    wide = random(2, 5, 8, seed=2)
+    for dy in (wide[..., 3:7], wide[..., ::2], wide[:, :1, :4].expand(2, 5, 4), wide[0, 0, 0].expand(2, 5, 4)):
+        want, *others = (
+            torch.autograd.grad(AROUND[name](x, w), (x, w), d) for d in (dy.contiguous(), *[dy] * (3 if GPU else 1))
+        )
+        assert all(torch.equal(a, b) for found in others for a, b in zip(found, want, strict=True))
+
+
 def layer(x, weight, state, bounds, gate, scale):
     y, final = causal_conv1d(x, weight, None, "silu", state, True, bounds, backend="triton")
     other, _ = causal_conv1d(x, weight, backend="triton")
@@ -323,7 +375,7 @@ def test_lengths_compile_nothing():
 
     weight, scale = random(64, 4), random(64)
     for forbidding in (False, True):
-        for T in (16, 100, 4096):
+        for T in (16, 100, 4096, 2**17):
             x = random(1, T, 64).requires_grad_()
             bounds = torch.tensor([0, T // 2, T], device=DEVICE)
             with forbid_compilation() if forbidding else torch.enable_grad():

@@ -24,6 +24,12 @@ MOST, BOUNDS = 30, 22  # Python functions of ours in both passes; in checking bo
 MEMORY = 11  # tensors: o, final state, what is saved, maps of segments, five gradients, and once for each pass the rest
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Of what is compiled once."""
+    return tmp_path_factory.mktemp("driver")
+
+
 def counts(place, row):
     """How often a known step calls Python, launches, and allocates."""
     sys.path.append(EXAMPLES)
@@ -51,8 +57,8 @@ def counts(place, row):
 
 
 @pytest.mark.parametrize("row", range(4))
-def test_a_known_step_is_two_launches_of_c_and_little_python(process, tmp_path, row):
-    found = process.submit(counts, tmp_path, row).result()
+def test_a_known_step_is_two_launches_of_c_and_little_python(process, place, row):
+    found = process.submit(counts, place, row).result()
     assert found["launch"] == 2, "all kernels of a pass are launched in one go"
     assert 0 < found["python"] <= MOST + (BOUNDS if row == PACKED else 0)
     assert 0 < found["empty"] + found["empty_like"] <= MEMORY
@@ -75,9 +81,9 @@ def saved(place, row, options):
 
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("row", "H", "segments"), [(0, 16, 4), (1, 4, 16)])
-def test_little_is_saved(process, tmp_path, row, H, segments, norms):
+def test_little_is_saved(process, place, row, H, segments, norms):
     """Inputs and A, which FlashQLA keeps, too; of a segment its map and the state before it; norms."""
-    kept, inputs = process.submit(saved, tmp_path, row, {"use_qk_l2norm_in_kernel": norms}).result()
+    kept, inputs = process.submit(saved, place, row, {"use_qk_l2norm_in_kernel": norms}).result()
     A, of_segment, tokens = 2 * 64 * 64, 2 * 4 * 128 * 128, 8192
     assert kept == inputs + 2 * H * (tokens // 64 * A + segments * of_segment) + norms * 2 * 4 * tokens * H
 
@@ -85,39 +91,57 @@ def test_little_is_saved(process, tmp_path, row, H, segments, norms):
 kept = []  # functions of compiled kernels, which stay as long as their process
 
 
-def addresses_of_passes(place, contiguous, width):
-    """Of some steps on other tensors each: whether the kernels of the backward pass got the gradients' addresses; and
-    None for every time that a call was looked at."""
-    from pretended_gpu import pretended_gpu
-
+def rule_step(T, width):
+    """The inputs of a call of the rule, its output, and where its backward pass is looked at."""
     import flash_delta
     from flash_delta.kernels.hopper.backward import run as by_hand
+
+    q, k = (torch.randn(1, T, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
+    v = torch.randn(1, T, 4, width, dtype=torch.bfloat16, requires_grad=True)
+    g, beta = (torch.zeros(1, T, 4, requires_grad=True) for _ in "gb")
+    return (q, k, v, g, beta), flash_delta.chunk_gated_delta_rule(q, k, v, g, beta)[0], (by_hand, "make_call")
+
+
+def step_around(T, kind):
+    """The same of what is around the rule."""
+    from flash_delta import fused_kda_gate
+    from flash_delta.kernels.triton.around import backend
+    from flash_delta.modules import causal_conv1d, rms_norm
+
+    x = torch.randn(2, T, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    if kind == "convolution":
+        inputs = x, torch.randn(128, 4, requires_grad=True)
+        y = causal_conv1d(x.view(2, T, 128), inputs[1])[0]
+    elif kind == "norm":
+        inputs = x, torch.randn(64, requires_grad=True)
+        y = rms_norm(*inputs, 1e-6)
+    else:  # PyTorch sums up what kernels have written for the gradients of parameters
+        inputs = (x,)
+        y = fused_kda_gate(x, torch.randn(2, requires_grad=True), torch.randn(128, requires_grad=True))
+    return inputs, y, (backend, "make_module_call")
+
+
+def addresses_of_passes(place, make_step, kind, contiguous, pointers):
+    """Of some steps on other tensors each: whether the kernels of the backward pass got the gradients' addresses; and
+    None for every time that a backward pass was looked at. ``pointers``: so many parameters of a kernel are noted."""
+    from pretended_gpu import pretended_gpu
+
     from flash_delta.kernels.runtime import cuda_driver
 
-    found, pointers, make_call = [], 8, by_hand.make_call
+    found = []
     function = (ctypes.c_uint64 * (1 + pointers))(pointers, *[8] * pointers)  # see fake_cuda.c
     kept.append(function)
-
-    def looking(*args, **kwargs):
-        found.append(None)
-        return make_call(*args, **kwargs)
-
-    with (
-        pretended_gpu(place),
-        patch.object(cuda_driver, "load", lambda compiled: ctypes.addressof(function)),
-        patch.object(by_hand, "make_call", looking),
-    ):
+    with pretended_gpu(place), patch.object(cuda_driver, "load", lambda compiled: ctypes.addressof(function)):
         T = 200 if contiguous else 300  # of which the process knows nothing yet
         for _ in range(5):
-            q, k = (torch.randn(1, T, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
-            v = torch.randn(1, T, 4, width, dtype=torch.bfloat16, requires_grad=True)
-            g, beta = (torch.zeros(1, T, 4, requires_grad=True) for _ in "gb")
-            o, _ = flash_delta.chunk_gated_delta_rule(q, k, v, g, beta)
-            do = torch.ones_like(o) if contiguous else torch.ones(1, 1, 1, 1, dtype=o.dtype).expand(o.shape)
+            inputs, y, (module, name) = make_step(T, kind)
+            dy = torch.ones_like(y) if contiguous else torch.ones([1] * y.dim(), dtype=y.dtype).expand(y.shape)
             driver = cuda_driver.library()
             used = ctypes.c_size_t.in_dll(driver, "used")
             used.value = 0
-            wanted = torch.autograd.grad(o, (q, k, v, g, beta), do)
+            look = getattr(module, name)
+            with patch.object(module, name, lambda *a, look=look, **k: found.append(None) or look(*a, **k)):
+                wanted = torch.autograd.grad(y, inputs, dy)
             written = bytes((ctypes.c_ubyte * used.value).in_dll(driver, "written"))
             given = {struct.unpack_from("Q", written, at)[0] for at in range(0, len(written) - 7, 4)}
             found.append([t.data_ptr() in given for t in wanted])
@@ -126,13 +150,24 @@ def addresses_of_passes(place, contiguous, width):
 
 @pytest.mark.parametrize("width", [64, 60])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_known_backward_pass_gets_its_own_addresses(process, tmp_path, contiguous, width):
+def test_a_known_backward_pass_gets_its_own_addresses(process, place, contiguous, width):
     """Also one whose incoming gradient has to be copied first, as that of a sum, and one whose heads are padded."""
-    found = process.submit(addresses_of_passes, tmp_path, contiguous, width).result()
+    found = process.submit(addresses_of_passes, place, rule_step, width, contiguous, 8).result()
     assert None in found[:2]
     assert None not in found[-2:]
     for addresses in filter(None, found):
         assert all(addresses)
+
+
+@pytest.mark.parametrize("kind", ["convolution", "norm", "gate"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_backward_passes_around_the_rule_are_known(process, place, contiguous, kind):
+    """Except one whose incoming gradient has to be copied. Kernels of gates take any strides."""
+    found = process.submit(addresses_of_passes, place, step_around, kind, contiguous, 5).result()
+    looks, passes = found.count(None), [addresses for addresses in found if addresses is not None]
+    assert len(passes) == 5
+    assert all(map(all, passes))
+    assert looks <= 2 if contiguous or kind == "gate" else looks == 5
 
 
 def test_the_split_is_printed(process):

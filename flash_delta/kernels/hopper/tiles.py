@@ -6,7 +6,7 @@ warp groups share. Other tiles than these fail the compile gate or do not fit.""
 from typing import NamedTuple
 
 from flash_delta.kernels.runtime import chip as triton
-from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
 from flash_delta.kernels.runtime.segment_plan import sequences_of
 from flash_delta.problem import Problem
@@ -128,15 +128,15 @@ def walks_by_hand(p: Problem, chip: Chip) -> bool:
 
 
 def loops_channels(p: Problem, chip: Chip) -> bool:
-    """Whether `channel_loop` does everything. It does so if enough multiprocessors have a program in every round. On an
-    H100 8,192 tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole state, for any
-    number of heads. `prepare` and a walk take at least 0.66 ms for 64 heads and 1.01 ms for 96. An H200 is faster at
-    the latter. With ``batch_invariant`` it never does, since other sequences would decide."""
+    """Whether `channel_loop` does everything. It does so if enough multiprocessors have a program. On an H100 8,192
+    tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole state, for any number of
+    heads up to that of multiprocessors. `prepare` and a walk take at least 0.66 ms for 64 heads and 1.01 ms for 96. An
+    H200 is faster at the latter. With more states than multiprocessors the loop takes a second round. On an H200 2,048
+    tokens of 160 states then take 0.31 ms, and by `prepare` and `scan` 144 states take 0.40 ms. With
+    ``batch_invariant`` the loop never does everything, since other sequences would decide."""
     states = sequences_of(p)[0] * p.HV
-    rounds = -(-states // chip.processors)
     halves = 2 * states <= chip.processors and 9 * states > 4 * chip.processors
-    crowded = p.N >= MOST_PROGRAMS  # only the loop has room for them
-    return not p.batch_invariant and (halves or crowded or 5 * states > 3 * rounds * chip.processors)
+    return not p.batch_invariant and (halves or 5 * states > 3 * chip.processors)
 
 
 def loop_parts(p: Problem, chip: Chip) -> int:

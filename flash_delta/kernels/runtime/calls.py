@@ -74,15 +74,16 @@ def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
 
 def make_module_call(
     p: AroundProblem, x: AroundInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
+    name: tuple | None = None,
 ) -> Call:  # fmt: skip
     """The same for convolution, norm and gate. Their kernels are compiled for everything in a problem except T and N.
-    ``more``: gradients, which are no part of the call that ``known`` was made for."""
-    # An axis is added in front. `_layout` ignores strides of fewer than three axes, and those of rows [M, D] matter.
-    tensors = tuple([None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)])
-    name = (kind, tensors) if more else kind
+    ``more``: gradients, which are no part of the call that ``known`` was made for, so they need a ``name``."""
+    name = kind if name is None else name
     shape = None if known is None else known.launches.get(name)
     if shape is None:
-        shape = Shape(key_of(module_flags_of(p, kind), tensors), chip_of(p.device))
+        # An axis is added in front: `_layout` ignores strides of fewer axes than three, and those of rows [M, D] count.
+        tensors = [None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)]
+        shape = Shape(key_of(module_flags_of(p, kind), tuple(tensors)), chip_of(p.device))
         keep(known, name, shape)
     return Call(p, x, more, shape, _direct(p.device))
 

@@ -4,10 +4,13 @@ Gradients of parameters take two launches. Every program sums over its rows, and
 order depends only on sizes. Only inputs are saved for the backward pass.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 from torch import Tensor
 
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, make_module_call, on
 from flash_delta.kernels.runtime.chip import CPU
 from flash_delta.kernels.runtime.launch import again, remember, run
@@ -34,6 +37,7 @@ from flash_delta.problem import (
 )
 
 CONVOLVE, TOKEN, NORMALIZE, GATE = ("convolve",), ("convolve_token",), ("normalize",), ("gate",)  # kinds of calls
+CONVOLVE_BACK, NORMALIZE_BACK = ("convolve_backward",), ("normalize_backward",)
 
 
 def unsupported(problem: AroundProblem) -> str | None:
@@ -76,15 +80,19 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
 def convolve_backward(
     p: ConvolutionProblem, x: Convolved, dy: Tensor | None, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Convolved:
+    given, name = (*x, dy, dfinal), _name_back(CONVOLVE_BACK, x, dy, dfinal)
+    made = again(known, name, x, (dy, dfinal))
+    if made is not None:
+        return Convolved(*made)
     x, dy = _aligned(x), torch.zeros(x.x.shape, dtype=x.x.dtype, device=p.device) if dy is None else _unit(dy)
-    d = Convolved(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:4]))
+    d = Convolved(*_new_like(x[:4], p.device))
     if not dy.numel():
         _zero(d)
         if d.initial_state is not None and dfinal is not None:
             d.initial_state.copy_(dfinal)
         return d
     with on(p.device):
-        call = make_module_call(p, x, ("convolve_backward",), dy, dfinal, known=known)
+        call = make_module_call(p, x, CONVOLVE_BACK, dy, dfinal, known=known, name=name)
         rows = p.W + (x.bias is not None)
         parts = torch.empty(count_parts(call), rows, p.D, dtype=torch.float32, device=p.device)
 
@@ -92,7 +100,8 @@ def convolve_backward(
             run_convolve_backward(c, d.x, d.initial_state, parts)
             run_total(c, parts, d.weight, d.bias)
 
-        run(call, kernels, *d[:4], parts)
+        run(call, kernels, *d[:4], spare=(parts,))
+    remember(call, given)
     return d
 
 
@@ -113,30 +122,33 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
     y = x.x.new_empty(*x.x.shape)
     if again(known, NORMALIZE, x, made=(y,)) or not y.numel():
         return y
-    rows = y.view(-1, p.D)
     with on(p.device):
         call = make_module_call(p, _rows(x), NORMALIZE, known=known)
-        run(call, lambda c: run_normalize(c, rows), rows)
+        run(call, lambda c: run_normalize(c, y), y)
         remember(call, x)
     return y
 
 
 def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:
-    shape, x, dy = x.x.shape, _rows(x), _unit(dy.reshape(-1, p.D))
-    d = Normalized(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
-    if dy.numel():
-        with on(p.device):
-            call = make_module_call(p, x, ("normalize_backward",), dy, known=known)
-            parts = torch.empty(count_row_parts(call), 1, p.D, dtype=torch.float32, device=p.device)
-
-            def kernels(c: Call) -> None:
-                run_normalize_backward(c, d.x, d.gate, parts)
-                run_total(c, parts, d.weight, None)
-
-            run(call, kernels, *d, parts)
-    else:
+    given, name = (*x, dy), _name_back(NORMALIZE_BACK, x, dy)
+    made = again(known, name, x, (dy,))
+    if made is not None:
+        return Normalized(*made)
+    d = Normalized(*_new_like(x, p.device))
+    if not dy.numel():
         _zero(d)
-    return d._replace(x=d.x.view(shape), gate=None if d.gate is None else d.gate.view(shape))
+        return d
+    with on(p.device):
+        call = make_module_call(p, _rows(x), NORMALIZE_BACK, _unit(dy.reshape(-1, p.D)), known=known, name=name)
+        parts = torch.empty(count_row_parts(call), 1, p.D, dtype=torch.float32, device=p.device)
+
+        def kernels(c: Call) -> None:
+            run_normalize_backward(c, d.x, d.gate, parts)
+            run_total(c, parts, d.weight, None)
+
+        run(call, kernels, *d, spare=(parts,))
+    remember(call, given)
+    return d
 
 
 def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
@@ -151,21 +163,39 @@ def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
 
 
 def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None = None) -> Gated:
-    """The gradients. PyTorch sums over programs."""
-    d = Gated(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x))
+    kind = "gate_backward", p.lower_bound is not None
+    given, name = (*x, dy), _name_back(kind, x, dy)
+    made = again(known, name, x, (dy,))
+    if made is not None:
+        return _sum_parts(x, *made)
+    d = Gated(*_new_like(x, p.device))
     if not dy.numel():
         _zero(d)
         return d
     with on(p.device):
-        kind, dy = ("gate_backward", p.lower_bound is not None), dy.reshape(-1, p.HV, p.K)
-        call = make_module_call(p, _heads(p, x), kind, dy, known=known)
+        call = make_module_call(p, _heads(p, x), kind, dy.reshape(-1, p.HV, p.K), known=known, name=name)
         parts = torch.empty(count_gate_parts(call), 2, p.HV, p.K, dtype=torch.float32, device=p.device)
         run(call, lambda c: run_decay_backward(c, d.g, parts), d.g, parts)
-        dA_log, ddt_bias = parts.sum(0)
-    for t, found in ((d.A_log, dA_log.sum(-1)), (d.dt_bias, ddt_bias)):
-        if t is not None:
-            t.copy_(found.view(t.shape))
-    return d
+    remember(call, given)
+    return _sum_parts(x, d.g, parts)
+
+
+def _sum_parts(x: Gated, dg: Tensor, parts: Tensor) -> Gated:
+    """The gradients of a gate's inputs. PyTorch sums over programs."""
+    dA_log, ddt_bias = parts.sum(0)
+    found = zip(x[1:], (dA_log.sum(-1), ddt_bias), strict=True)
+    return Gated(dg, *(None if t is None else sums.view(t.shape).to(t.dtype) for t, sums in found))
+
+
+def _name_back(kind: tuple, x: AroundInputs, *gradients: Tensor | None) -> tuple:
+    """The name under which a backward pass is known: the layouts of its tensors. Even inputs may have other layouts
+    than in the forward pass, since hooks may have moved them (`torch.autograd.graph.saved_tensors_hooks`)."""
+    return *kind, fastcall.key(False, x, gradients)
+
+
+def _new_like(tensors: Iterable[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """Contiguous memory for gradients."""
+    return [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors]
 
 
 def _heads(p: GateProblem, x: Gated) -> Gated:

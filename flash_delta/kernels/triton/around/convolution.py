@@ -66,17 +66,16 @@ def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.con
 @triton.jit
 def load_group(x, stride, t, stop, d, inside, G: tl.constexpr, rounded: tl.constexpr = tl.float32):
     """Tokens t to t + G - 1 in float32, ``rounded`` to a dtype; 0 from ``stop`` on."""
-    group, at = [], x + t.to(tl.int64) * stride + d
+    group, at = [], x + tl.cast(t, tl.int64) * stride + d
     for j in tl.static_range(G):
         group += [tl.load(at + j * stride, mask=inside & (t + j < stop), other=0.0)]
     return [numbers.to(rounded).to(tl.float32) for numbers in group]
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve(
-    x, weight, bias, initial_state, cu_seqlens, y, final_state, N, T, x_strides, state_strides,
-    D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
-    SILU: tl.constexpr,
+    x, weight, bias, initial_state, cu_seqlens, y, final_state, N, T, BT, x_strides, state_strides,
+    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """y and final_state are contiguous: [B, T, D] and [N, D, W]."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
@@ -94,9 +93,8 @@ def convolve(
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
         window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
-    for i in range(0, tl.minimum(BT, stop - token), G):
-        t = token + i
-        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + t.to(tl.int64) * D + d
+    for t in range(token, tl.minimum(token + BT, stop), G):
+        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + tl.cast(t, tl.int64) * D + d
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
             if SILU:
@@ -112,10 +110,10 @@ def convolve(
             tl.store(at, last.to(final_state.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve_backward(
-    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, parts, N, T, x_strides, state_strides,
-    dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, parts, N, T, BT, x_strides, state_strides,
+    dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
     PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """dx and dinitial are contiguous. ``parts`` are those of dweight, [slots, W, D]; with a bias there is one more row,
@@ -213,7 +211,7 @@ class Cut(NamedTuple):
 
     warps: int
     BD: int  # channels of a program
-    BT: int  # tokens of a program
+    BT: int  # the most tokens of a program
     G: int  # tokens that are loaded at once
 
 
@@ -224,11 +222,8 @@ CUTS = {  # a thread has 16 bytes of a row of 16-bit numbers; AMD's warps are tw
     ("convolve_backward", "nvidia"): Cut(2, 256, 128, 8),
     ("convolve_backward", "amd"): Cut(1, 256, 128, 4),
 }
+FEWEST, PROGRAMS = 16, 6  # the fewest tokens of a program; the programs that a multiprocessor should have
 TOKEN = Tile(4, 1, 256)
-
-
-def cut_of(kernel: str, c: Call) -> Cut:
-    return choose_cut(kernel, c.shape.chip, c.p.W, c.p.D, c.x.x.dtype)
 
 
 def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> Cut:
@@ -237,6 +232,18 @@ def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> C
     much = W > 4 or dtype.itemsize > 2  # whether a thread needs many registers
     BD = min(w.BD // 2 if much else w.BD, next_power_of_2(D))
     return w._replace(BD=BD, G=min(w.G, 4) if W > 4 else w.G)
+
+
+def cut_of(kernel: str, c: Call) -> Cut:
+    """The cut for a call. A program walks through its tokens one after the other. So if there are few tokens and
+    channels, a program gets fewer tokens, until there are enough programs for all multiprocessors. On an H200 the
+    backward pass of 1,024 tokens of 2,048 channels then takes 11 us instead of 31. No kernel is compiled for BT."""
+    p, chip = c.p, c.shape.chip
+    w = choose_cut(kernel, chip, p.W, p.D, c.x.x.dtype)
+    BT, walked = w.BT, p.B * p.T * -(-p.D // w.BD)  # the tokens of all programs
+    while BT > FEWEST and walked < PROGRAMS * chip.processors * BT:
+        BT //= 2
+    return w._replace(BT=BT)
 
 
 def count_pieces(p: ConvolutionProblem | Problem, BT: int) -> int:
@@ -249,16 +256,14 @@ def count_parts(c: Call) -> int:
     return count_pieces(c.p, cut_of("convolve_backward", c).BT)
 
 
-def run_convolve(c: Call, y: Tensor, final: Tensor | None, chosen: Cut | None = None) -> None:
-    launch(c, convolve, (*c.x, y, final), _along(c, chosen or cut_of("convolve", c)))
+def run_convolve(c: Call, y: Tensor, final: Tensor | None) -> None:
+    launch(c, convolve, (*c.x, y, final), _along(c, "convolve"))
 
 
-def run_convolve_backward(
-    c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor, chosen: Cut | None = None
-) -> None:
+def run_convolve_backward(c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor) -> None:
     """``c.more``: dy, and dfinal or None."""
     dy, dfinal = c.more
-    plan = _along(c, chosen or cut_of("convolve_backward", c), dy.stride(), strides(dfinal))
+    plan = _along(c, "convolve_backward", dy.stride(), strides(dfinal))
     launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), plan)
 
 
@@ -274,10 +279,10 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if t is None else t.stride()
 
 
-def _along(c: Call, w: Cut, *more: tuple[int, ...]) -> Plan:
+def _along(c: Call, kernel: str, *more: tuple[int, ...]) -> Plan:
     """The plan for programs along the tokens. ``more``: strides of the gradients that are given."""
-    p, x = c.p, c.x
-    scalars, silu = (p.N, p.T, x.x.stride(), strides(x.initial_state), *more), p.activation is not None
-    constants = {"D": p.D, "W": p.W, "BT": w.BT, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
+    p, x, w = c.p, c.x, cut_of(kernel, c)
+    scalars, silu = (p.N, p.T, w.BT, x.x.stride(), strides(x.initial_state), *more), p.activation is not None
+    constants = {"D": p.D, "W": p.W, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
     grid = (count_pieces(p, w.BT) * -(-p.D // w.BD), 1, 1)
     return Plan(grid, Tile(w.warps, 1), scalars, constants)
