@@ -6,7 +6,7 @@ warp groups share. Other tiles than these fail the compile gate or do not fit.""
 from typing import NamedTuple
 
 from flash_delta.kernels.runtime import chip as triton
-from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
 from flash_delta.kernels.runtime.segment_plan import sequences_of
 from flash_delta.problem import Problem
@@ -136,7 +136,8 @@ def loops_channels(p: Problem, chip: Chip) -> bool:
     ``batch_invariant`` the loop never does everything, since other sequences would decide."""
     states = sequences_of(p)[0] * p.HV
     halves = 2 * states <= chip.processors and 9 * states > 4 * chip.processors
-    return not p.batch_invariant and (halves or 5 * states > 3 * chip.processors)
+    crowded = p.N >= MOST_PROGRAMS  # only the loop has room for them
+    return not p.batch_invariant and (halves or crowded or 5 * states > 3 * chip.processors)
 
 
 def loop_parts(p: Problem, chip: Chip) -> int:
