@@ -86,6 +86,39 @@ def test_compiled_blocks_under_fsdp(ranks):
         torch.testing.assert_close(first["compiled"][name], p.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_float32_gates_between_bfloat16_weights_under_fsdp(ranks):
+    _, _, (first, _) = ranks
+    alone = []
+    for row in range(2):
+        model = tiny_model(torch.bfloat16)
+        loss_of_row(model, row).backward()
+        alone.append({name: p.grad for name, p in model.named_parameters()})
+    for name, got in first["bfloat16 weights"].items():
+        gate = name.endswith(("A_log", "dt_bias"))
+        assert got.dtype == (torch.float32 if gate else torch.bfloat16), name
+        want, tolerance = (alone[0][name].float() + alone[1][name].float()) / 2, 1e-6 if gate else 2**-8
+        torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_parameters_get_their_values_after_they_were_sharded(ranks):
+    _, _, (first, _) = ranks
+    fresh, made = first["fresh"], tiny_model(torch.bfloat16).state_dict()
+    for name, p in fresh.items():
+        assert p.dtype == made[name].dtype, name
+        assert p.isfinite().all(), name
+        if name.endswith("A_log"):
+            assert 0 < p.exp().min() <= p.exp().max() <= 16.1, name
+        elif name.endswith("dt_bias"):
+            dt = torch.nn.functional.softplus(p)
+            assert 0.99e-3 <= dt.min() <= dt.max() <= 0.101, name
+        elif name.endswith("norm.weight"):
+            assert torch.equal(p, made[name]), name
+        else:
+            assert p.float().std() == pytest.approx(made[name].float().std().item(), rel=0.7), name
+
+
 def test_layouts_that_do_not_fit(ranks):
     size, _, (first, _) = ranks
     for name in ("context_parallel", "shard"):
