@@ -92,7 +92,9 @@ RULES = {  # name: what it takes, as the definition has it
     "chunk_delta_rule": ("q k v beta", {}),
     "fused_recurrent_delta_rule": ("q k v beta", {}),
     "chunk_comba": ("q k v p g beta", {"erase": "undecayed"}),
+    "fused_recurrent_comba": ("q k p v g beta", {"erase": "undecayed"}),
     "chunk_simple_gla": ("q k v g", {"erase": None}),
+    "fused_recurrent_simple_gla": ("q k v g", {"erase": None}),
 }
 
 
@@ -292,6 +294,7 @@ LEFT = {
     "ours alone": ("chunk_gated_delta_rule", {"backend": "torch"}, "backend: no such argument here"),
     "not read": ("chunk_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: no such"),
     "per channel": ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(B, T, HV, V)}, "gv: expected None"),
+    "reversed": ("fused_recurrent_simple_gla", {"reverse": True}, "reverse: expected False, got True"),
     "wrong": ("chunk_comba", {"beta": torch.zeros(B, T)}, "beta: expected a tensor"),
     "subclass": (
         "chunk_simple_gla",
