@@ -7,7 +7,17 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.multiprocessing as mp
-from training_ranks import MIXERS, RUNS, dtype_of, loss_of_row, make, results, tiny_model, work
+from training_ranks import (
+    MIXERS,
+    RUNS,
+    assert_gradients_in_bfloat16,
+    dtype_of,
+    loss_of_row,
+    make,
+    results,
+    tiny_model,
+    work,
+)
 
 from flash_delta.training import Layout, Trainer
 from flash_delta.training.batches import IGNORED, Batch
@@ -89,16 +99,7 @@ def test_compiled_blocks_under_fsdp(ranks):
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_float32_gates_between_bfloat16_weights_under_fsdp(ranks):
     _, _, (first, _) = ranks
-    alone = []
-    for row in range(2):
-        model = tiny_model(torch.bfloat16)
-        loss_of_row(model, row).backward()
-        alone.append({name: p.grad for name, p in model.named_parameters()})
-    for name, got in first["bfloat16 weights"].items():
-        gate = name.endswith(("A_log", "dt_bias"))
-        assert got.dtype == (torch.float32 if gate else torch.bfloat16), name
-        want, tolerance = (alone[0][name].float() + alone[1][name].float()) / 2, 1e-6 if gate else 2**-8
-        torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+    assert_gradients_in_bfloat16(first["bfloat16 weights"])
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
