@@ -26,7 +26,7 @@ class KimiDeltaAttention(DeltaMixer):
         S_t = (I - beta_t k_t k_t^T) diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
 
     and then y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. `A_log` is [HV],
-    `dt_bias` [HV * K], both used in fp32.
+    `dt_bias` [HV * K], both kept in fp32.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.
