@@ -5,6 +5,8 @@ import torch
 from tiny_model import KINDS, build, tokens
 from torch.nn import functional as F
 
+from flash_delta.models import FlashDeltaCache
+
 LENGTHS = [4, 9, 1]
 
 
@@ -82,8 +84,8 @@ def test_a_prompt_may_be_read_in_pieces(model, size):
 @torch.no_grad()
 def test_samples_of_a_prompt_share_its_states(model):
     """As `num_return_sequences` could: the prompt is read once, and each of its rows continues in its own way."""
-    ids, more = tokens(2, 5), tokens(6, 3, seed=1)
-    cache = model(ids).past_key_values
+    ids, more, cache = tokens(2, 5), tokens(6, 3, seed=1), FlashDeltaCache(model.config)
+    model(ids, past_key_values=cache)
     assert (cache.batch_size, cache.is_initialized, cache.has_previous_state()) == (2, True, True)
     cache.batch_repeat_interleave(3)
     assert cache.batch_size == 6
