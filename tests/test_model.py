@@ -67,7 +67,8 @@ def test_a_cache_without_tokens():
     cache.activate_past_recording()
     assert (cache.batch_size, cache.is_initialized, cache.has_previous_state()) == (-1, False, False)
     assert (cache.get_seq_length(), cache.get_query_offset(), cache.get_max_length()) == (0, 0, -1)
-    assert (cache.is_linear, cache.is_sliding, cache.is_compileable) == ([True, False, True], [False] * 3, False)
+    assert (cache.is_sliding, cache.is_compileable) == ([False] * 3, False)
+    assert cache.is_linear == [False] * 3  # for transformers 5.24 such a layer does not know the number of tokens
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Cache) if not name.startswith("_")])

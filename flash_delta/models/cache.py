@@ -46,11 +46,6 @@ class FlashDeltaCache(Cache):
         return self.seen_tokens > 0
 
     @property
-    def is_linear(self) -> list[bool]:
-        """Which layers have a state whose size does not depend on the number of tokens."""
-        return [isinstance(layer, MixerState) for layer in self.layers]
-
-    @property
     def batch_size(self) -> int:
         """The number of sequences, or -1 before the first token."""
         first = self.layers[0]
