@@ -64,14 +64,16 @@ def test_cache_refuses_to_be_cropped():
 def test_a_cache_without_tokens():
     cache = FlashDeltaCache(FlashDeltaConfig(**SIZES, **KINDS["hybrid"]))
     cache.batch_repeat_interleave(3)
-    cache.activate_past_recording()
     assert (cache.batch_size, cache.is_initialized, cache.has_previous_state()) == (-1, False, False)
-    assert (cache.get_seq_length(), cache.get_query_offset(), cache.get_max_length()) == (0, 0, -1)
+    assert (cache.get_seq_length(), cache.get_max_length()) == (0, -1)
     assert (cache.is_sliding, cache.is_compileable) == ([False] * 3, False)
-    assert cache.is_linear == [False] * 3  # for transformers 5.24 such a layer does not know the number of tokens
+    assert not any(getattr(cache, "is_linear", ()))  # such a layer has no length in 5.24
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Cache) if not name.startswith("_")])
+OLDER = {"get_max_cache_shape", "max_batch_size", "max_cache_len"}  # names of transformers 5.4
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Cache) if not name.startswith("_") and name not in OLDER])
 def test_a_cache_has_what_transformers_calls(name):
     """Or it says that it has not."""
     cache = FlashDeltaCache(FlashDeltaConfig(**SIZES, **KINDS["hybrid"]))
