@@ -7,12 +7,17 @@ from rank_groups import join, leave
 
 
 def work(rank, size, folder, backend, kind, dtype, cases):
-    """``cases``: of `run_all`; those of this kind and dtype run. Kind "model": parameters are split over ranks."""
+    """``cases``: of `run_all`; those of this kind and dtype run. Kinds "model", "weights": parameters are split over
+    ranks, in float32 or with bfloat16 weights."""
     device = join(backend, rank, size, folder)
     if kind == "model":
         from training_ranks import sharded_gradients  # the others start without transformers
 
         found = sharded_gradients(rank, device, dtype)
+    elif kind == "weights":
+        from training_ranks import MIXERS, WIDE, gradients_in_bfloat16
+
+        found = gradients_in_bfloat16(rank, device, MIXERS[:2], WIDE)
     else:
         found = run_all(device, *of_kind(kind, dtype, *cases))
     leave(found, folder / f"{rank}.pt")

@@ -8,7 +8,7 @@ from inspect import getdoc, isclass, isfunction
 import pytest
 
 MODULES = ("flash_delta", *(f"flash_delta.{name}" for name in ("ops.serving", "modules", "layers", "parallel")))
-FLA = "flash_delta.integrations.fla"  # its names mirror those of fla, and share one example
+MIRRORS = ("flash_delta.integrations.fla", "flash_delta.integrations.aiter")  # of names; each has one example
 WITH_TRANSFORMERS = ("flash_delta.models", "flash_delta.integrations.transformers")
 
 
@@ -21,7 +21,7 @@ def public():
         for thing in (shown[each] for each in names if not each.startswith("_")):
             if isclass(thing) or isfunction(thing):
                 found.setdefault(thing, f"{name}.{thing.__name__}")
-    found[import_module(FLA)] = FLA
+    found |= {import_module(name): name for name in MIRRORS}
     return [pytest.param(thing, id=name) for thing, name in found.items()]
 
 

@@ -13,6 +13,7 @@ import torch
 
 import flash_delta
 from flash_delta.integrations.fla import install, register, uninstall
+from flash_delta.integrations.fla.layers import utils
 from flash_delta.integrations.fla.layers.utils import get_unpad_data, index_first_axis, pad_input, unpad_input
 from flash_delta.ops._function import DeltaRule
 from flash_delta.ops._modules import Convolve
@@ -98,7 +99,7 @@ ABSENT = [
     ("from fla.ops import chunk_gla", ModuleNotFoundError, "fla.ops.chunk_gla"),
     ("from fla.ops.kda.chunk import chunk_kda_fwd", ModuleNotFoundError, "fla.ops.kda.chunk.chunk_kda_fwd"),
     ("import fla.models", ModuleNotFoundError, "fla.models"),
-    ("from fla.ops.cp import FLACPContext", ModuleNotFoundError, "fla.ops.cp.FLACPContext"),
+    ("from fla.ops.cp import send_recv_fwd", ModuleNotFoundError, "fla.ops.cp.send_recv_fwd"),
     ("import fla; fla.ops.chunk_gla", AttributeError, "fla.ops.chunk_gla"),
 ]
 
@@ -159,6 +160,35 @@ def test_rows_without_padding():
         unpad_input(x[:, :2], (x,), mask, 2)
     with pytest.raises(ValueError, match="get_unpad_data: attention_mask: expected a tensor"):
         get_unpad_data(mask[0])
+
+
+def test_hidden_states_without_padding():
+    mask, x = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]), torch.randn(2, 3, 5)
+    rows, indices, bounds = utils.unpad_hidden_states(x, None, mask, 3)
+    assert torch.equal(rows, torch.cat([x[0], x[1, 1:]])[None])
+    assert (indices.tolist(), bounds.tolist()) == ([0, 1, 2, 4, 5], [0, 3, 5])
+    assert torch.equal(utils.repad_hidden_states(rows, indices, 2, 3), x * mask[:, 1:, None])
+    for given in ((bounds, mask), (None, None)):
+        same, none, cu_seqlens = utils.unpad_hidden_states(x, *given, 3)
+        assert (same is x, none, cu_seqlens) == (True, None, given[0])
+        assert utils.repad_hidden_states(same, none, 2, 3) is x
+
+
+def test_a_cache_of_layers():
+    class Cache(list):
+        def update(self, **given):
+            self.append(given)
+            return given
+
+    layer, cache = torch.nn.Linear(1, 1), Cache()
+    assert utils.get_layer_cache(layer, None) is utils.update_layer_cache(layer, None) is None
+    with pytest.raises(ValueError, match="Linear: layer_idx: expected a number if the layer is called with past_key"):
+        utils.get_layer_cache(layer, cache)
+    layer.layer_idx = 0
+    assert utils.get_layer_cache(layer, cache) is None
+    given = utils.update_layer_cache(layer, cache, recurrent_state=1, offset=4)
+    assert given == {"recurrent_state": 1, "conv_state": None, "layer_idx": 0, "offset": 4}
+    assert utils.get_layer_cache(layer, cache) is given
 
 
 MODELS = """

@@ -244,6 +244,12 @@ def test_rules_that_are_left(x):
     kda, call = by_name["chunk_kda"], gdn(x, g=x["g"][..., None].expand(x["k"].shape))
     assert answers(kda, kda.ours, **call, chunk_size=32) is None
     assert answers(kda, kda.ours, **call, chunk_size=16) == "chunk_size: expected 32 or 64, got 16"
+    gla, call = by_name["fused_recurrent_simple_gla"], {name: x[name] for name in ("q", "k", "v", "g")}
+    assert answers(gla, gla.ours, **call) is answers(gla, gla.ours, **call, reverse=False) is None
+    assert answers(gla, gla.ours, **call, reverse=True) == "reverse: expected False, got True"
+    comba, call = by_name["fused_recurrent_comba"], x | {"beta": x["v"]}
+    assert answers(comba, comba.ours, **x) is None
+    assert "beta: expected a tensor [1, 9, 2]" in answers(comba, comba.ours, **call)
     for name, more in (("fwd", {"output_final_state": False}), ("bwd", {"A": x["v"], "do": x["v"], "dht": None})):
         taken, call = by_name[f"chunk_gated_delta_rule_{name}"], gdn(x, scale=None, initial_state=None, **more)
         assert answers(taken, taken.ours, **call) is None

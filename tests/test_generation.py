@@ -5,6 +5,8 @@ import torch
 from tiny_model import KINDS, build, tokens
 from torch.nn import functional as F
 
+from flash_delta.models import FlashDeltaCache
+
 LENGTHS = [4, 9, 1]
 
 
@@ -67,3 +69,25 @@ def test_generation_continues_a_cache(model):
     first = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     resumed = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3, do_sample=False)
     assert torch.equal(resumed, model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.parametrize("size", [1, 4, 20])
+@torch.no_grad()
+def test_a_prompt_may_be_read_in_pieces(model, size):
+    ids, mask = left_padded([tokens(length, seed=length) for length in LENGTHS])
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=size, **options), expected)
+    assert torch.equal(model.generate(ids, use_cache=False, **options), expected)
+
+
+@torch.no_grad()
+def test_samples_of_a_prompt_share_its_states(model):
+    """As `num_return_sequences` could: the prompt is read once, and each of its rows continues in its own way."""
+    ids, more, cache = tokens(2, 5), tokens(6, 3, seed=1), FlashDeltaCache(model.config)
+    model(ids, past_key_values=cache)
+    assert (cache.batch_size, cache.is_initialized, cache.has_previous_state()) == (2, True, True)
+    cache.batch_repeat_interleave(3)
+    assert cache.batch_size == 6
+    whole = model(torch.cat([ids.repeat_interleave(3, 0), more], 1)).logits[:, 5:]
+    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import re
 import warnings
@@ -92,7 +93,7 @@ def test_documented_paths(path, names):
     }
     exported = set(getattr(module, "__all__", defined))
     documented = {row[0][0] for section in ("Ops", "Gates", "Modules", "Layers") for row in table(section, "function")}
-    aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule", "l2_norm"}
+    aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule", "l2_norm", "FLACPContext"}
     if path == ".ops":
         members = [group for p, group in PATHS if p.count(".") == 2 and p.startswith(".ops") and p != ".ops.cp"]
         names = [name for group in members for name in group if not name.startswith("naive")]
@@ -285,13 +286,16 @@ def test_convolution_in_two_passes(bounds, whole):
 BOUNDS_OF_ROWS = [[0, 13, 40, 70], [0, 35, 35, 36, 70], [0, 70], [0, 1, 2, 69, 70]]
 
 
-def context_of_rank(patch, bounds, rank, ranks):
+def context_of_rank(patch, bounds, rank, ranks, layout="contiguous"):
     """Made as on that rank of a group."""
     store = torch.distributed.HashStore()
     group = torch.distributed.ProcessGroup(store, 0, 1)
     patch.setattr(torch.distributed, "get_rank", lambda _: rank)
     patch.setattr(torch.distributed, "get_world_size", lambda _: ranks)
-    return cp.build_cp_context(torch.tensor(bounds), group, conv1d_kernel_size=4)
+    return cp.build_cp_context(torch.tensor(bounds), group, conv1d_kernel_size=4, layout=layout)
+
+
+OF_A_RANK = ("pre_num_conv_tokens", "pre_num_ranks", "post_num_ranks", "is_first_rank", "is_last_rank")
 
 
 @pytest.mark.parametrize("bounds", BOUNDS_OF_ROWS, ids=str)
@@ -304,15 +308,66 @@ def test_context_of_a_row(monkeypatch, bounds):
             local = context.cu_seqlens.tolist()
             starts = [0, *(sequence[own].diff().nonzero() + 1).flatten().tolist(), len(own)]
             assert (local, context.cu_seqlens.dtype) == (starts, torch.int32)
-            assert context.pre_num_conv_tokens == (sequence[: own[0]] == sequence[own[0]]).sum()
             assert context.conv1d_kernel_size == 4
+            assert [getattr(context, name) for name in OF_A_RANK] == around(sequence, x.chunk(ranks), rank)
+            assert (context.layout, context.num_seqs, context.part_len) == ("contiguous", len(local) - 1, None)
+
+
+def around(sequence, parts, place):
+    """What `OF_A_RANK` names, counted token by token."""
+    first, last = (sequence == sequence[parts[place][end]] for end in (0, -1))
+    before, after = (
+        sum(int(same[p].any()) for p in ps) for same, ps in ((first, parts[:place]), (last, parts[place + 1 :]))
+    )
+    return [int(first[: parts[place][0]].sum()), before, after, before == 0, after == 0]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS_OF_ROWS, ids=str)
+def test_context_of_a_row_in_zigzag(monkeypatch, bounds):
+    x = torch.arange(70)
+    sequence = torch.bucketize(x, torch.tensor(bounds), right=True)
+    for ranks in (1, 5, 7):
+        parts = x.chunk(2 * ranks)
+        for rank in range(ranks):
+            context, places = context_of_rank(monkeypatch, bounds, rank, ranks, "zigzag"), (rank, 2 * ranks - 1 - rank)
+            own = torch.cat([parts[place] for place in places])
+            assert torch.equal(context.context.shard(x, dim=0), own)
+            borders = (sequence[own].diff() != 0) | (torch.arange(1, len(own)) == len(own) // 2)
+            assert context.cu_seqlens.tolist() == [0, *(borders.nonzero() + 1).flatten().tolist(), len(own)]
+            counted = zip(*(around(sequence, parts, place) for place in places), strict=True)
+            names = [f"{name.removesuffix('_rank')}_by_part" for name in OF_A_RANK]
+            assert [getattr(context, name) for name in names] == list(counted)
+            assert context.front_num_seqs == len(sequence[parts[rank]].unique())
+            assert (context.layout, context.part_len, context.pre_num_ranks) == ("zigzag", len(own) // 2, None)
+
+
+def test_copies_and_contexts_without_a_group(monkeypatch, x):
+    bounds = torch.tensor([0, 13, 40, 70])
+    made = cp.context.get_cp_cu_seqlens(bounds, world_size=5, rank=2)
+    assert (made.is_cp_enabled, made.group) == (False, None)
+    inside = context_of_rank(monkeypatch, bounds.tolist(), 2, 5)
+    assert (inside.is_cp_enabled, inside.cu_seqlens.tolist()) == (True, made.cu_seqlens.tolist())
+    other = inside.copy_for_backward()
+    inside.cu_seqlens.zero_()
+    assert other.cu_seqlens.tolist() == made.cu_seqlens.tolist()
+    assert (other.context, other.pre_num_ranks) == (inside.context, inside.pre_num_ranks)
+    call = {name: x[name][:1, :14] for name in ("q", "k", "v", "g", "beta")}
+    with pytest.raises(ValueError, match=r"cp_context: expected a flash_delta.parallel.ContextParallel"):
+        flash_delta.chunk_gated_delta_rule(**call, cp_context=made)
 
 
 def test_context_refuses(monkeypatch):
     with pytest.raises(ValueError, match=r"cu_seqlens: expected a number of tokens that 3 ranks divide, got 70"):
         context_of_rank(monkeypatch, [0, 70], 0, 3)
-    with pytest.raises(ValueError, match=r"layout: expected 'contiguous' .*, got 'zigzag'"):
-        cp.build_cp_context(torch.tensor([0, 70]), None, layout="zigzag")
+    with pytest.raises(ValueError, match=r"a number of tokens that 6 parts, two for each rank, divide, got 70"):
+        context_of_rank(monkeypatch, [0, 70], 0, 3, "zigzag")
+    with pytest.raises(ValueError, match=r"layout: expected 'contiguous' or 'zigzag', got 'striped'"):
+        context_of_rank(monkeypatch, [0, 70], 0, 1, "striped")
+    with pytest.raises(ValueError, match=r"group: expected a process group, or numbers as world_size and rank, got No"):
+        cp.build_cp_context(torch.tensor([0, 70]), None)
+    group = context_of_rank(monkeypatch, [0, 70], 0, 2).group
+    with pytest.raises(ValueError, match=r"rank: expected None or the group's, 0, got 1"):
+        cp.context.get_cp_cu_seqlens(torch.tensor([0, 70]), rank=1, group=group)
     with pytest.raises(ValueError, match="use_tf32x3_affine_chain: expected True, got False"):
         cp.build_cp_context(torch.tensor([0, 70]), None, use_tf32x3_affine_chain=False)
 
@@ -571,12 +626,31 @@ def test_paths_are_those_of_fla(fla, path, names):
 
 def test_context_is_that_of_fla(fla, monkeypatch):
     theirs = importlib.import_module("fla.ops.cp.context").get_cp_cu_seqlens
-    for bounds in BOUNDS_OF_ROWS:
+    for bounds, layout in itertools.product(BOUNDS_OF_ROWS, ("contiguous", "zigzag")):
         for rank in range(5):
-            expected = theirs(torch.tensor(bounds), world_size=5, rank=rank, conv1d_kernel_size=4)
-            found = context_of_rank(monkeypatch, bounds, rank, 5)
-            assert found.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
-            assert found.pre_num_conv_tokens == expected.pre_num_conv_tokens
+            options = {"world_size": 5, "rank": rank, "conv1d_kernel_size": 4, "layout": layout}
+            expected = vars(theirs(torch.tensor(bounds), **options))
+            found = context_of_rank(monkeypatch, bounds, rank, 5, layout)
+            left = {"group", "pre_num_ranks_dev", "post_num_ranks_dev"}
+            for name in expected.keys() - left:
+                ours, wanted = getattr(found, name), expected[name]
+                assert ours.tolist() == wanted.tolist() if isinstance(wanted, torch.Tensor) else ours == wanted, name
+
+
+@pytest.mark.parametrize("q_len", [4, 3, 1])
+def test_padding_is_that_of_fla(fla, q_len):
+    theirs, ours = (importlib.import_module(f"{root}.layers.utils") for root in ("fla", HERE))
+    mask, x = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]), torch.randn(2, q_len, 5)
+    found, wanted = (utils.unpad_hidden_states(x, None, mask, q_len) for utils in (ours, theirs))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    rows, indices, _ = found
+    padded = (utils.repad_hidden_states(rows, indices, 2, q_len) for utils in (ours, theirs))
+    assert torch.equal(*padded)
+
+
+def test_absences_are_listed(fla):
+    listed = tuple(f".{name}" for names, _ in table("What is not there", "module") for name in names)
+    assert [module for module, _ in absent(Path(fla.__file__).parents[1]) if not module.startswith(listed)] == []
 
 
 def test_naive_references_are_those_of_fla(fla, x):
@@ -636,13 +710,18 @@ def test_what_is_absent(tmp_path):
         "class KimiDeltaAttention:\n    def __init__(self, hidden_size, novel): ..."
     )
     (tmp_path / "layers" / "comba.py").write_text("class Novel: ...")
+    (tmp_path / "layers" / "utils.py").write_text("class Index(torch.autograd.Function): ...\ndef novel(x): ...")
+    (tmp_path / "ops" / "cp").mkdir()
+    (tmp_path / "ops" / "cp" / "context.py").write_text("def build_cp_context(cu_seqlens, group, novel): ...")
     (tmp_path / "ops" / "comba").mkdir()
     (tmp_path / "ops" / "comba" / "novel.py").write_text("def comba_of_another_kind(q): ...")
     assert list(absent(tmp_path)) == [
         (".ops.comba.novel", ["comba_of_another_kind"]),
+        (".ops.cp.context", ["build_cp_context(novel)"]),
         (".ops.kda.chunk", ["chunk_kda(novel)", "chunk_again"]),
         (".layers.comba", ["Novel"]),
         (".layers.kda", ["KimiDeltaAttention(novel)"]),
+        (".layers.utils", ["novel"]),
     ]
 
 

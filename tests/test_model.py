@@ -1,5 +1,6 @@
 """The language model: caching, packing, saving and training."""
 
+import contextlib
 import importlib
 import sys
 
@@ -8,6 +9,7 @@ import torch
 from tiny_model import KINDS, SIZES, build, tokens
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import Cache
 
 from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaModel
 
@@ -57,6 +59,34 @@ def test_reset_cache_starts_anew(model):
 def test_cache_refuses_to_be_cropped():
     with pytest.raises(NotImplementedError, match="crop: a recurrent state cannot be rolled back"):
         FlashDeltaCache(FlashDeltaConfig(**SIZES)).crop(-1)
+
+
+def test_a_cache_without_tokens():
+    cache = FlashDeltaCache(FlashDeltaConfig(**SIZES, **KINDS["hybrid"]))
+    cache.batch_repeat_interleave(3)
+    assert (cache.batch_size, cache.is_initialized, cache.has_previous_state()) == (-1, False, False)
+    assert (cache.get_seq_length(), cache.get_max_length()) == (0, -1)
+    assert (cache.is_sliding, cache.is_compileable) == ([False] * 3, False)
+    assert not any(getattr(cache, "is_linear", ()))  # such a layer has no length in 5.24
+
+
+OLDER = {"get_max_cache_shape", "max_batch_size", "max_cache_len"}  # names of transformers 5.4
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Cache) if not name.startswith("_") and name not in OLDER])
+def test_a_cache_has_what_transformers_calls(name):
+    """Or it says that it has not."""
+    cache = FlashDeltaCache(FlashDeltaConfig(**SIZES, **KINDS["hybrid"]))
+    indices, x = torch.tensor([0]), torch.randn(1, 1, 1, 4)
+    arguments = {"update": (x, x, 0), "early_initialization": (1, 1, 4, x.dtype, x.device), "get_mask_sizes": (1, 0)}
+    arguments |= dict.fromkeys(("batch_select_indices", "reorder_cache"), (indices,)) | {"crop": (-1,)}
+    arguments |= dict.fromkeys(("batch_repeat_interleave", "prefetch", "offload", "is_recording_past"), (1,))
+    arguments |= dict.fromkeys(("get_conv_state", "get_recurrent_state"), (0,))
+    arguments |= dict.fromkeys(("update_conv_state", "update_recurrent_state", "update_indexer"), (x, 0))
+    with contextlib.suppress(NotImplementedError, ValueError):
+        found = getattr(cache, name)
+        if callable(found):
+            found(*arguments.get(name, ()))
 
 
 def test_packed_documents_equal_each_alone(model):

@@ -14,7 +14,8 @@ import torch.multiprocessing as mp
 from gpu_ranks import work
 from parallel_ranks import WIDE, Heads, LayerSplit, Split, global_inputs
 from test_parallel import check_heads, check_layer, check_op, judge, whole_heads, whole_layer
-from training_ranks import gradients_alone
+from training_ranks import MIXERS, assert_gradients_in_bfloat16, gradients_alone
+from training_ranks import WIDE as WIDE_MODEL
 
 from flash_delta.testing import MEMBERS, Case, allowed, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -133,6 +134,11 @@ def test_layers_on_a_row(ranks, device, split):
     alone, want = whole_layer(split, device=device), whole_layer(split, torch.float64)
     parts = [rank[split.name] for rank in ranks(split.layer.removesuffix("-wide"), split.dtype)]
     check_layer(split, parts, limits(alone, want, split.dtype))
+
+
+def test_bfloat16_weights_with_float32_gates(ranks, device):
+    for found in ranks("weights", torch.bfloat16):
+        assert_gradients_in_bfloat16(found, device, MIXERS[:2], WIDE_MODEL)
 
 
 @OF_DTYPE

@@ -16,7 +16,17 @@ NAMES = [
     for text in PAGES.values()
     for name in re.findall(r"^\.\. (?:autofunction|autoclass|py:data):: ([\w.]+)", text, re.MULTILINE)
 ]
-MODULES = ["ops", "ops.serving", "modules", "layers", "models", "parallel", "testing", "integrations.fla"]
+MODULES = [
+    "ops",
+    "ops.serving",
+    "modules",
+    "layers",
+    "models",
+    "parallel",
+    "testing",
+    "integrations.aiter",
+    "integrations.fla",
+]
 MODULES = [f"flash_delta.{name}" for name in MODULES]
 MODULES += [found.name for found in pkgutil.walk_packages(flash_delta.integrations.fla.__path__, f"{MODULES[-1]}.")]
 

@@ -7,7 +7,17 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.multiprocessing as mp
-from training_ranks import MIXERS, RUNS, dtype_of, loss_of_row, make, results, tiny_model, work
+from training_ranks import (
+    MIXERS,
+    RUNS,
+    assert_gradients_in_bfloat16,
+    dtype_of,
+    loss_of_row,
+    make,
+    results,
+    tiny_model,
+    work,
+)
 
 from flash_delta.training import Layout, Trainer
 from flash_delta.training.batches import IGNORED, Batch
@@ -84,6 +94,30 @@ def test_compiled_blocks_under_fsdp(ranks):
     (sum(loss_of_row(model, row) for row in range(2)) / 2).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(first["compiled"][name], p.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_float32_gates_between_bfloat16_weights_under_fsdp(ranks):
+    _, _, (first, _) = ranks
+    assert_gradients_in_bfloat16(first["bfloat16 weights"])
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_parameters_get_their_values_after_they_were_sharded(ranks):
+    _, _, (first, _) = ranks
+    fresh, made = first["fresh"], tiny_model(torch.bfloat16).state_dict()
+    for name, p in fresh.items():
+        assert p.dtype == made[name].dtype, name
+        assert p.isfinite().all(), name
+        if name.endswith("A_log"):
+            assert 0 < p.exp().min() <= p.exp().max() <= 16.1, name
+        elif name.endswith("dt_bias"):
+            dt = torch.nn.functional.softplus(p)
+            assert 0.99e-3 <= dt.min() <= dt.max() <= 0.101, name
+        elif name.endswith("norm.weight"):
+            assert torch.equal(p, made[name]), name
+        else:
+            assert p.float().std() == pytest.approx(made[name].float().std().item(), rel=0.7), name
 
 
 def test_layouts_that_do_not_fit(ranks):

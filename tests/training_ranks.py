@@ -91,10 +91,45 @@ def compiled_gradients(rank):
     model = tiny_model(torch.float64, MIXERS[:1])
     for block in model.model.layers:
         block.compile(backend="eager", fullgraph=True)
-        fully_shard(block)
-    fully_shard(model)
+    shard(model)
     loss_of_row(model, rank).backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+def gradients_in_bfloat16(rank, device="cpu", *kind):
+    """Of a model with bfloat16 weights and float32 gates under FSDP2, each rank on a row of its own: their mean."""
+    model = shard(tiny_model(torch.bfloat16, *kind).to(device))
+    loss_of_row(model, rank).backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+def assert_gradients_in_bfloat16(found, device="cpu", *kind):
+    """Those of one process. A gate's gradient is not rounded when ranks sum it."""
+    alone = []
+    for row in range(2):
+        model = tiny_model(torch.bfloat16, *kind).to(device)
+        loss_of_row(model, row).backward()
+        alone.append({name: p.grad.cpu() for name, p in model.named_parameters()})
+    assert found.keys() == alone[0].keys()
+    for name, got in found.items():
+        gate = name.endswith(("A_log", "dt_bias"))
+        assert got.dtype == (torch.float32 if gate else torch.bfloat16), name
+        want, tolerance = (alone[0][name].float() + alone[1][name].float()) / 2, 1e-6 if gate else 2**-8
+        torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+
+
+def fresh_parameters():
+    """Of a model that has values only after it was sharded."""
+    with torch.device("meta"):
+        model = shard(tiny_model(torch.bfloat16))
+    model.to_empty(device="cpu").init_weights()
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+def shard(model):
+    for block in model.model.layers:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def loss_of_row(model, row, tokens=40):
@@ -136,6 +171,7 @@ def work(rank, size, folder, text):
         )
         got["locked"] = locked(folder / "locked", text)
         got["compiled"] = compiled_gradients(rank)
+        got["bfloat16 weights"], got["fresh"] = gradients_in_bfloat16(rank), fresh_parameters()
         got["resumed"] = results(Trainer.resume(folder / "cut"))
     for name, refused in {"context_parallel": Layout(context_parallel=3), "shard": Layout(shard=3)}.items():
         try:

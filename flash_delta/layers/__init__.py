@@ -1,5 +1,6 @@
 """Token mixers as `nn.Module`s: one for each member of the family, and softmax attention for hybrid models."""
 
+from flash_delta.layers import _fully_shard  # noqa: F401 (so that FSDP2 keeps gates in float32)
 from flash_delta.layers.attention import Attention
 from flash_delta.layers.comba import Comba
 from flash_delta.layers.delta_net import DeltaNet

@@ -24,11 +24,19 @@ class DeltaMixer(Mixer):
 
     allow_neg_eigval = False
 
-    def _add_gate(self) -> None:
-        self.A_log, self.dt_bias = map(nn.Parameter, self.initial_gate())
+    def _add_gate(self, biases: int) -> None:
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(biases))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw A_log and dt_bias anew. Projections, convolutions and norms have methods of this name, too."""
+        for parameter, fresh in zip((self.A_log, self.dt_bias), self.initial_gate(), strict=True):
+            parameter.copy_(fresh)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
-        """Fresh fp32 values for A_log and dt_bias."""
+        """Fresh values like A_log and dt_bias, which may be sharded."""
         raise NotImplementedError
 
     def _raw_gate(self, x: Tensor) -> Tensor:
@@ -72,13 +80,13 @@ class ScalarGateMixer(DeltaMixer):
 
     def _add_gate(self) -> None:
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        super()._add_gate()
+        super()._add_gate(self.num_v_heads)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""
         # uniform_ may draw an exact 0. A_log would then be -inf, and training could not change it.
-        A = torch.empty(self.num_v_heads).uniform_(0, 16).clamp(min=1e-4)
-        return A.log(), initial_dt_bias(self.num_v_heads)
+        A = torch.empty_like(self.A_log).uniform_(0, 16).clamp(min=1e-4)
+        return A.log(), initial_dt_bias(self.dt_bias)
 
     def _raw_gate(self, x: Tensor) -> Tensor:
         return self.a_proj(x)  # [B, T, HV]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_delta.layers._gate import GateMarks
+from flash_delta.layers._gate import GateParameters
 from flash_delta.layers.documents import forget_at_starts, read_documents
 from flash_delta.layers.packing import Packing, check_width
 from flash_delta.layers.state import MixerState
@@ -24,7 +24,7 @@ RECURRENT_TOKENS = 16
 Activations = tuple[str | None, str | None, str | None]  # of q, k and v: "silu" or None
 
 
-class Mixer(GateMarks):
+class Mixer(GateParameters):
     """Projections, short convolutions, packing and state around an op of the family:
 
         q, k, v = act(conv(proj(x)))     o = op(heads(q, k, v), gates(x))     y = o_proj(norm(o, x))

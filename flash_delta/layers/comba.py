@@ -94,13 +94,21 @@ class Comba(ScalarGateMixer):
         )
         self.use_output_correction = as_bool(layer, "use_output_correction", use_output_correction)
         self.use_inner_decay = as_bool(layer, "use_inner_decay", use_inner_decay)
-        correction_factor = as_float(layer, "correction_factor", correction_factor)
+        self.correction_factor = as_float(layer, "correction_factor", correction_factor)
         if self.use_inner_decay:
-            self.decay = nn.Parameter(torch.ones(self.num_heads))
+            self.decay = nn.Parameter(torch.empty(self.num_heads))
         if self.use_output_correction:
-            self.D = nn.Parameter(torch.full((self.num_heads,), correction_factor))
+            self.D = nn.Parameter(torch.empty(self.num_heads))
         self._add_gate()
         self._add_norm(as_bool(layer, "use_output_gate", use_output_gate), norm_eps, "sigmoid")
+
+    def reset_parameters(self) -> None:
+        """Draw A_log and dt_bias anew, and set `decay` to 1 and `D` to the correction factor."""
+        super().reset_parameters()
+        if self.use_inner_decay:
+            nn.init.ones_(self.decay)
+        if self.use_output_correction:
+            nn.init.constant_(self.D, self.correction_factor)
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         heads = super()._heads(q, k, v)

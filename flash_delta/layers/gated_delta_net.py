@@ -19,7 +19,7 @@ class GatedDeltaNet(ScalarGateMixer):
         g_t = -exp(A_log) * softplus(a_proj(x_t) + dt_bias)
         S_t = e^{g_t} (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
 
-    and then y_t = o_proj(RMSNorm(o_t) * act(g_proj(x_t))). `A_log` and `dt_bias` are [HV], used in fp32.
+    and then y_t = o_proj(RMSNorm(o_t) * act(g_proj(x_t))). `A_log` and `dt_bias` are [HV], kept in fp32.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.

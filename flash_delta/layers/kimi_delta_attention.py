@@ -26,7 +26,7 @@ class KimiDeltaAttention(DeltaMixer):
         S_t = (I - beta_t k_t k_t^T) diag(e^{g_t}) S_{t-1} + beta_t k_t v_t^T,    o_t = K^{-1/2} S_t^T q_t
 
     and then y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. `A_log` is [HV],
-    `dt_bias` [HV * K], both used in fp32.
+    `dt_bias` [HV * K], both kept in fp32.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.
@@ -98,13 +98,13 @@ class KimiDeltaAttention(DeltaMixer):
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
         self.f_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_k_dim, bias=False)
         self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)
-        self._add_gate()
+        self._add_gate(self.num_v_heads * self.head_k_dim)
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid", backend)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (1, 16), or 1 with safe_gate; dt log-uniform in [0.001, 0.1]."""
-        A = torch.ones(self.num_v_heads) if self.safe_gate else torch.empty(self.num_v_heads).uniform_(1, 16)
-        return A.log(), initial_dt_bias(self.num_v_heads * self.head_k_dim)
+        A = torch.ones_like(self.A_log) if self.safe_gate else torch.empty_like(self.A_log).uniform_(1, 16)
+        return A.log(), initial_dt_bias(self.dt_bias)
 
     def _low_rank(self, in_features: int, out_features: int, bias: bool) -> nn.Sequential:
         return nn.Sequential(

@@ -33,9 +33,9 @@ class MixerState:
         """Keep the sequences `indices` [M] (repeats allowed, as in beam search) in that order."""
         if self.conv is not None:
             q, k, v = self.conv
-            self.conv = (q.index_select(0, indices), k.index_select(0, indices), v.index_select(0, indices))
+            self.conv = (_rows(q, indices), _rows(k, indices), _rows(v, indices))
         if self.recurrent is not None:
-            self.recurrent = self.recurrent.index_select(0, indices)
+            self.recurrent = _rows(self.recurrent, indices)
 
 
 @dataclass
@@ -77,7 +77,10 @@ class AttentionState:
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` [M] (repeats allowed, as in beam search) in that order."""
         if self.keys is not None:
-            self.keys = self.keys.index_select(0, indices)
-            self.values = self.values.index_select(0, indices)
+            self.keys, self.values = _rows(self.keys, indices), _rows(self.values, indices)
         if self.mask is not None:
-            self.mask = self.mask.index_select(0, indices)
+            self.mask = _rows(self.mask, indices)
+
+
+def _rows(t: Tensor, indices: Tensor) -> Tensor:
+    return t.index_select(0, indices.to(t.device))  # layers may be on several devices

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -37,6 +40,22 @@ class FlashDeltaCache(Cache):
         super().__init__(layers=[AttentionState() if name == "attention" else MixerState() for name in config.mixers])
         self.seen_tokens = 0
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a state of at least one token."""
+        return self.seen_tokens > 0
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences, or -1 before the first token."""
+        first = self.layers[0]
+        state = first.recurrent if isinstance(first, MixerState) else first.keys
+        return -1 if state is None else state.shape[0]
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there is a state of at least one token, which is the same for every layer."""
+        return self.is_initialized
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens so far, with padding. It is the same in every layer."""
         return self.seen_tokens
@@ -59,6 +78,11 @@ class FlashDeltaCache(Cache):
         for layer in self.layers:
             layer.select(indices)
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence, for several samples of a prompt. The repeats of a sequence are neighbours."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the states of each beam by those of the beam that it continues, beam_idx [B]."""
         self.batch_select_indices(beam_idx)
@@ -66,3 +90,9 @@ class FlashDeltaCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Raise NotImplementedError, because an earlier recurrent state cannot be computed from a later one."""
         raise NotImplementedError("crop: a recurrent state cannot be rolled back; keep a copy of the cache instead")
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError, as do `early_initialization`, `prefetch` and `offload`."""
+        raise NotImplementedError("each layer of the model makes, changes and keeps its own state, in cache.layers")
+
+    early_initialization = prefetch = offload = update

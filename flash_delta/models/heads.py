@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from flash_delta.layers.documents import number_documents
@@ -14,6 +17,8 @@ from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.models.loss import next_token_loss
 from flash_delta.models.modeling import FlashDeltaModel, FlashDeltaPreTrainedModel
 from flash_delta.parallel import ContextParallel
+
+CACHE = fields(BaseModelOutputWithPast)[1].name  # "cache", and before transformers 5.24 "past_key_values"
 
 
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
@@ -45,8 +50,16 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """False, so that `generate` lets the model make its cache. Its states fit no cache of transformers."""
+        """False, so that `generate` makes no cache of transformers, which our states do not fit."""
         return False
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        """Gives `generate` a cache. With `prefill_chunk_size` it needs one before it calls the model."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = FlashDeltaCache(self.config)
 
     @can_return_tuple
     def forward(

@@ -41,6 +41,7 @@ if getattr(fla.__spec__, "origin", None) == "flash_delta":
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of fla's
 BY_REGISTRY = {"chunk_gated_delta_rule", "chunk_kda", "fused_kda_gate", "causal_conv1d_update"}
+BY_REGISTRY |= set() if fla.__version__ == "0.5.2" else {"fused_recurrent_simple_gla"}
 
 
 def theirs(name):
@@ -92,7 +93,9 @@ RULES = {  # name: what it takes, as the definition has it
     "chunk_delta_rule": ("q k v beta", {}),
     "fused_recurrent_delta_rule": ("q k v beta", {}),
     "chunk_comba": ("q k v p g beta", {"erase": "undecayed"}),
+    "fused_recurrent_comba": ("q k p v g beta", {"erase": "undecayed"}),
     "chunk_simple_gla": ("q k v g", {"erase": None}),
+    "fused_recurrent_simple_gla": ("q k v g", {"erase": None}),
 }
 
 
@@ -292,6 +295,7 @@ LEFT = {
     "ours alone": ("chunk_gated_delta_rule", {"backend": "torch"}, "backend: no such argument here"),
     "not read": ("chunk_delta_rule", {"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel: no such"),
     "per channel": ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(B, T, HV, V)}, "gv: expected None"),
+    "reversed": ("fused_recurrent_simple_gla", {"reverse": True}, "reverse: expected False, got True"),
     "wrong": ("chunk_comba", {"beta": torch.zeros(B, T)}, "beta: expected a tensor"),
     "subclass": (
         "chunk_simple_gla",

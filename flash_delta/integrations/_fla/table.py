@@ -13,11 +13,13 @@ from flash_delta.integrations.fla.modules.causal_conv1d.ops import _flat, _silu
 from flash_delta.integrations.fla.modules.norm.fused_norm_gate import rms_norm_gated
 from flash_delta.integrations.fla.modules.norm.l2norm import l2norm
 from flash_delta.integrations.fla.modules.norm.layernorm import rms_norm
+from flash_delta.integrations.fla.ops.comba.fused_recurrent import fused_recurrent_comba
 from flash_delta.integrations.fla.ops.delta_rule.fused_recurrent import fused_recurrent_delta_rule
 from flash_delta.integrations.fla.ops.gated_delta_rule.chunk import (
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
+from flash_delta.integrations.fla.ops.simple_gla.fused_recurrent import fused_recurrent_simple_gla
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import (
     chunk_comba,
@@ -72,6 +74,10 @@ def _without_decay(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str | N
         return f"o would have the dtype of v, {v.dtype}, in place of that of q, {q.dtype}"
     g = torch.empty(v.shape[:3], device=v.device)
     return _rule(fused_recurrent_gated_delta_rule)(q=q, k=k, v=v, g=g, **arguments)
+
+
+def _forward_in_time(reverse: bool = False, **arguments: Any) -> str | None:
+    return "reverse: expected False, got True" if reverse else _rule(chunk_simple_gla)(**arguments)
 
 
 def _gdn_gate(
@@ -215,7 +221,9 @@ TABLE = (
     Taken(chunk_delta_rule, _rule(chunk_delta_rule), ("ops.delta_rule.chunk",), keywords=("chunk_size",)),
     Taken(fused_recurrent_delta_rule, _without_decay, ("ops.delta_rule.fused_recurrent",)),
     Taken(chunk_comba, _rule(chunk_comba), ("ops.comba.chunk",)),
+    Taken(fused_recurrent_comba, _rule(chunk_comba), ("ops.comba.fused_recurrent",)),
     Taken(chunk_simple_gla, _rule(chunk_simple_gla), ("ops.simple_gla.chunk",), keywords=("chunk_size",)),
+    Taken(fused_recurrent_simple_gla, _forward_in_time, ("ops.simple_gla.fused_recurrent",), keywords=OLD),
     Taken(causal_conv1d, _convolution, (CONVOLUTION, "modules.conv.causal_conv1d")),
     Taken(causal_conv1d_update, _token, (CONVOLUTION, "modules.conv.triton.ops"), "modules"),
     Taken(rms_norm_gated, _gated_norm, ("modules.norm.fused_norm_gate", "modules.fused_norm_gate")),

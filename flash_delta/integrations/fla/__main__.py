@@ -13,11 +13,11 @@ from pathlib import Path
 
 HERE = "flash_delta.integrations.fla"
 FAMILY = {
-    "ops": ("comba", "delta_rule", "gated_delta_rule", "kda", "simple_gla"),
+    "ops": ("comba", "cp", "delta_rule", "gated_delta_rule", "kda", "simple_gla", "utils"),
     "modules": ("causal_conv1d", "norm"),
-    "layers": ("comba", "delta_net", "gated_deltanet", "kda", "simple_gla"),
+    "layers": ("comba", "delta_net", "gated_deltanet", "kda", "simple_gla", "utils"),
 }
-INSIDE = ("backends", "cp", "utils", "wy_fast")  # parts of paths that only fla itself imports
+INSIDE = ("backends", "triton_ascend", "wy_fast")  # parts of paths that only fla itself imports
 
 
 def absent(root: Path) -> Iterator[tuple[str, list[str]]]:
@@ -56,6 +56,7 @@ def _public(tree: ast.Module) -> dict[str, list[str]]:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         inside = node.name.endswith(("Function", "_kernel")) or {"fwd", "bwd", "kernel"} & {*node.name.split("_")}
+        inside = inside or any(ast.unparse(base).endswith("Function") for base in getattr(node, "bases", ()))
         if not inside and not any("jit" in ast.unparse(d) for d in node.decorator_list):
             found[node.name] = _arguments(node)
     return found

@@ -93,7 +93,9 @@ def check_shape(op: str, name: str, x: Tensor | None, *expected: int | str) -> t
 def check_kind(
     op: str, name: str, t: Tensor, device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES, like: str = "q"
 ) -> None:
-    """Refuse a tensor of another dtype or on another device than that of the argument ``like``."""
+    """Refuse a tensor of another dtype or on another device than that of the argument ``like``, and any DTensor."""
+    if hasattr(t, "to_local"):  # importing DTensor takes longer than importing this library
+        refuse(op, name, "a tensor of this rank alone (its to_local() or full_tensor())", f"a {type(t).__name__}")
     if t.dtype not in dtypes:
         one_of = ("a dtype among ", ", ") if dtypes is DTYPES else ("dtype ", " or ")
         refuse(op, name, one_of[0] + one_of[1].join(map(str, dtypes)), t.dtype)

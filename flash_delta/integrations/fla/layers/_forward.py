@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flash_delta.integrations.fla.layers.utils import get_layer_cache, update_layer_cache
 from flash_delta.layers import MixerState
 from flash_delta.ops._check.options import refuse
 
@@ -48,19 +49,11 @@ class FlaForward:
         name = type(self).__name__
         if output_attentions:
             refuse(name, "output_attentions", "False (a delta rule has no attention weights)", output_attentions)
-        if past_key_values is not None and self.layer_idx is None:
-            refuse(name, "layer_idx", "a number if the layer is called with past_key_values", "None")
-        state = None if past_key_values is None else self._read(past_key_values)
+        last = get_layer_cache(self, past_key_values)
+        state = None if past_key_values is None else MixerState()
+        if last is not None:
+            state = MixerState(last["conv_state"], last["recurrent_state"])
         y = super().forward(hidden_states, attention_mask, state, cu_seqlens)
         if state is not None and use_cache:
-            past_key_values.update(
-                recurrent_state=state.recurrent,
-                conv_state=state.conv,
-                layer_idx=self.layer_idx,
-                offset=hidden_states.shape[1],
-            )
+            update_layer_cache(self, past_key_values, state.recurrent, state.conv, hidden_states.shape[1])
         return y, None, past_key_values
-
-    def _read(self, cache: Any) -> MixerState:
-        last = cache[self.layer_idx] if len(cache) > self.layer_idx else None
-        return MixerState() if last is None else MixerState(last["conv_state"], last["recurrent_state"])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flash_delta import modules
 from flash_delta.integrations._context import convolve as convolve_on_ranks
-from flash_delta.integrations.fla.ops.cp.context import RowContext
+from flash_delta.integrations.fla.ops.cp.context import FLACPContext
 from flash_delta.layers.packing import refuse_floats
 from flash_delta.ops._check.options import as_size, refuse
 from flash_delta.ops._check.rule import check_shape, refuse_unless_none
@@ -21,7 +21,7 @@ __all__ = [
     "causal_conv1d_update_states",
 ]
 
-Context = ContextParallel | RowContext
+Context = ContextParallel | FLACPContext
 BACKENDS = ("triton", "cuda", "mix")  # names of fla's kernels, which compute the same function
 
 
@@ -217,7 +217,7 @@ def _check(op: str, weight: Tensor | None, backend: str | None) -> None:
 def _context(
     op: str, given: Context, initial_state: Tensor | None, output_final_state: bool | None, cu_seqlens: Tensor | None
 ) -> ContextParallel:
-    context = given.context if isinstance(given, RowContext) else given
+    context = given.context if isinstance(given, FLACPContext) else given
     if not isinstance(context, ContextParallel):
         refuse(op, "cp_context", "a ContextParallel, or what build_cp_context returns", type(given).__name__)
     for name, tensor in (("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
