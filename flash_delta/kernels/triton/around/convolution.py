@@ -216,7 +216,7 @@ class Cut(NamedTuple):
 
 
 CUTS = {  # a thread has 16 bytes of a row of 16-bit numbers; AMD's warps are twice as wide
-    ("convolve", "nvidia"): Cut(2, 256, 16, 8),
+    ("convolve", "nvidia"): Cut(2, 256, 32, 8),
     ("convolve", "amd"): Cut(1, 512, 64, 8),
     # With twice the channels a thread's sums spill.
     ("convolve_backward", "nvidia"): Cut(2, 256, 128, 8),
