@@ -38,6 +38,7 @@ CELLS = {
     "promised": replace(ROW, options={"lower_bound": -5.0, "safe_gate": True}),
     "strong-decay": replace(ROW, T=130, decay="strong"),
     "extreme-decay": replace(ROW, T=130, decay="extreme"),
+    "rising": replace(ROW, T=70, decay="rising"),
     "extreme-raw": replace(ROW, H=3, HV=3, T=70, decay="extreme", options=RAW),
     "v-first": replace(ROW, options=BOUNDED | {"state_v_first": True}),
     "no-initial-state": replace(ROW, initial_state=False),
