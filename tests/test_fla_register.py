@@ -244,6 +244,10 @@ def test_rules_that_are_left(x):
     kda, call = by_name["chunk_kda"], gdn(x, g=x["g"][..., None].expand(x["k"].shape))
     assert answers(kda, kda.ours, **call, chunk_size=32) is None
     assert answers(kda, kda.ours, **call, chunk_size=16) == "chunk_size: expected 32 or 64, got 16"
+    assert "A_log: expected None" in answers(kda, kda.ours, **call, A_log=x["v"])
+    for taken, promise in ((kda, {"safe_gate": True}), (by_name["fused_recurrent_kda"], {"use_gate_in_kernel": True})):
+        assert "fla does not read it here" in answers(taken, taken.ours, **call, lower_bound=-5.0)
+        assert answers(taken, taken.ours, **call, lower_bound=-5.0, **promise) is None
     for name, more in (("fwd", {"output_final_state": False}), ("bwd", {"A": x["v"], "do": x["v"], "dht": None})):
         taken, call = by_name[f"chunk_gated_delta_rule_{name}"], gdn(x, scale=None, initial_state=None, **more)
         assert answers(taken, taken.ours, **call) is None

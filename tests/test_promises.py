@@ -1,6 +1,7 @@
 """What a call promises or may not do: it is computed as said, refused by name, or warned of."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_pytorch_on_a_gpu_is_warned_of(on_a_gpu):
 
 
 def test_pytorch_is_not_warned_of_elsewhere(on_a_gpu):
-    """Warnings are errors here."""
+    warnings.simplefilter("error")  # pytest restores the filters
     cpu, wide = on_a_gpu._replace(device=torch.device("cpu")), on_a_gpu._replace(dtype=torch.float64)
     assert [_backend.choose_backend(p, None) for p in (cpu, wide)] == ["torch", "torch"]
     assert _backend.choose_backend(on_a_gpu, "torch") == "torch"
