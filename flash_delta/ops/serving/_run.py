@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._check.options import Options, cast
@@ -32,7 +32,7 @@ def run(
         s = s._replace(out=x.v.new_empty(x.v.shape)) if s.out is None else s
         operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
         return s.out
-    known = look_at(_look, torch.is_grad_enabled(), (backend, *options.values()), options, x, s, around)
+    known = look_at(_look, is_grad_enabled(), (backend, *options.values()), options, x, s, around)
     if known.again is not None:  # only kernels run, launched as before
         o = known.again(known, x, s, around)
         if o is not None:
