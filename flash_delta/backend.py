@@ -57,7 +57,7 @@ class Backend(Protocol):
     def preference(self, problem: Problem) -> Preference:
         """The backend's preference for ``problem``, even if it does not support it. The backend with the highest number
         is asked first; of equal ones, that which was registered first. The number must not depend on lengths, or else a
-        longer call would compile another backend's kernels."""
+        longer call would compile another backend's kernels. Below 0, a call on a GPU gives a warning."""
 
     def remark(self, problem: Problem) -> str | None:
         """What `explain` says about how this backend would run ``problem``, or None."""

@@ -250,6 +250,10 @@ def test_rules_that_are_left(x):
     comba, call = by_name["fused_recurrent_comba"], x | {"beta": x["v"]}
     assert answers(comba, comba.ours, **x) is None
     assert "beta: expected a tensor [1, 9, 2]" in answers(comba, comba.ours, **call)
+    assert "A_log: expected None" in answers(kda, kda.ours, **call, A_log=x["v"])
+    for taken, promise in ((kda, {"safe_gate": True}), (by_name["fused_recurrent_kda"], {"use_gate_in_kernel": True})):
+        assert "fla does not read it here" in answers(taken, taken.ours, **call, lower_bound=-5.0)
+        assert answers(taken, taken.ours, **call, lower_bound=-5.0, **promise) is None
     for name, more in (("fwd", {"output_final_state": False}), ("bwd", {"A": x["v"], "do": x["v"], "dht": None})):
         taken, call = by_name[f"chunk_gated_delta_rule_{name}"], gdn(x, scale=None, initial_state=None, **more)
         assert answers(taken, taken.ours, **call) is None

@@ -39,6 +39,7 @@ CELLS = {  # member, case, tokens of a segment
     "no-initial-state": ("gdn", replace(ROW, initial_state=False, T=129), 64),
     "v-first": ("gdn", replace(ROW, T=129, options={"state_v_first": True}), None),
     "faded": ("gdn", replace(PACKED, T=850, lengths=(1, 400, 0, 449), decay="extreme"), 192),
+    "rising": ("gdn", replace(ROW, T=129, decay="rising"), 64),
     "correlated-keys": ("gdn", replace(ROW, keys="correlated", beta="one"), None),
     "negative-eigenvalues": ("gdn", replace(GROUPED, options=RAW | {"allow_neg_eigval": True}), None),
     "left-by-forward": ("gdn", replace(PACKED, options=RAW | {"disable_recompute": True}), 64),

@@ -18,7 +18,7 @@ from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 
 BY_NAME = {case.name: case for case in CASES}
 FORMS = ("ragged", "aligned", "one-token", "packed", "all-empty", "no-initial-state", "grouped-by-3", "correlated-keys")
-OPTIONS = ("in-kernel", "in-kernel-packed", "negative-eigenvalues", "state-v-first", "scale", "extreme-decay")
+OPTIONS = ("in-kernel", "in-kernel-packed", "negative-eigenvalues", "state-v-first", "scale", "extreme-decay", "rising")
 
 
 def of_width(width: int, case: Case, values: int | None = None) -> Case:

@@ -47,6 +47,7 @@ CELLS = {
     "logs": replace(PACKED, options={}),
     "logs-strong": replace(ROW, options={"use_qk_l2norm_in_kernel": True}, decay="strong"),
     "logs-extreme": replace(ROWS, options={}, decay="extreme"),
+    "logs-rising": replace(ROW, options={}, decay="rising"),
     "logs-zero": replace(ROW, options={}, decay="zero"),
     "promised": replace(ROW, options={"safe_gate": True, "lower_bound": -5.0}, decay="strong"),
 }

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flash_delta import explain
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel_backward import gradients
@@ -38,6 +40,7 @@ CELLS = {
     "promised": replace(ROW, options={"lower_bound": -5.0, "safe_gate": True}),
     "strong-decay": replace(ROW, T=130, decay="strong"),
     "extreme-decay": replace(ROW, T=130, decay="extreme"),
+    "rising": replace(ROW, T=70, decay="rising"),
     "extreme-raw": replace(ROW, H=3, HV=3, T=70, decay="extreme", options=RAW),
     "v-first": replace(ROW, options=BOUNDED | {"state_v_first": True}),
     "no-initial-state": replace(ROW, initial_state=False),
@@ -78,6 +81,16 @@ def test_against_the_recurrence(on_cpu, cell):
     for tensor, got in results.items():
         error, rounded = (relative_error(t, wanted[tensor]) for t in (got, reference[tensor]))
         assert error <= max(allowed(rounded, torch.bfloat16), SCATTERS.get(tensor, 0.0)), tensor
+
+
+def test_a_promise_rules_the_second_launch_out(monkeypatch):
+    """That for chunks in which a channel falls too far."""
+    rest, memory = [], (SimpleNamespace(views=lambda: [None] * 6),)
+    monkeypatch.setattr(by_chunk, "run_chunk_back", lambda *given, **form: rest.append(form["rest"]))
+    for promise in ({}, {"safe_gate": True}, {"lower_bound": -1.0}):
+        p = explain(KDA.op, **make_inputs(ROW, KDA, torch.bfloat16), **promise).problem
+        by_chunk.find_gradients(SimpleNamespace(p=p, more=(None,)), memory, None)
+    assert rest == [False, True, False, False]
 
 
 def test_grouped_heads_and_low_bounds_are_left_to_triton():

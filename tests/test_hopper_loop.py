@@ -26,7 +26,16 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 BY_NAME = {case.name: case for case in CASES}
 SMALL = {"H": 1, "HV": 2}
 FORMS = [(128, WIDE), (128, NARROW), (64, SLIM)]
-NAMES = ("ragged", "packed", "all-empty", "no-initial-state", "correlated-keys", "in-kernel", "in-kernel-packed")
+NAMES = (
+    "ragged",
+    "packed",
+    "all-empty",
+    "no-initial-state",
+    "correlated-keys",
+    "in-kernel",
+    "in-kernel-packed",
+    "rising",
+)
 
 
 def small(name: str, width: int) -> Case:

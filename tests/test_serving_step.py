@@ -232,9 +232,9 @@ def test_tokens_in_one_call_are_tokens_in_calls(T, dtypes, backend):
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_a_row_is_what_it_is_alone(activation, backend):
     """Bitwise, wherever it stands, with channels that are no multiple of a processor's vectors."""
-    sizes = {"H": 1, "HV": 3, "K": 9, "V": 7, "slots": 12, "device": DEVICES[backend]}
+    sizes = {"H": 1, "HV": 3, "K": 9, "V": 7, "slots": 14, "device": DEVICES[backend]}
     x, conv = make_step("gdn-raw", activation=activation, B=5, T=2, **sizes)
-    x["write_indices"] = slots([[5, 6], [7, 8], [9, 10], [0, 1], [4, 11]], x)
+    x["write_indices"] = slots([[5, 6], [7, 8], [9, 10], [12, 13], [4, 11]], x)
     found = run_step("gdn-raw", x, conv, backend)
     for b in range(5):
         row = {name: x[name][b : b + 1] for name in (*"qkv", "g", "beta", "read_indices", "write_indices")}

@@ -39,6 +39,8 @@ CELLS = [
     *(("gdn", case, "float32", ROW) for case in ("extreme-decay", "zero-keys")),
     *(("gdn", case, "float32", {}) for case in ("no-tokens", "no-sequences", "all-empty")),
     ("gdn", "ragged", "float16", {}),
+    *((member, "rising", "bfloat16", HEADS) for member in ("gdn", "comba")),
+    ("gdn", "rising", "float32", HEADS),
     *(("gdn", "odd-widths", dtype, {"T": 66, "H": 1, "HV": 1}) for dtype in ("bfloat16", "float32")),
     ("comba", "odd-widths", "bfloat16", {"T": 66, "H": 1, "HV": 1}),
     ("gdn", "widest-values", "bfloat16", {"T": 20, "HV": 1, "K": 12}),

@@ -148,6 +148,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel-pool*-whole/channel_prompts", HOPPER, "spill", "the same, once a state", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-pool-free*/channel_prompts", HOPPER, "spill", "the same, with its branch", 90),
     Allowed(f"{BY_HAND}/channel-pool-logs*/channel_prompts", HOPPER, "spill", "the same", 70),
+    Allowed(f"{BY_HAND}/channel-pool-promised*/channel_prompts", HOPPER, "spill", "the same", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-rows/prepare", HOPPER, "spill", "addresses, the same for all chunks", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-free/prepare", HOPPER, "spill", "mostly in the branch of steep chunks", 80, "3.6"),
     Allowed(f"{BY_HAND}/channel-logs*/prepare", HOPPER, "spill", "the same", 140),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,6 +16,7 @@ from flash_delta.problem import ENVIRONMENT, AroundProblem, Problem
 Call = Problem | AroundProblem
 Load = Callable[[str], ModuleType | None]
 Offer = tuple[float, str, ModuleType | str, str | None]
+DISABLED = "FLASH_DELTA_DISABLE"  # the variable that names backends on which no call runs
 CPU = torch.device("cpu")  # comparing with it takes a tenth of the time of `device.type`
 NOWHERE = -math.inf  # the preference of a backend that cannot be asked
 
@@ -34,6 +36,8 @@ def _offers(problem: Call, load: Load) -> list[Offer]:
 
 def _find(name: str, on_cpu: bool, load: Load) -> ModuleType | str:
     """The module of a backend, or the reason why there is none for this call."""
+    if name in _disabled():
+        return f"{DISABLED} turns it off"
     if on_cpu and not backends.find(name).takes_cpu():
         return "it needs a GPU, the tensors are on the CPU"  # known without importing Triton
     try:
@@ -46,6 +50,15 @@ def _refusal(module: ModuleType | str, problem: Call) -> str | None:
     return module if isinstance(module, str) else module.unsupported(problem)
 
 
+def _disabled() -> list[str]:
+    """The backends that the environment turns off."""
+    names = [name.strip() for name in os.environ.get(DISABLED, "").split(",") if name.strip()]
+    for name in names:
+        if name not in backends.names():
+            raise ValueError(f"{DISABLED}: expected some of {', '.join(backends.names())}, got {name!r}")
+    return names
+
+
 def wished(wish: str | None) -> str | None:
     """The backend that the caller names, or else the one that the environment names, or None."""
     if wish:
@@ -56,8 +69,11 @@ def wished(wish: str | None) -> str | None:
     return name
 
 
-def choose_backend(problem: Call, wish: str | None, load: Load | None = None, without: ModuleType | None = None) -> str:
-    """The backend that is wished for, or an error. Without a wish: the first backend that can run the problem.
+def choose_backend(
+    problem: Call, wish: str | None, load: Load | None = None, without: ModuleType | None = None, quiet: bool = False
+) -> str:
+    """The backend that is wished for, or an error. Without a wish: the first backend that can run the problem. If that
+    is PyTorch on a GPU, a warning says so, unless ``quiet``.
 
     ``without``: a module that is left out. ``load``: `load_modules`, for problems around the rule.
     """
@@ -67,11 +83,15 @@ def choose_backend(problem: Call, wish: str | None, load: Load | None = None, wi
         if reason is not None:
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
-    for _, name, module, _ in _offers(problem, load):
+    for eager, name, module, _ in _offers(problem, load):
         if module is without:
             continue
         reason = _refusal(module, problem)
         if reason is None:
+            # Nothing but PyTorch computes in float64, which is there to compare with.
+            if eager < 0 and problem.device.type == "cuda" and problem.dtype != torch.float64 and not quiet:
+                why = f"{problem.op}: no kernel can run this, so it runs on {name!r}, which is slow on a GPU"
+                warnings.warn("; ".join([why, *refusals]), stacklevel=2)
             return name
         refusals.append(f"{name!r}: {reason}")
     raise ValueError(f"{problem.op}: no backend can run this. {'; '.join(refusals)}")

@@ -148,7 +148,7 @@ def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
     """The backend that would run a "convolution", a "token" of one, a "norm" or a "gate"; ValueError if none would.
     ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`."""
     whole = {"convolution": _describe_convolution, "norm": _describe_norm, "gate": _describe_gate}
-    return choose_backend((whole | {"token": _describe_token})[kind](x, *options), None, load_modules)
+    return choose_backend((whole | {"token": _describe_token})[kind](x, *options), None, load_modules, quiet=True)
 
 
 def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:

@@ -72,8 +72,7 @@ def chunk_comba(
     Source: Hu et al., Comba, arXiv:2506.02475.
     """
     op = "chunk_comba"
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, p, initial_state, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, p, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
         "gate": "scalar",

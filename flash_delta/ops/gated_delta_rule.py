@@ -50,6 +50,7 @@ def chunk_gated_delta_rule(
         k: keys ``[B, T, H, K]``, dtype of q.
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
         g: log decay in nats ``[B, T, HV]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw activation.
+            Those above 0 are computed within limits (docs/guide/backends.md, "Decays at the limits").
         beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         scale: factor on the output. Default ``K ** -0.5``.
         initial_state: states that the sequences start from, ``[N, HV, K, V]``, any float dtype. N is B or the number of
@@ -69,9 +70,10 @@ def chunk_gated_delta_rule(
         cp_context: a :class:`flash_delta.parallel.ContextParallel`. Every tensor is then this rank's part of one packed
             row, and ``cu_seqlens`` stays None. Default None: one device.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
-        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
-        dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
-        chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
+        A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it.
+        dt_bias: ``[HV]`` or None; for ``use_gate_in_kernel`` only.
+        chunk_size: 16, 32 or 64 tokens, which the torch backend computes at once. It changes roundings only. Kernels
+            always compute 64 tokens at once. Default 64.
         disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
             Default False.
         batch_invariant: other sequences change no bit of a sequence's outputs and gradients. (The gradients of A_log
@@ -103,8 +105,7 @@ def chunk_gated_delta_rule(
     """
     op = "chunk_gated_delta_rule"
     refuse_head_first(op, head_first)
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
         "gate": "scalar",
@@ -197,7 +198,6 @@ def fused_recurrent_gated_delta_rule(
         refuse(op, "gv", "None (a decay per value channel is not part of this family)", type(gv).__name__)
     if use_gate_in_kernel:
         refuse_unless_none(op, "gk", gk, "with use_gate_in_kernel=True the decay comes from g alone")
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     kind = "none" if g is None and not use_gate_in_kernel else "scalar"
     if gk is not None:
         B, T, HV, _ = check_shape(op, "gk", gk, "B", "T", "HV", "K")
@@ -207,7 +207,7 @@ def fused_recurrent_gated_delta_rule(
         g, kind = gk, "channel"
     if transpose_state_layout is not None:
         state_v_first = state_layout(op, state_v_first, transpose_state_layout)
-    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
         "gate": kind,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._check.options import as_bool, as_int, refuse
+from flash_delta.ops._check.options import BOUNDS, LOWEST_BOUND, as_bool, as_int, refuse
 from flash_delta.ops._check.rule import refuse_unless_none, state_layout
 from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import problem_of, run_tokens
@@ -53,7 +53,8 @@ def chunk_kda(
         k: keys ``[B, T, H, K]``, dtype of q.
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
         g: log decay in nats ``[B, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw
-            activation. Any decay is exact: -1000 per token as well as 0.
+            activation. Decays of -1000 per token are computed as well as 0, and those above 0 within limits
+            (docs/guide/backends.md, "Decays at the limits").
         beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         scale: factor on the output. Default ``K ** -0.5``.
         initial_state: states that the sequences start from, ``[N, HV, K, V]``, any float dtype. N is B or the number of
@@ -64,12 +65,11 @@ def chunk_kda(
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
-        safe_gate: the caller promises that every log decay is at least ``lower_bound``, which saves kernels work. With
-            ``use_gate_in_kernel`` it needs ``lower_bound``, and the promise always holds. Without
-            ``use_gate_in_kernel``, a log decay below the bound counts as the bound, and its gradient is 0. Default
-            False.
-        lower_bound: the least log decay per token, in [-5, 0). Without ``use_gate_in_kernel`` it is read with
-            ``safe_gate`` only. Default None: unbounded.
+        safe_gate: the caller promises that no log decay is below ``lower_bound``, which saves kernels work. With
+            ``use_gate_in_kernel`` it needs ``lower_bound``. Without ``use_gate_in_kernel``, ``lower_bound`` None then
+            means -5. Default False.
+        lower_bound: the least log decay per token, in [-5, 0). If log decays are given (without
+            ``use_gate_in_kernel``), a smaller one counts as the bound, and its gradient is 0. Default None: unbounded.
         disable_recompute: save A and one state per chunk for the backward pass, which then does not compute them again.
             Default False.
         return_intermediate_states: also return the state at the start of every chunk, for inference. On a GPU packed
@@ -86,9 +86,11 @@ def chunk_kda(
         use_graph: ignored, since a captured call is right for any values in cu_seqlens. It is here so that calls
             written for fla run.
         max_num_seqs: None, or the number of sequences. The shape of cu_seqlens says the same.
-        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
-        dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
-        chunk_size: 16, 32 or 64 tokens per chunk on the torch backend; kernels always take 64. Default 64.
+        A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
+        dt_bias: ``[HV * K]`` or None; for ``use_gate_in_kernel`` only.
+        chunk_size: 16, 32 or 64 tokens, which the torch backend computes at once. It changes roundings, and with
+            ``return_intermediate_states`` the number of states. Kernels compute 64 tokens at once. They leave a call
+            that returns the states of smaller chunks to the torch backend. Default 64.
         batch_invariant: other sequences change no bit of a sequence's outputs and gradients. (The gradients of A_log
             and dt_bias are sums over all sequences.) Long sequences on few heads then take longer, since they are not
             split into segments. Default False.
@@ -116,11 +118,11 @@ def chunk_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "chunk_kda"
-    safe_gate = as_bool(op, "safe_gate", safe_gate)
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
-        refuse(op, "lower_bound", "a number in [-5, 0) with safe_gate and use_gate_in_kernel", "None")
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    if as_bool(op, "safe_gate", safe_gate) and lower_bound is None:
+        if use_gate_in_kernel:
+            refuse(op, "lower_bound", f"{BOUNDS} with safe_gate and use_gate_in_kernel", "None")
+        lower_bound = LOWEST_BOUND
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
         "gate": "channel",
@@ -129,7 +131,6 @@ def chunk_kda(
         "chunk_size": chunk_size,
         "l2norm": use_qk_l2norm_in_kernel,
         "raw_gate": use_gate_in_kernel,
-        "safe_gate": safe_gate,
         "lower_bound": lower_bound,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,
@@ -213,8 +214,7 @@ def fused_recurrent_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "fused_recurrent_kda"
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
         "gate": "channel",

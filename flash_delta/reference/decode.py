@@ -119,7 +119,32 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
                 row.writes[t] = slot
         if row.parents:
             rows[b] = row
+    # In a pool of rows every token of a row has a place of its own.
+    uses = [Use(b, row.read, [*{*row.writes.values()}] if each else [*row.writes.values()]) for b, row in rows.items()]
+    refuse_shared(problem.op, uses if s.write_pool is None else [use._replace(read=None) for use in uses])
     return rows
+
+
+class Use(NamedTuple):
+    """The slots of the written pool that a row or a sequence uses."""
+
+    row: int
+    read: int | None
+    written: list[int]
+
+
+def refuse_shared(op: str, uses: list[Use]) -> None:
+    """Raises ValueError if a slot is written twice, or written by one row and read by another."""
+    owners: dict[int, int] = {}
+    for use in uses:
+        for slot in use.written:
+            if slot in owners:
+                raise ValueError(f"{op}: write_indices: expected different slots, got slot {slot} twice")
+            owners[slot] = use.row
+    for use in uses:
+        if owners.get(use.read, use.row) != use.row:
+            got = f"slot {use.read}, which row {use.row} reads and row {owners[use.read]} writes"
+            raise ValueError(f"{op}: write_indices: expected slots that no other row reads, got {got}")
 
 
 def slots_read(s: Slots) -> list[tuple[list[int], int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_delta.problem import SHORT, Around, Inputs, KnownCall, Outputs, Problem, Slots
 from flash_delta.reference.around import convolve_prompt, in_heads, normalize
 from flash_delta.reference.chunked import forward
-from flash_delta.reference.decode import is_slot, zeros_of
+from flash_delta.reference.decode import Use, is_slot, refuse_shared, zeros_of
 from flash_delta.reference.step import step
 
 
@@ -46,6 +46,7 @@ def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownC
     S[stored] = pool[s.read_indices[stored].long()].to(S.dtype)
     starts = [0, *accumulate(problem.lengths)]
     offsets = checkpoints_at_offsets(problem, s, alive)
+    refuse_shared(problem.op, [*uses_of(problem, s, stored, alive, offsets)])
     windows = None if around.conv_pool is None else Windows(problem, x, s, around, stored, starts)
 
     def tokens_of(pieces: list[Piece]) -> tuple[Tensor, Inputs]:
@@ -136,6 +137,17 @@ def checkpoints_at_offsets(problem: Problem, s: Slots, alive: Tensor) -> dict[in
             chunks = offset if offset == problem.lengths[n] else offset // C * C
             found[n] = Checkpoint(int(s.checkpoint_indices[n]), chunks, offset)
     return found
+
+
+def uses_of(problem: Problem, s: Slots, stored: Tensor, alive: Tensor, offsets: dict[int, Checkpoint]) -> Iterator[Use]:
+    """The slots that sequences use."""
+    every = problem.checkpoint_every
+    for n in alive.nonzero()[:, 0].tolist():
+        stops = range(every, problem.lengths[n] + 1, every) if every else ()
+        written = [slot for _, _, slot in checkpoints_at_strides(problem, s, [Piece(n, 0, stop) for stop in stops])]
+        written += [offsets[n].slot] if n in offsets else []
+        written += [] if s.write_indices is None else [int(s.write_indices[n])]
+        yield Use(n, int(s.read_indices[n]) if stored[n] else None, written)
 
 
 def continued(problem: Problem, tokens: Inputs, S: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ def decay_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor
         rate = None if x.A_log is None else x.A_log.to(g.dtype).exp().reshape(shape)
         bias = None if x.dt_bias is None else x.dt_bias.to(g.dtype).reshape(shape)
         g = each_alone(lambda a: log_decay(a, rate, bias, problem.lower_bound), g)
+    elif problem.lower_bound is not None:
+        g = g.clamp(min=problem.lower_bound)
     return g.exp().reshape(g.shape[0] * problem.HV, -1, 1)
 
 

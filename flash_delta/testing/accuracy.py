@@ -114,7 +114,7 @@ def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) ->
             x["g"] = naive_kda_gate(x["g"], A_log, dt_bias, dtype)
         else:
             x["g"] = naive_kda_lowerbound_gate(x["g"], A_log, dt_bias, bound, dtype)
-    elif options.get("safe_gate"):
+    elif options.get("lower_bound") is not None:
         x["g"] = x["g"].clamp(min=options["lower_bound"])
     bounds = options.get("cu_seqlens")
     o, final_state = recurrent(

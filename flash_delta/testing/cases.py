@@ -59,7 +59,7 @@ class Case:
     K: int = 16
     V: int = 24
     lengths: tuple[int, ...] | None = None  # packed sequences; if T exceeds their sum, the rest are guard rows of NaN
-    decay: str = "mild"  # "mild", "zero", "strong", "extreme": see `_log_decay`
+    decay: str = "mild"  # "mild", "zero", "strong", "extreme", "rising": see `_log_decay`
     keys: str = "random"  # "random", "correlated", "some zero"
     beta: str = "random"  # "random", "one", "some zero"
     initial_state: bool = True
@@ -106,6 +106,7 @@ CASES = [
     Case("zero-decay", "g = 0 everywhere", decay="zero"),
     Case("strong-decay", "log decay down to -100 per token", decay="strong", smoke=True),
     Case("extreme-decay", "log decay -1000 and -inf between mild tokens", decay="extreme"),
+    Case("rising", "log decays on both sides of 0, so that states grow", B=1, T=100, decay="rising"),
     Case("correlated-keys", "keys nearly equal and beta = 1: the inverse at its worst", keys="correlated", beta="one"),
     Case("zero-beta", "tokens that write nothing; db must not divide by beta", beta="some zero"),
     Case("in-kernel", "norm, gate and sigmoid inside the op", options=_RAW, smoke=True),
@@ -193,8 +194,10 @@ def _gate(case: Case, gen: torch.Generator, shape: tuple[int, ...], raw: bool) -
         dt_bias = _randn(gen, channels) - 2
         return {"g": 5 * g if case.decay == "strong" else g, "A_log": A_log, "dt_bias": dt_bias}
     g = -torch.rand(shape, generator=gen, dtype=torch.float64)
-    scale = {"mild": 0.2, "zero": 0.0, "strong": 100.0, "extreme": 0.2}[case.decay]
+    scale = {"mild": 0.2, "zero": 0.0, "strong": 100.0, "extreme": 0.2, "rising": 0.16}[case.decay]
     g = g * scale
+    if case.decay == "rising":
+        g += 0.12
     if case.decay == "extreme":
         g[:, 3::5], g[:, 4::29] = -1000.0, -math.inf
     return {"g": g}

@@ -45,6 +45,7 @@ PROMPTS = {
     "channel-pool-free": partial(serving, v_first=True, kept="stride"),
     "channel-pool-free-offsets": partial(serving, v_first=False, kept="offset"),
     "channel-pool-logs-float32": partial(serving, torch.bfloat16, v_first=True, raw=False, wide=True, kept="stride"),
+    "channel-pool-promised-float32": partial(serving, v_first=False, raw=False, bound=-5.0, wide=True),
 }
 FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF, "walk": None}
 

@@ -50,6 +50,7 @@ DECODINGS = {  # every tile once, then every other flag that the kernel's code d
     "decode-gdn-128-tree": Decoding(tree=True, tokens=4),
     "decode-gdn-256-tree": Decoding(RuleCase(256, raw=True), tree=True, tokens=4),
     "decode-kda-128": Decoding(CHUNKS["kda-128"]),
+    "decode-kda-128-promised": Decoding(CHUNKS["kda-128-promised"]),
     "decode-kda-128-raw": Decoding(CHUNKS["kda-128-raw"]),
     "decode-kda-128-bounded": Decoding(BOUNDED),
     "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),

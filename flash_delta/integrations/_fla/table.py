@@ -54,10 +54,18 @@ def _left_to_torch(backend: str, device: torch.device, reasons: Mapping[str, str
     return f"only PyTorch's operations could run it{': ' if why else ''}{why}"
 
 
-def _kda(chunk_size: int = 64, **arguments: Any) -> str | None:
-    if chunk_size not in (32, 64):  # ours take 16, too
-        return f"chunk_size: expected 32 or 64, got {chunk_size}"
-    return _rule(chunk_kda)(chunk_size=chunk_size, **arguments)
+def _kda(op: Callable[..., Any]) -> Refusal:
+    rule = _rule(op)
+
+    def refusal(**arguments: Any) -> str | None:
+        if arguments.get("chunk_size", 64) not in (32, 64):  # ours take 16, too
+            return f"chunk_size: expected 32 or 64, got {arguments['chunk_size']}"
+        read = arguments.get("use_gate_in_kernel") or arguments.get("safe_gate")
+        if arguments.get("lower_bound") is not None and not read:
+            return "lower_bound: fla does not read it here, and ours bounds the log decays"
+        return rule(**arguments)
+
+    return refusal
 
 
 def _one_pass(q: Tensor, **arguments: Any) -> str | None:
@@ -215,8 +223,8 @@ TABLE = (
     Taken(chunk_gated_delta_rule_fwd, _one_pass, (f"{GDN}.chunk",)),
     Taken(chunk_gated_delta_rule_bwd, _one_pass, (f"{GDN}.chunk",)),
     Taken(fused_gdn_gate, _gdn_gate, (f"{GDN}.gate",)),
-    Taken(chunk_kda, _kda, (f"{KDA}.chunk",), "kda", CHUNKED),
-    Taken(fused_recurrent_kda, _rule(fused_recurrent_kda), (f"{KDA}.fused_recurrent",), keywords=OLD),
+    Taken(chunk_kda, _kda(chunk_kda), (f"{KDA}.chunk",), "kda", CHUNKED),
+    Taken(fused_recurrent_kda, _kda(fused_recurrent_kda), (f"{KDA}.fused_recurrent",), keywords=OLD),
     Taken(fused_kda_gate, _kda_gate, (f"{KDA}.gate",), "kda"),
     Taken(chunk_delta_rule, _rule(chunk_delta_rule), ("ops.delta_rule.chunk",), keywords=("chunk_size",)),
     Taken(fused_recurrent_delta_rule, _without_decay, ("ops.delta_rule.fused_recurrent",)),

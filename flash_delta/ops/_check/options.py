@@ -29,7 +29,6 @@ class Options(NamedTuple):
     recurrent: bool = False
     l2norm: Annotated[bool, "use_qk_l2norm_in_kernel"] = False
     raw_gate: Annotated[bool, "use_gate_in_kernel"] = False
-    safe_gate: Annotated[bool, "safe_gate"] = False  # lower_bound holds for given log decays, too
     lower_bound: float | None = None
     raw_beta: Annotated[bool, "use_beta_sigmoid_in_kernel"] = False
     neg_eigval: Annotated[bool, "allow_neg_eigval"] = False

@@ -13,7 +13,7 @@ from flash_delta.ops._transforms import is_traced, refuse_transforms
 from flash_delta.problem import Inputs, Problem, needs_gradient
 
 # The options that become fields of a Problem without a change.
-SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "lower_bound", "checkpoint_every", "null_slot"})
+SAME = sorted({*Options._fields} & {*Problem._fields} - {"scale", "checkpoint_every", "null_slot"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -57,7 +57,6 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
         scale=K**-0.5 if scale is None else scale, g_dtype=None if x.g is None else x.g.dtype,
-        lower_bound=options.lower_bound if raw_gate or options.safe_gate else None,
         beta_range=2.0 if options.neg_eigval else 1.0, erase_keys=x.p is not None, lengths=lengths,
         checkpoint_every=options.checkpoint_every or 0,
         null_slot=-1 if options.null_slot is None else options.null_slot, needs_grad=needs_gradient(x),
@@ -149,7 +148,9 @@ def _check_gate(op: str, x: Inputs, raw: bool, lower_bound: float | None, *, hea
     if raw and x.A_log is None and lower_bound is None:
         refuse(op, "A_log", f"a tensor of {heads} elements with use_gate_in_kernel=True", "None")
     for name, t, count in (("A_log", x.A_log, heads), ("dt_bias", x.dt_bias, biases)):
-        if t is not None and t.numel() != count:
+        if not raw:
+            refuse_unless_none(op, name, t, "g is the log decay itself without use_gate_in_kernel=True")
+        elif t is not None and t.numel() != count:
             refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
 
 

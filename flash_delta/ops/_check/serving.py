@@ -1,5 +1,6 @@
 """Checks of serving calls. They check shapes, dtypes and devices of pools and indices, never the values of indices."""
 
+from collections.abc import Iterable, Iterator
 from math import gcd
 
 import torch
@@ -9,8 +10,8 @@ from flash_delta.ops._check import rule
 from flash_delta.ops._check.options import Options, cast, refuse
 from flash_delta.ops._check.rule import INDEX_DTYPES, check_kind, check_shape
 from flash_delta.ops._transforms import is_traced
-from flash_delta.ops.serving.around import check_around
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.ops.serving.around import NAMES, check_around
+from flash_delta.problem import Around, Inputs, Problem, Slots, needs_gradient
 
 MOST_TOKENS = 16  # per row in one call
 POOLS = ("convolution.pool", "convolution.write_pool")
@@ -19,6 +20,7 @@ POOLS = ("convolution.pool", "convolution.write_pool")
 def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
     op, options = options.op, cast(options)
+    refuse_gradients(op, x, s, around)
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
     p = rule.describe(x, options, None)
@@ -37,6 +39,8 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if s.out is not None:
         _check_out(p, s.out)
     check_around(p, s, around)
+    if s.out is not None and not is_traced(s.out):
+        _check_apart(p.op, s.out, _named((x, s._replace(out=None), around)))
     for name, pool in zip(POOLS, (around.conv_pool, around.conv_write_pool), strict=True):
         if pool is not None:
             _check_pool(p, name, pool)
@@ -49,6 +53,19 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         pool=s.state_pool.dtype, write_pool=target, plain_pool=_is_plain(s.state_pool), taps=taps, window=window,
         checkpoint_offsets=s.checkpoint_offsets is not None, needs_grad=False,
     )  # fmt: skip
+
+
+def refuse_gradients(op: str, *groups: Inputs | Slots | Around) -> None:
+    """Refuse tensors whose gradients autograd would have to find. The results of serving calls have none."""
+    for name, t in _named(groups):
+        if isinstance(t, Tensor) and needs_gradient((t,)):
+            expected = "a tensor without gradient (call serving ops under torch.no_grad())"
+            refuse(op, name, expected, "one that requires a gradient")
+
+
+def _named(groups: Iterable[Inputs | Slots | Around]) -> Iterator[tuple[str, Tensor | None]]:
+    for group in groups:
+        yield from zip(NAMES if isinstance(group, Around) else group._fields, group, strict=True)
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:
@@ -172,3 +189,21 @@ def _check_out(p: Problem, out: Tensor) -> None:
         refuse(p.op, "out", "a contiguous tensor", f"strides {list(out.stride())}")
     if not is_traced(out) and out.data_ptr() % 16:
         refuse(p.op, "out", "memory that begins at a multiple of 16 bytes", f"{out.data_ptr() % 16} bytes after one")
+
+
+def _check_apart(op: str, out: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuse an ``out`` that shares memory with another argument."""
+    start, stop = _span(out)
+    for name, t in others:
+        if t is not None:
+            first, end = _span(t)
+            if start < end and first < stop:
+                refuse(op, "out", "memory that no other argument has", f"memory of {name}")
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and of the byte after its last. Both are 0 if it has none."""
+    if t.numel() == 0 or t.device.type == "meta":
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()

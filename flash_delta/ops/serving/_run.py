@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
 from flash_delta.ops._check.options import Options, cast
 from flash_delta.ops._check.rule import read_lengths
-from flash_delta.ops._check.serving import describe
+from flash_delta.ops._check.serving import describe, refuse_gradients
 from flash_delta.ops._execute import serve
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import define, take
@@ -25,12 +25,14 @@ def run(
         return backend.of(describe(x, s, around, Options(**options)))
     if is_traced(x.q):
         chosen = cast(Options(**options))
-        if not torch.compiler.is_compiling():  # otherwise the operator does this when it runs
+        if torch.compiler.is_compiling():  # the operator checks the rest when it runs
+            refuse_gradients(chosen.op, x, s, around)
+        else:
             describe(x, s, around, chosen)
         s = s._replace(out=x.v.new_empty(x.v.shape)) if s.out is None else s
         operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
         return s.out
-    known = look_at(_look, False, (backend, *options.values()), options, x, s, around)
+    known = look_at(_look, is_grad_enabled(), (backend, *options.values()), options, x, s, around)
     if known.again is not None:  # only kernels run, launched as before
         o = known.again(known, x, s, around)
         if o is not None:

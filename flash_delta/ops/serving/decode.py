@@ -53,8 +53,8 @@ def decode_gated_delta_rule(
     Kernels check every index. The host reads none, so a call can be captured in a CUDA graph. An index below 0, or of
     ``slots`` or more, is padding. So is a count outside of 1 .. W. No memory is touched for padding. A row without a
     slot to read gives zeros and writes nothing. If a token has no slot to write, its row gives zeros from this token
-    on. A slot that is written must not be used by another row of the call, nor for another token of its row: the caller
-    has to see to this.
+    on. A slot that is written must not be used by another row of the call, nor for another token of its row. On a CPU
+    such a call is refused. On a GPU the results of these rows are undefined.
 
     Args:
         q: queries ``[B, T, H, K]``, T from 1 to 16; float16, bfloat16 or float32. q, k, v, g and beta may have any
@@ -78,8 +78,8 @@ def decode_gated_delta_rule(
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
-        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
-        dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
+        A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it.
+        dt_bias: ``[HV]`` or None; for ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         convolution: a short convolution with SiLU, applied to q, k and v first
@@ -89,7 +89,8 @@ def decode_gated_delta_rule(
         null_slot: an index that also counts as padding, as if it were out of range. vLLM pads with slot 0. Default
             None: only indices out of range are padding.
         out: the tensor that o is written to, ``[B, T, HV, V]`` in q's dtype, contiguous. Its address must be a multiple
-            of 16 bytes. It may not share memory with another argument. Default None: new memory.
+            of 16 bytes. It must not share memory with another argument, which is checked for the first call of its
+            kind. Default None: new memory.
         write_pool: a second pool, which states are written to; ``state_pool`` is then only read. float32, bfloat16 or
             float16, any strides. Either it is ``[slots', HV, V, K]``, and ``write_indices`` name its slots. Or it is
             ``[rows, S, HV, V, K]``, S at least T, and ``write_indices [B]`` name its rows: the state after token t goes
@@ -127,8 +128,7 @@ def decode_gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464; drafts verified as in Leviathan, Kalman,
     Matias, Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192.
     """
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     slots = Slots(  # by name it takes longer
         state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
     )
@@ -195,9 +195,10 @@ def decode_kda(
             activation.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``; with ``lower_bound``
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
-        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
-        dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
-        lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
+        A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
+        dt_bias: ``[HV * K]`` or None; for ``use_gate_in_kernel`` only.
+        lower_bound: the least log decay per token, in [-5, 0). A smaller one that is given counts as the bound. Default
+            None: unbounded.
 
     Returns:
         ``o [B, T, HV, V]`` in q's dtype, without gradient.
@@ -218,8 +219,7 @@ def decode_kda(
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     slots = Slots(  # by name it takes longer
         state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
     )

@@ -72,7 +72,7 @@ def prefill_gated_delta_rule(
     graph and replayed with others. An index below 0, or of ``slots`` or more, is padding. A sequence that lacks a slot
     to read (if it has an initial state) or a slot to write (if there are ``write_indices``) gives zeros and writes
     nothing. A checkpoint without a slot is not written. A slot that is written must not be used by another sequence,
-    nor twice by one: the caller has to see to this.
+    nor written twice by one. On a CPU such a call is refused. On a GPU these sequences' results are undefined.
 
     Args:
         q: queries ``[1, T, H, K]``; float16, bfloat16 or float32. q, k, v, g and beta may have any strides.
@@ -104,8 +104,8 @@ def prefill_gated_delta_rule(
         scale: factor on the output. Default ``K ** -0.5``.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``, in float32. Default False.
-        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it.
-        dt_bias: ``[HV]`` or None; read with ``use_gate_in_kernel`` only.
+        A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it.
+        dt_bias: ``[HV]`` or None; for ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
         allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
         batch_invariant: as above. Short sequences then take longer. Default False.
@@ -117,7 +117,8 @@ def prefill_gated_delta_rule(
         null_slot: an index that also counts as padding, as if it were out of range. vLLM pads with slot 0. Default
             None: only indices out of range are padding.
         out: the tensor that o is written to, ``[1, T, HV, V]`` in q's dtype, contiguous. Its address must be a multiple
-            of 16 bytes. It may not share memory with another argument. Default None: new memory.
+            of 16 bytes. It must not share memory with another argument, which is checked for the first call of its
+            kind. Default None: new memory.
         state_v_first: the layout of ``state_pool``. It has no default: with K = V no shape would show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
             names, or else the first that can run the call.
@@ -144,8 +145,7 @@ def prefill_gated_delta_rule(
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     checkpoints = (checkpoint_indices, checkpoint_offsets)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     around, eps, activation = around_of("prefill_gated_delta_rule", convolution, output_norm)
@@ -207,9 +207,10 @@ def prefill_kda(
             activation.
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``; with ``lower_bound``
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
-        A_log: ``[HV]``; read with ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
-        dt_bias: ``[HV * K]`` or None; read with ``use_gate_in_kernel`` only.
-        lower_bound: the least log decay per token, in [-5, 0). Default None: unbounded.
+        A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it unless there is a ``lower_bound``.
+        dt_bias: ``[HV * K]`` or None; for ``use_gate_in_kernel`` only.
+        lower_bound: the least log decay per token, in [-5, 0). A smaller one that is given counts as the bound. Default
+            None: unbounded.
 
     Returns:
         ``o [1, T, HV, V]`` in q's dtype, without gradient.
@@ -233,8 +234,7 @@ def prefill_kda(
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
-    inputs = Inputs(q, k, v, g, beta, None, None, *gate, cu_seqlens)
+    inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     checkpoints = (checkpoint_indices, checkpoint_offsets)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     around, eps, activation = around_of("prefill_kda", convolution, output_norm)

@@ -141,7 +141,7 @@ class Serving:
             "use_beta_sigmoid_in_kernel": self.use_beta_sigmoid_in_kernel,
         }
         for name, shape in (("A_log", (self.HV,)), ("dt_bias", (self.HV, *channels))):
-            if getattr(self, name) is not None:
+            if self.use_gate_in_kernel and getattr(self, name) is not None:
                 x[name] = torch.zeros(shape, dtype=getattr(self, name), device=device).flatten()
         return x | ({"lower_bound": self.lower_bound} if self.rule == "kda" else {})
 

@@ -78,7 +78,8 @@ def decayed_keys(sk, sg, W, shift, parking, lines, left, gate, RAW_GATE: gl.cons
     for I in gl.static_range(3, -1, -1):
         _, gates, _ = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
         s = sum_over(gates, (r > 0) & (r <= t), 2)
-        fall, first = gl.min(s, 1), gl.sum(gl.where(token() == 0, gates, 0.0), 1)
+        # Log decays as given may be above 0. Of a raw gate all sums fall, and the least one takes fewer registers.
+        fall, first = gl.min(s, 1) if RAW_GATE else column_of(s, 15), column_of(gates, 0)
         k = rounded(load_block(sk, I) * gl.exp2((fall + SHIFT)[:, None] - s))
         w = written[I] * line_of(lines, 2, I) * gl.exp2(D - shift)[:, None]
         all_written += k * w
@@ -90,6 +91,11 @@ def decayed_keys(sk, sg, W, shift, parking, lines, left, gate, RAW_GATE: gl.cons
         keys, z = (operand(k),) + keys, (w,) + z  # noqa: RUF005
         opens, falls = (first,) + opens, (fall,) + falls  # noqa: RUF005
     return sums, keys, z, opens, falls, gl.sum(all_written, 1), D
+
+
+@gluon.jit
+def column_of(x, t: gl.constexpr):
+    return gl.sum(gl.where(token() == t, x, 0.0), 1)
 
 
 @gluon.jit

@@ -77,6 +77,15 @@ def chosen(x, I):
 
 
 @triton.jit
+def last_of(s, RAW_GATE: tl.constexpr):
+    """The last column of sums of gates ``[W, 16]``. Those of a raw gate only fall, so there it is the least one."""
+    if RAW_GATE:
+        return tl.min(s, 1)
+    else:
+        return tl.sum(tl.where(tl.arange(0, 16)[None, :] == 15, s, 0.0), 1)
+
+
+@triton.jit
 def total(x, first: tl.constexpr, I):
     """The sum of the elements ``first`` to I - 1 of a tuple of vectors."""
     y = x[0] * 0.0
@@ -186,10 +195,10 @@ def channel_gradients(
         _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, lower_bound, RAW_GATE, BOUNDED)
         kk = in_order(k_tiles[m])
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
-        fall, fell = tl.min(s, 1), tl.sum(gates, 1)
-        kk *= tl.exp2(fall[:, None] - s)
+        fell = tl.sum(gates, 1)
+        kk *= tl.exp2(last_of(s, RAW_GATE)[:, None] - s)
         rest += tl.sum(kk * in_order(written_tiles[m]), 1) * tl.exp2(D)
-        lowest = tl.minimum(lowest, fall)
+        lowest = tl.minimum(lowest, tl.min(s, 1))
         if m < LAST:
             keys, totals = (kk,) + keys, (fell,) + totals  # noqa: RUF005 (Triton has no star)
             z += (zero,)
@@ -209,7 +218,7 @@ def channel_gradients(
         dq_tile, dk_tile = load_channels(dq, rows, 16 * I, 16, c, K, W), load_channels(dk, rows, 16 * I, 16, c, K, W)
         a, gates, live = gates_of(g_tile, left, rate, bias, lower_bound, RAW_GATE, BOUNDED)
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
-        opens, fall = tl.sum(tl.where(t[None, :] == 0, gates, 0.0), 1), tl.min(s, 1)
+        opens, fall = tl.sum(tl.where(t[None, :] == 0, gates, 0.0), 1), last_of(s, RAW_GATE)
         e, kk = tl.exp2(s), in_order(k_tile)
         q_rows, p_rows = rounded(in_order(q_tile) * e), rounded(kk * (e * -1.0))
         qe, pe = q_rows.to(ty), p_rows.to(ty)

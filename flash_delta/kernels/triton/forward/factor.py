@@ -17,14 +17,16 @@ from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Factors, Solved
+from flash_delta.kernels.triton.forward.solve import MOST
 from flash_delta.kernels.triton.tiles import tile
 
 
 @triton.jit
 def decay(high_i, low_i, high_j, low_j):
-    """e^{G_i - G_j} for every pair, [C, C], at most 1. The large parts cancel before the small parts are added."""
+    """e^{G_i - G_j} for every pair, [C, C]. The large parts cancel before the small parts are added. Pairs above the
+    diagonal, which callers leave out, get finite numbers."""
     exponent = (high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :])
-    return tl.exp(tl.minimum(exponent, 0.0))
+    return tl.exp(tl.minimum(exponent, MOST))
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
 
 LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0, and a gate of -inf becomes a finite number
+MOST = tl.constexpr(88.0)  # e^88 is finite in float32: what is left out is multiplied by 0
 
 
 @triton.jit
@@ -153,7 +154,7 @@ def block_gates(scores, vectors, m: tl.constexpr, C: tl.constexpr, GATE: tl.cons
         if UNDECAYED:
             high_p = tl.load(at - 1 + o, mask=16 * m + o > 0, other=0.0)
             low_p = tl.load(at + C - 1 + o, mask=16 * m + o > 0, other=0.0)
-        M *= tl.exp(tl.minimum((high_p[:, None] - high[None, :]) + (low_p[:, None] - low[None, :]), 0.0))
+        M *= tl.exp(tl.minimum((high_p[:, None] - high[None, :]) + (low_p[:, None] - low[None, :]), MOST))
         last_high, last_low = tl.load(at + 15), tl.load(at + C + 15)
         column = tl.exp((last_high - high) + (last_low - low))
         if m > 0:
