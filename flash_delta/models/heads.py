@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from flash_delta.layers.documents import number_documents
@@ -14,6 +16,8 @@ from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.models.loss import next_token_loss
 from flash_delta.models.modeling import FlashDeltaModel, FlashDeltaPreTrainedModel
 from flash_delta.parallel import ContextParallel
+
+CACHE = fields(BaseModelOutputWithPast)[1].name  # "cache", and before transformers 5.24 "past_key_values"
 
 
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
@@ -54,7 +58,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: FlashDeltaCache | None = None,
+        cache: FlashDeltaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -68,6 +72,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        past_key_values: FlashDeltaCache | None = None,
     ) -> CausalLMOutputWithPast:
         """Run the decoder and its output layer; arguments as in `FlashDeltaModel.forward`, and
 
@@ -83,7 +88,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
                 and max_length_k, which the collator adds, contain nothing more and are not read.
 
         Returns:
-            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size], and past_key_values,
+            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size], and the cache,
             hidden_states and attentions as `FlashDeltaModel.forward`.
 
         Raises:
@@ -104,13 +109,14 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
             cp_context=cp_context,
+            past_key_values=past_key_values,
             return_dict=True,
         )
         logits, loss = self.lm_head(_kept(output.last_hidden_state, logits_to_keep)), None
@@ -118,7 +124,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             by_positions = position_ids is not None and cu_seqlens is None
             seq_idx = number_documents(position_ids, attention_mask) if by_positions else None
             loss = next_token_loss(logits, labels, cu_seqlens, seq_idx, num_items_in_batch)
-        return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
 
 
 class FlashDeltaForSequenceClassification(GenericForSequenceClassification, FlashDeltaPreTrainedModel):
