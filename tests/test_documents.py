@@ -234,15 +234,20 @@ def test_model(kind):
         assert_close(a, b)
 
 
-def test_model_with_the_collator_of_transformers():
+@pytest.mark.parametrize("options", [{}, {"return_seq_idx": True, "return_flash_attn_kwargs": True}])
+def test_model_with_the_collator_of_transformers(options):
+    """The decoder takes it all without its head, too: trl computes losses of its own from what it returns."""
     from transformers import DataCollatorWithFlattening
 
     model = build("hybrid")
     documents = [tokens(n, seed=n).tolist() for n in (4, 9, 2)]
-    batch = DataCollatorWithFlattening()([{"input_ids": ids} for ids in documents])
-    output = model(**batch)
-    want = [model(torch.tensor([ids]), use_cache=False).logits for ids in documents]
-    assert_close(output.logits, torch.cat(want, dim=1))
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in documents])
+    want = torch.cat([model(torch.tensor([ids]), use_cache=False).logits for ids in documents], dim=1)
+    assert_close(model(**batch).logits, want)
+    del batch["labels"]
+    assert_close(model.lm_head(model.model(**batch, use_cache=False).last_hidden_state), want)
+    with pytest.raises(ValueError, match=r"position_ids: expected positions .* with seq_idx, got None"):
+        model(batch["input_ids"], seq_idx=torch.zeros_like(batch["input_ids"]))
 
 
 def test_compiled_model():

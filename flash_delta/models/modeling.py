@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -80,6 +82,11 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
         output_attentions: bool | None = None,
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
         past_key_values: FlashDeltaCache | None = None,
     ) -> BaseModelOutputWithPast:
         """Run the blocks.
@@ -98,6 +105,9 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1), in place of attention_mask.
             cp_context: the split of one packed row over ranks, in place of attention_mask and cu_seqlens, and without a
                 cache. input_ids are this rank's tokens.
+            cu_seq_lens_q: cu_seqlens under the name that `DataCollatorWithFlattening` uses. What the collator adds
+                contains nothing more and is not read: cu_seq_lens_k, max_length_q, max_length_k and seq_idx. The last
+                is only allowed with position_ids or cu_seqlens.
             past_key_values: the other name of cache. It is what transformers before 5.24 calls a cache.
 
         Returns:
@@ -108,18 +118,20 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
             None.
 
         Raises:
-            ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's or
-                is given under both names, if a cache is asked for under gradient checkpointing or with cp_context, or
-                if position_ids have another shape or, on a CPU, start anew within a row that continues a cache.
+            ValueError: if not exactly one of input_ids and inputs_embeds is given, if the cache is another class's, if
+                cache or cu_seqlens is given under both names, if seq_idx comes alone, if a cache is asked for under
+                gradient checkpointing or with cp_context, or if position_ids have another shape or, on a CPU, start
+                anew within a row that continues a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             got = "neither" if input_ids is None else "both"
             raise ValueError(f"input_ids: expected either input_ids or inputs_embeds, got {got}")
+        cu_seqlens = one_name(cu_seqlens=cu_seqlens, cu_seq_lens_q=cu_seq_lens_q)
+        if seq_idx is not None and cu_seqlens is None and position_ids is None:
+            raise ValueError("position_ids: expected positions [B, T] that restart at 0 with seq_idx, got None")
         documents = position_ids is not None and position_ids.shape[-1] > 1
         packed = cu_seqlens is not None or cp_context is not None or documents
-        if cache is not None and past_key_values is not None:
-            raise ValueError("cache: expected None with past_key_values, its other name, got both")
-        cache = self._cache(past_key_values if cache is None else cache, use_cache, packed)
+        cache = self._cache(one_name(cache=cache, past_key_values=past_key_values), use_cache, packed)
         if cache is not None and cp_context is not None:
             raise ValueError("use_cache: expected False with cp_context (a rank has its own sequences only), got True")
         if output_hidden_states is None:
@@ -150,3 +162,15 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
                 "use_cache: expected False under gradient checkpointing (it runs every block twice), got True"
             )
         return FlashDeltaCache(self.config) if given is None else given
+
+
+def one_name(**names: Any) -> Any:
+    """The value of an argument that has two names.
+
+    Raises:
+        ValueError: if it is given under both.
+    """
+    (name, value), (other, same) = names.items()
+    if value is not None and same is not None:
+        raise ValueError(f"{name}: expected None with {other}, its other name, got both")
+    return same if value is None else value
