@@ -3,7 +3,9 @@
 # make test   style and tests
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
-#             TARGETS="sm_90a ...", and interpreted
+#             TARGETS="sm_90a ...", and the tests under the oldest, which interpret kernels
+# make newest the tests in an environment where nothing is pinned: the newest torch, transformers, peft, accelerate and
+#             trl that pip gives (PYTHON=python3.13 picks a Python). It downloads some 5 GB
 # make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in trainers (Megatron-Core, axolotl,
 #             LLaMA-Factory, ms-swift, torchtitan, verl), and by Hugging Face kernels in transformers, on a CPU: twenty
 #             minutes on two cores, four of them to set up (3 GB)
@@ -23,7 +25,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton engines hub docs docs-links clean
+.PHONY: demo test test-all triton newest engines hub docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -34,7 +36,7 @@ demo: .venv/installed
 	$(BIN)/python examples/state_tracking.py --out $(RUN)/state_tracking.svg
 	$(BIN)/python examples/transformers_layers.py --tokens 512 --prompts 1 --rows 8 --repeats 2 --width 512 --heads 4
 
-test: TESTS := -m "not long"
+test triton newest: TESTS := -m "not long"
 test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -42,7 +44,17 @@ test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 
 triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
-	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest tests/test_compiler.py tests/test_interpreter.py tests/test_tune.py
+	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest $(TESTS)
+
+NEWEST := .venv/newest/bin
+
+newest:
+	rm -rf .venv/newest
+	$(PYTHON) -m venv .venv/newest
+	$(NEWEST)/pip install -q -e '.[dev]' trl
+	$(NEWEST)/python --version
+	$(NEWEST)/pip freeze | grep -E '^(torch|triton|transformers|peft|accelerate|trl)=='
+	$(NEWEST)/pytest $(TESTS)
 
 ENGINES := .venv/engines/bin
 

@@ -15,6 +15,7 @@ rounding changes some.
 
 import time
 from collections.abc import Callable
+from inspect import signature
 from typing import Annotated
 
 import torch
@@ -37,6 +38,7 @@ class Loop:
 
     def __init__(self, model: nn.Module, rows: int, longest: int) -> None:
         self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=longest)
+        self.name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before 5.24
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self.position = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         self.places = torch.arange(longest, device=model.device)
@@ -45,14 +47,14 @@ class Loop:
     def read(self, prompt: Tensor) -> None:
         """prompt [B, T]: the cache is of these rows from now on, and the first new token is chosen."""
         self.cache.reset()
-        logits = self.model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits = self.model(prompt, **{self.name: self.cache}, use_cache=True, logits_to_keep=1).logits
         self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         self.position.fill_(prompt.shape[1])
 
     def step(self) -> None:
         """One more token of every row, in place: nothing here asks for a value or moves a tensor."""
         masks = {"full_attention": (self.places <= self.position)[None, None], "linear_attention": None}
-        inputs = {"position_ids": self.position, "past_key_values": self.cache, "attention_mask": masks}
+        inputs = {"position_ids": self.position, self.name: self.cache, "attention_mask": masks}
         logits = self.model(self.token, **inputs, use_cache=True).logits
         self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         self.position.add_(1)

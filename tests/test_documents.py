@@ -11,6 +11,7 @@ from flash_delta import chunk_gated_delta_rule, chunk_kda
 from flash_delta.layers import AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
 from flash_delta.layers.documents import forget_at_starts, number_documents
 from flash_delta.models import FlashDeltaForCausalLM
+from flash_delta.models.heads import CACHE
 from flash_delta.modules import causal_conv1d
 from flash_delta.testing import relative_error
 
@@ -223,7 +224,7 @@ def test_model(kind):
     model, ids = build(kind), tokens(2, T)
     parameters = list(model.parameters())
     output = model(ids, position_ids=POSITIONS, labels=ids)
-    assert output.past_key_values is None
+    assert getattr(output, CACHE) is None
     want = alone(lambda piece: model(piece, use_cache=False).logits, ids)
     assert_close(output.logits, want)
     same = POSITIONS[:, 1:] > 0
@@ -233,15 +234,20 @@ def test_model(kind):
         assert_close(a, b)
 
 
-def test_model_with_the_collator_of_transformers():
+@pytest.mark.parametrize("options", [{}, {"return_seq_idx": True, "return_flash_attn_kwargs": True}])
+def test_model_with_the_collator_of_transformers(options):
+    """The decoder takes it all without its head, too: trl computes losses of its own from what it returns."""
     from transformers import DataCollatorWithFlattening
 
     model = build("hybrid")
     documents = [tokens(n, seed=n).tolist() for n in (4, 9, 2)]
-    batch = DataCollatorWithFlattening()([{"input_ids": ids} for ids in documents])
-    output = model(**batch)
-    want = [model(torch.tensor([ids]), use_cache=False).logits for ids in documents]
-    assert_close(output.logits, torch.cat(want, dim=1))
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in documents])
+    want = torch.cat([model(torch.tensor([ids]), use_cache=False).logits for ids in documents], dim=1)
+    assert_close(model(**batch).logits, want)
+    del batch["labels"]
+    assert_close(model.lm_head(model.model(**batch, use_cache=False).last_hidden_state), want)
+    with pytest.raises(ValueError, match=r"position_ids: expected positions .* with seq_idx, got None"):
+        model(batch["input_ids"], seq_idx=torch.zeros_like(batch["input_ids"]))
 
 
 def test_compiled_model():

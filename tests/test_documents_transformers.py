@@ -5,12 +5,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from test_integrations_transformers import DENSE, float64, tokens, with_gradients
+from test_integrations_transformers import DENSE, GPU, float64, tokens, with_gradients
 from tiny_transformers import FAMILIES, build, modelling
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 from flash_delta.integrations.transformers import enable
-from flash_delta.testing import assert_accurate
+from flash_delta.models.heads import CACHE
+from flash_delta.testing import assert_accurate, relative_error
 
 ROWS = [[3, 1, 1, 2, 66, 9], [9, 66, 2, 1, 1, 3]]
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ROWS])
@@ -42,9 +43,9 @@ def test_evaluation_makes_no_cache_by_itself():
     assert (model.config.use_cache, model.training) == (True, False)
     with enable(model):
         output = model(x, position_ids=POSITIONS)
-        assert output.past_key_values is None
+        assert getattr(output, CACHE) is None
         assert torch.equal(output[0], model(x, position_ids=POSITIONS, use_cache=False)[0])
-        assert model(x).past_key_values is not None
+        assert model(x)[CACHE] is not None
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -117,8 +118,8 @@ def test_what_is_no_start(family, monkeypatch):
         patch.setattr(module, "causal_conv1d_fn", watched)
         model(x, attention_mask=mask, position_ids=positions, use_cache=False)
         cache = DynamicCache(config=model.config)
-        model(x, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        model(x[:, :1], position_ids=positions[:, :1], past_key_values=cache)
+        model(x, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        model(x[:, :1], position_ids=positions[:, :1], **{CACHE: cache})
         model(x[:, :1], position_ids=positions[:, :1], use_cache=False)
         if family == "qwen3_5":
             model(x, position_ids=torch.zeros(3, 2, 9, dtype=torch.long), use_cache=False)
@@ -131,13 +132,46 @@ def test_what_is_no_start(family, monkeypatch):
         assert torch.equal(model.generate(x, attention_mask=mask, max_new_tokens=3, do_sample=False), generated)
 
 
+@pytest.mark.parametrize("family", DENSE)
+@torch.no_grad()
+def test_positions_beside_a_cache(family):
+    """They go on where the cache ends, as those that `generate` gives."""
+    model, x, positions = build(family, torch.float64), tokens(2, 9), torch.arange(9)[None].expand(2, 9)
+    cache = DynamicCache(config=model.config)
+    with float64(family), enable(model):
+        parts = [
+            model(x[:, part], position_ids=positions[:, part], **{CACHE: cache})[0] for part in (slice(6), slice(6, 9))
+        ]
+        assert_accurate("logits", torch.cat(parts, dim=1), model(x, use_cache=False)[0], torch.float64)
+
+
+@GPU
+@pytest.mark.parametrize("family", DENSE)
+@torch.no_grad()
+def test_restarts_beside_a_cache_on_a_gpu(family):
+    """Nobody reads their positions there. Rows are one document each, as in the model's own code."""
+    model, x, positions = build(family, **DENSE[family]).cuda(), tokens(2, T).cuda(), POSITIONS.cuda()
+    want = model(x, position_ids=positions, use_cache=True)[0]
+    with enable(model):
+        got = model(x, position_ids=positions, use_cache=True)[0]
+        apart = model(x, position_ids=positions, use_cache=False)[0]
+    assert relative_error(got, want) < 1e-3 < relative_error(apart, want)
+
+
 def test_what_is_refused():
     model, x = build("qwen3_5"), tokens(2, T)
     seq_idx = torch.zeros(2, T, dtype=torch.int)
     with enable(model):
-        for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(x)}):
+        cache = DynamicCache(config=model.config)
+        for options in (
+            {"use_cache": True},
+            {"attention_mask": torch.ones_like(x)},
+            {"attention_mask": {"full_attention": None, "linear_attention": torch.ones_like(x)}},
+            {"cache": cache},
+            {"past_key_values": cache},
+        ):
             with pytest.raises(ValueError, match="position_ids: expected one document per row beside a cache or atten"):
-                model(x, position_ids=POSITIONS, **options)
+                model.model(x, position_ids=POSITIONS, **options)
         with pytest.raises(ValueError, match=r"position_ids: expected positions .* with seq_idx, got None"):
             model(x, seq_idx=seq_idx, use_cache=False)
         with pytest.raises(ValueError, match="seq_idx: expected None with a cache or attention_mask"):

@@ -26,6 +26,7 @@ from flash_delta.models import (
     FlashDeltaModel,
     modeling,
 )
+from flash_delta.models.heads import CACHE
 
 
 @pytest.fixture(params=KINDS)
@@ -44,7 +45,7 @@ def test_positions_that_the_model_counts_itself_change_nothing(model):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     assert_close(model(ids, mask, positions).logits, model(ids, mask).logits)
     start = model(ids[:, :6], mask[:, :6], positions[:, :6], use_cache=True)
-    rest = model(ids[:, 6:], mask, positions[:, 6:], past_key_values=start.past_key_values)
+    rest = model(ids[:, 6:], mask, positions[:, 6:], cache=start[CACHE])
     assert_close(rest.logits, model(ids, mask).logits[:, 6:])
 
 

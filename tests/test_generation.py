@@ -1,11 +1,14 @@
 """`generate` of transformers on a language model with recurrent state."""
 
+import logging
+
 import pytest
 import torch
 from tiny_model import KINDS, build, tokens
 from torch.nn import functional as F
 
-from flash_delta.models import FlashDeltaCache
+from flash_delta.models import FlashDeltaCache, FlashDeltaForSequenceClassification
+from flash_delta.models.heads import CACHE
 
 LENGTHS = [4, 9, 1]
 
@@ -67,7 +70,7 @@ def test_sampling_repeats_with_its_seed(model):
 def test_generation_continues_a_cache(model):
     ids = tokens(2, 5)
     first = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    resumed = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3, do_sample=False)
+    resumed = model.generate(first.sequences, **{CACHE: first[CACHE]}, max_new_tokens=3, do_sample=False)
     assert torch.equal(resumed, model.generate(ids, max_new_tokens=6, do_sample=False))
 
 
@@ -91,3 +94,13 @@ def test_samples_of_a_prompt_share_its_states(model):
     assert cache.batch_size == 6
     whole = model(torch.cat([ids.repeat_interleave(3, 0), more], 1)).logits[:, 5:]
     torch.testing.assert_close(model(more, past_key_values=cache).logits, whole)
+
+
+def test_nothing_is_deprecated(model, monkeypatch):
+    """transformers 5.24 renamed the cache. It logs names of before, once in a process."""
+    said = []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda _, message, *args: said.append(message))
+    model.generate(tokens(2, 5), max_new_tokens=2, num_beams=2)
+    classifier = FlashDeltaForSequenceClassification(model.config)
+    assert classifier(tokens(2, 5), use_cache=True)[CACHE] is not None
+    assert said == []

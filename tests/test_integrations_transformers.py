@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from flash_delta.integrations import transformers as integration
 from flash_delta.integrations.transformers import disable, enable
+from flash_delta.models.heads import CACHE
 from flash_delta.testing import allowed, assert_accurate, relative_error
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -88,7 +89,7 @@ def test_cache(family):
     def run():
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            return [model(piece, past_key_values=cache)[0] for piece in pieces]
+            return [model(piece, **{CACHE: cache})[0] for piece in pieces]
 
     with float64(family):
         want = run()
@@ -99,16 +100,21 @@ def test_cache(family):
 
 
 @GENERATING
-def test_generated_tokens(family):
-    """Left-padded prompts; what is chosen among is not a matter of rounding in float64."""
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generated_tokens(family, cache):
+    """Left-padded prompts; what is chosen among is not a matter of rounding in float64.
+
+    For a static cache `generate` makes a dict of masks.
+    """
     model = build(family, torch.float64)
     x = tokens(2, 9)
     mask = torch.ones_like(x)
     x[0, :4] = mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
     with float64(family):
-        want = model.generate(x, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        want = model.generate(x, **options)
         with enable(model):
-            got = model.generate(x, attention_mask=mask, max_new_tokens=12, do_sample=False)
+            got = model.generate(x, **options)
     assert got.shape[1] > 9
     assert torch.equal(got, want)
 
@@ -144,9 +150,9 @@ def test_packing_that_is_refused(family):
     model = build(family)
     with enable(model):
         cache = DynamicCache(config=model.config)
-        model(tokens(1, 94), past_key_values=cache, **PACKING)
+        model(tokens(1, 94), **{CACHE: cache}, **PACKING)
         with pytest.raises(ValueError, match="initial_state: expected None with packed sequences"):
-            model(tokens(1, 94), past_key_values=cache, **PACKING)
+            model(tokens(1, 94), **{CACHE: cache}, **PACKING)
         with pytest.raises(ValueError, match="expected more than 4 packed tokens"):
             model(tokens(1, 3), cu_seq_lens_q=torch.tensor([0, 1, 3]))
 
@@ -376,7 +382,7 @@ def test_kernels(family, monkeypatch):
         with torch.no_grad():
             prompt = tokens(2, 10)[1:]  # of the first one every float32 code is 20 times as far off as of others
             pieces = prompt.to(model.device).split([9, 1], dim=1)
-            return torch.cat([model(piece, past_key_values=cache)[0] for piece in pieces], dim=1)
+            return torch.cat([model(piece, **{CACHE: cache})[0] for piece in pieces], dim=1)
 
     own = run()
     with float64(family):

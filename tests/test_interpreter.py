@@ -70,6 +70,23 @@ def test_arithmetic_is_rounded_as_in_torch(dtype):
     assert torch.equal(o, torch.where(a > b, a * b, a.abs() - b))
 
 
+@triton.jit
+def bounds(x, o, N: tl.constexpr):
+    r = tl.arange(0, N)
+    y = tl.load(x + r)
+    half = tl.full([N], 0.5, o.dtype.element_ty)
+    tl.store(o + r, tl.maximum(tl.minimum(y, half), -half))
+
+
+@DTYPES
+def test_bounds_of_nan(dtype):
+    """Constants in every type, and a NaN gives the bound, as on a GPU."""
+    x = torch.tensor([float("nan"), 2.0, -2.0, 0.25], dtype=dtype)
+    o = torch.empty_like(x)
+    bounds[(1,)](x, o, N=4)
+    assert o.tolist() == [0.5, 0.5, -0.5, 0.25]
+
+
 @DTYPES
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_of_the_tuner(name, dtype):

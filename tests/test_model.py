@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 
 from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaModel
+from flash_delta.models.heads import CACHE
 
 LENGTHS = [4, 9, 1]
 
@@ -31,15 +32,15 @@ def test_prefill_and_decode_equal_one_call(model):
     output = model(ids[:, :26])
     logits = [output.logits]
     for t in range(26, 30):
-        output = model(ids[:, t : t + 1], past_key_values=output.past_key_values)
+        output = model(ids[:, t : t + 1], cache=output[CACHE])
         logits.append(output.logits)
     assert_close(torch.cat(logits, dim=1), model(ids, use_cache=False).logits)
-    assert output.past_key_values.get_seq_length() == 30
+    assert output[CACHE].get_seq_length() == 30
 
 
 @torch.no_grad()
 def test_cache_exposes_the_states():
-    cache = build("hybrid")(tokens(2, 5)).past_key_values
+    cache = build("hybrid")(tokens(2, 5))[CACHE]
     assert isinstance(cache, FlashDeltaCache)
     gdn, attention, kda = cache.layers
     assert gdn.recurrent.shape == kda.recurrent.shape == (2, 2, 8, 8)
@@ -50,10 +51,10 @@ def test_cache_exposes_the_states():
 @torch.no_grad()
 def test_reset_cache_starts_anew(model):
     ids = tokens(2, 5)
-    cache = model(ids).past_key_values
+    cache = model(ids)[CACHE]
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+    assert_close(model(ids, cache=cache).logits, model(ids).logits)
 
 
 def test_cache_refuses_to_be_cropped():
@@ -181,7 +182,7 @@ def test_gradient_checkpointing_changes_no_gradient(model):
 
 
 def test_training_returns_no_cache(model):
-    assert model.train()(tokens(2, 9)).past_key_values is None
+    assert getattr(model.train()(tokens(2, 9)), CACHE) is None
 
 
 def test_embeddings_may_be_given_in_place_of_tokens(model):
@@ -192,8 +193,21 @@ def test_embeddings_may_be_given_in_place_of_tokens(model):
 
 
 def test_foreign_cache_is_refused():
-    with pytest.raises(ValueError, match="past_key_values: expected a FlashDeltaCache, got DynamicCache"):
-        FlashDeltaModel(FlashDeltaConfig(**SIZES))(tokens(2, 9), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="cache: expected a FlashDeltaCache, got DynamicCache"):
+        FlashDeltaModel(FlashDeltaConfig(**SIZES))(tokens(2, 9), cache=DynamicCache())
+
+
+@torch.no_grad()
+def test_both_names_of_the_cache(model):
+    """transformers renamed it in 5.24."""
+    ids = tokens(2, 9)
+    for name in ("cache", "past_key_values"):
+        for of in (model, model.model):
+            cache = FlashDeltaCache(model.config)
+            parts = [of(part, **{name: cache})[0] for part in ids.split([6, 3], 1)]
+            assert_close(torch.cat(parts, dim=1), of(ids, use_cache=False)[0])
+    with pytest.raises(ValueError, match="cache: expected None with past_key_values, its other name, got both"):
+        model(ids, cache=cache, past_key_values=cache)
 
 
 def test_attention_every_nth_layer():

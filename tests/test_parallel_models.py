@@ -17,7 +17,8 @@ from flash_delta.parallel import ContextParallel
 from flash_delta.testing import assert_accurate
 
 INDEXED = ("qwen4_exp", "glm5_next")
-SPLIT = [name for name in FAMILIES if name not in INDEXED]
+SLIDING = ("lara_mini",)
+SPLIT = [name for name in FAMILIES if name not in INDEXED + SLIDING]
 
 
 def test_two_ranks_are_one(tmp_path):
@@ -45,6 +46,8 @@ def context(tmp_path_factory):
     [
         ({"attention_mask": torch.ones(1, 9)}, "attention_mask: expected None with cp_context, got a Tensor"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q: expected None with cp_context"),
+        ({"cache": object()}, "cache: expected None with cp_context"),
+        ({"past_key_values": object()}, "past_key_values: expected None with cp_context"),
         ({"use_cache": True}, "use_cache: expected False with cp_context"),
         ({"cp_context": 2}, "cp_context: expected a flash_delta.parallel.ContextParallel, got int"),
         ({"input_ids": tokens(1, 8)}, r"input_ids: expected this rank's tokens \[1, 9\] with cp_context, got .*1, 8"),
@@ -55,7 +58,7 @@ def test_what_a_model_refuses(context, arguments, message):
     with enable(model):
         model.set_attn_implementation(ATTENTION)
         with pytest.raises(ValueError, match=message):
-            model(**{"input_ids": tokens(1, 9), "cp_context": context} | arguments)
+            model.model(**{"input_ids": tokens(1, 9), "cp_context": context} | arguments)
 
 
 def test_attention_that_sees_one_rank_is_refused(context):
@@ -72,3 +75,9 @@ def test_attention_that_sees_one_rank_is_refused(context):
         model = build(family)
         with enable(model), pytest.raises(ValueError, match=r"cp_context: expected None .the indexed attention"):
             model(tokens(1, 9), cp_context=context)
+    for family in set(SLIDING) & set(FAMILIES):
+        model = build(family)
+        with enable(model):
+            model.set_attn_implementation(ATTENTION)
+            with pytest.raises(ValueError, match="sliding_window: expected None with cp_context, got 512"):
+                model(tokens(1, 9), cp_context=context)

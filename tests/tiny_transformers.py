@@ -51,6 +51,13 @@ ALL = {
         },
     ),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", GDN),
+    "lara_mini": (
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        GDN
+        | MOE
+        | {"layer_types": ["linear_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
+    ),
     "kimi_linear": (
         "KimiLinearConfig",
         "KimiLinearForCausalLM",

@@ -18,6 +18,7 @@ from flash_delta.modules import causal_conv1d
 from flash_delta.parallel import ContextParallel
 
 ATTENTION = "gathered_keys"
+CACHE_NAMES = ("cache", "past_key_values")  # the name of the cache since transformers 5.24, and before
 
 
 def register_attention() -> None:
@@ -62,7 +63,7 @@ def with_context(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     context = given["cp_context"]
     if not isinstance(context, ContextParallel):
         raise ValueError(f"cp_context: expected a flash_delta.parallel.ContextParallel, got {type(context).__name__}")
-    for name in ("attention_mask", "past_key_values", "cu_seq_lens_q", "seq_idx"):
+    for name in ("attention_mask", *CACHE_NAMES, "cu_seq_lens_q", "seq_idx"):
         if given.get(name) is not None:
             raise ValueError(f"{name}: expected None with cp_context, got a {type(given[name]).__name__}")
     if given.get("use_cache"):

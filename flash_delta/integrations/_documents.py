@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flash_delta.integrations._context import with_context
+from flash_delta.integrations._context import CACHE_NAMES, with_context
 from flash_delta.layers.documents import number_documents, refuse_restarts
 
 
@@ -62,9 +62,11 @@ def _with_documents(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         return given
     if positions is None:  # attention has no other sign of documents
         raise ValueError("position_ids: expected positions [B, T] that restart at 0 with seq_idx, got None")
-    if given.get("use_cache") is None and given.get("past_key_values") is None:
+    if given.get("use_cache") is None and not _continues(given):
         given = given | {"use_cache": False}  # with a cache attention mixes documents, so make none unless asked
     mask = given.get("attention_mask")
+    if isinstance(mask, dict):  # one for each kind of layer, as `generate` makes them for a static cache
+        mask = mask.get("linear_attention")
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2
     if is_padded or _has_cache(model, given):
         if seq_idx is not None:
@@ -92,6 +94,10 @@ def _separates(model: nn.Module) -> bool:
     return makes_masks or set(getattr(model.config, "layer_types", None) or ()) <= {"linear_attention"}
 
 
+def _continues(given: dict[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in CACHE_NAMES)
+
+
 def _has_cache(model: nn.Module, given: dict[str, Any]) -> bool:
     checkpointed = getattr(model, "gradient_checkpointing", False) and model.training
-    return given.get("past_key_values") is not None or (bool(given.get("use_cache")) and not checkpointed)
+    return _continues(given) or (bool(given.get("use_cache")) and not checkpointed)

@@ -28,7 +28,7 @@ class FlashDeltaCache(Cache):
         ...     num_attention_heads=4,
         ... )
         >>> cache = FlashDeltaCache(config)
-        >>> out = FlashDeltaModel(config).eval()(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+        >>> out = FlashDeltaModel(config).eval()(torch.tensor([[1, 2, 3]]), cache=cache, use_cache=True)
         >>> cache.get_seq_length()
         3
     """

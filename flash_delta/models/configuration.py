@@ -45,7 +45,7 @@ class FlashDeltaConfig(PreTrainedConfig):
     """
 
     model_type = "flash_delta"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds it to a list)
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 (Trainer adds it to a list)
 
     vocab_size: int = 32000
     hidden_size: int = 1024

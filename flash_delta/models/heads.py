@@ -15,7 +15,7 @@ from flash_delta.layers.documents import number_documents
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.models.loss import next_token_loss
-from flash_delta.models.modeling import FlashDeltaModel, FlashDeltaPreTrainedModel
+from flash_delta.models.modeling import FlashDeltaModel, FlashDeltaPreTrainedModel, one_name
 from flash_delta.parallel import ContextParallel
 
 CACHE = fields(BaseModelOutputWithPast)[1].name  # "cache", and before transformers 5.24 "past_key_values"
@@ -67,7 +67,7 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: FlashDeltaCache | None = None,
+        cache: FlashDeltaCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -81,6 +81,8 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
         max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
+        past_key_values: FlashDeltaCache | None = None,
     ) -> CausalLMOutputWithPast:
         """Run the decoder and its output layer; arguments as in `FlashDeltaModel.forward`, and
 
@@ -92,21 +94,16 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
                 that get logits. Not allowed with labels.
             num_items_in_batch: the loss is the sum over the targets divided by this number. Trainer passes it if a step
                 has several batches. None means the number of targets.
-            cu_seq_lens_q: cu_seqlens under the name that `DataCollatorWithFlattening` uses. cu_seq_lens_k, max_length_q
-                and max_length_k, which the collator adds, contain nothing more and are not read.
 
         Returns:
-            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size], and past_key_values,
+            loss (fp32 mean over the targets; None without labels), logits [B, T, vocab_size], and the cache,
             hidden_states and attentions as `FlashDeltaModel.forward`.
 
         Raises:
             ValueError: as `FlashDeltaModel.forward`; if labels come with logits_to_keep or cp_context or have another
-                shape; if logits_to_keep has more than one dimension; if both cu_seqlens and cu_seq_lens_q are given.
+                shape; if logits_to_keep has more than one dimension.
         """
-        if cu_seq_lens_q is not None:
-            if cu_seqlens is not None:
-                raise ValueError("cu_seqlens: expected None with cu_seq_lens_q, its other name, got both")
-            cu_seqlens = cu_seq_lens_q
+        cu_seqlens = one_name(cu_seqlens=cu_seqlens, cu_seq_lens_q=cu_seq_lens_q)
         if labels is not None and cp_context is not None:
             raise ValueError(
                 "labels: expected None with cp_context (a target may be another rank's token), got a tensor"
@@ -117,21 +114,23 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
             cp_context=cp_context,
+            seq_idx=seq_idx,
+            past_key_values=past_key_values,
             return_dict=True,
         )
         logits, loss = self.lm_head(_kept(output.last_hidden_state, logits_to_keep)), None
         if labels is not None:
             by_positions = position_ids is not None and cu_seqlens is None
-            seq_idx = number_documents(position_ids, attention_mask) if by_positions else None
-            loss = next_token_loss(logits, labels, cu_seqlens, seq_idx, num_items_in_batch)
-        return CausalLMOutputWithPast(loss, logits, output.past_key_values, output.hidden_states)
+            documents = number_documents(position_ids, attention_mask) if by_positions else None
+            loss = next_token_loss(logits, labels, cu_seqlens, documents, num_items_in_batch)
+        return CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
 
 
 class FlashDeltaForSequenceClassification(GenericForSequenceClassification, FlashDeltaPreTrainedModel):

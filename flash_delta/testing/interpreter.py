@@ -21,9 +21,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 def repair_interpreter() -> None:
     """Makes the interpreter compute bfloat16 in float32 and round the results. It may be called repeatedly.
 
-    It also repairs two other faults. With numpy 2.4, Triton 3.6 fails in loops up to a kernel's argument, since it
-    takes ``int()`` of an array of one element. And it cannot combine the comparison of two numbers with a block of
-    comparisons.
+    It also repairs faults of Triton 3.6. With numpy 2.4 it fails in loops up to a kernel's argument, since it takes
+    ``int()`` of an array of one element. It cannot combine the comparison of two numbers with a block of comparisons,
+    and it has no constants in bfloat16. Its minimum and maximum of a number and NaN are NaN. A GPU's are the number,
+    unless a kernel asks for NaN.
 
     The interpreter also takes half of its time, with the same bits. Before, it patched Triton's language again for each
     launch and each helper that a kernel calls. It also checked all integer arithmetic for overflow, which only
@@ -35,6 +36,9 @@ def repair_interpreter() -> None:
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.unary_op = _unary_op
     InterpreterBuilder.binary_op = _binary_op
+    InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    InterpreterBuilder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter._patch_lang = _patch_lang
     builder = interpreter.interpreter_builder

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
+from flash_delta.models import FlashDeltaCache
 from flash_delta.training.config import LARGEST_SEED
 
 BYTES = 256
@@ -76,11 +77,11 @@ def _sampled(
 ) -> Iterator[int]:
     model.eval()
     generator = torch.Generator(model.device).manual_seed(seed)
-    tokens, cache = torch.tensor([list(prompt)], device=model.device), None
+    tokens, cache = torch.tensor([list(prompt)], device=model.device), FlashDeltaCache(model.config)
     for _ in range(max_bytes):
         with torch.inference_mode():  # not around the yield, or it would also apply to the caller's code
-            out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-            tokens, cache = _sample(out.logits[:, -1], temperature, top_k, generator), out.past_key_values
+            logits = model(input_ids=tokens, cache=cache, use_cache=True).logits
+            tokens = _sample(logits[:, -1], temperature, top_k, generator)
         yield tokens.item()
 
 

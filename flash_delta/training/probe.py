@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
+from flash_delta.models import FlashDeltaCache
 from flash_delta.ops import fused_gdn_gate, fused_kda_gate
 
 
@@ -33,9 +34,10 @@ def probe(model: PreTrainedModel, tokens: Tensor) -> Probe:
     mixers = {i: layer.mixer for i, layer in enumerate(model.model.layers)}
     linear = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, GatedDeltaNet | KimiDeltaAttention)}
     raw: dict[int, Tensor] = {}
+    cache = FlashDeltaCache(model.config)
     hooks = [_gate_projection(mixer).register_forward_hook(_keep(raw, i)) for i, mixer in linear.items()]
     try:
-        cache = model(input_ids=tokens[None].long().to(model.device), use_cache=True).past_key_values
+        model(input_ids=tokens[None].long().to(model.device), cache=cache, use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
