@@ -114,19 +114,20 @@ class FLACPContext:
             host.
         num_seqs: how many parts of sequences the rank has.
         conv1d_kernel_size: as given.
-        pre_num_conv_tokens, pre_num_conv_tokens_by_part: how many tokens of the first sequence are on earlier ranks.
-        pre_num_ranks, pre_num_ranks_by_part: how many earlier ranks (parts) have tokens of the first sequence.
-        post_num_ranks, post_num_ranks_by_part: how many later ranks (parts) have tokens of the last sequence.
-        is_first_rank, is_first_by_part: whether the first sequence begins here.
-        is_last_rank, is_last_by_part: whether the last sequence ends here.
+        pre_num_conv_tokens: how many tokens of the first sequence are on earlier ranks.
+        pre_num_ranks: how many earlier ranks (parts) have tokens of the first sequence.
+        post_num_ranks: how many later ranks (parts) have tokens of the last sequence.
+        is_first_rank: whether the first sequence begins here; ``is_first_by_part``.
+        is_last_rank: whether the last sequence ends here; ``is_last_by_part``.
         layout: "contiguous" or "zigzag".
-        part_len, front_num_seqs: with "zigzag" the tokens of a part, and the parts of sequences in the front part.
+        part_len: with "zigzag" the tokens of a part.
+        front_num_seqs: with "zigzag" how many parts of sequences the front part has.
     """
 
     def __init__(
         self,
         context: ContextParallel | None,
-        parts: list[_Part],
+        parts: list[NamedTuple],
         length: int,
         device: torch.device,
         conv1d_kernel_size: int | None,
