@@ -250,6 +250,7 @@ def test_rules_that_are_left(x):
     comba, call = by_name["fused_recurrent_comba"], x | {"beta": x["v"]}
     assert answers(comba, comba.ours, **x) is None
     assert "beta: expected a tensor [1, 9, 2]" in answers(comba, comba.ours, **call)
+    call = gdn(x, g=x["g"][..., None].expand(x["k"].shape))
     assert "A_log: expected None" in answers(kda, kda.ours, **call, A_log=x["v"])
     for taken, promise in ((kda, {"safe_gate": True}), (by_name["fused_recurrent_kda"], {"use_gate_in_kernel": True})):
         assert "fla does not read it here" in answers(taken, taken.ours, **call, lower_bound=-5.0)

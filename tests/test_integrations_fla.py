@@ -357,19 +357,27 @@ def test_copies_and_contexts_without_a_group(monkeypatch, x):
 
 
 def test_context_refuses(monkeypatch):
-    with pytest.raises(ValueError, match=r"cu_seqlens: expected a number of tokens that 3 ranks divide, got 70"):
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected a number of tokens above 0 that 3 ranks divide"):
         context_of_rank(monkeypatch, [0, 70], 0, 3)
-    with pytest.raises(ValueError, match=r"a number of tokens that 6 parts, two for each rank, divide, got 70"):
+    with pytest.raises(ValueError, match=r"a number of tokens above 0 that 6 parts, two for each rank, divide, got 70"):
         context_of_rank(monkeypatch, [0, 70], 0, 3, "zigzag")
     with pytest.raises(ValueError, match=r"layout: expected 'contiguous' or 'zigzag', got 'striped'"):
         context_of_rank(monkeypatch, [0, 70], 0, 1, "striped")
-    with pytest.raises(ValueError, match=r"group: expected a process group, or numbers as world_size and rank, got No"):
+    with pytest.raises(ValueError, match=r"build_cp_context: group: expected a process group, got None"):
         cp.build_cp_context(torch.tensor([0, 70]), None)
+    for wrong, bounds, numbers in (
+        ("group: expected a process group, or numbers as world_size and rank, got None", [0, 70], {}),
+        ("world_size: expected at least 1, got 0", [0, 70], {"world_size": 0, "rank": 0}),
+        ("rank: expected a number from 0 to 1, got 5", [0, 70], {"world_size": 2, "rank": 5}),
+        ("cu_seqlens: expected bounds that start at 0 and do not decrease", [0, 9, 8], {"world_size": 2, "rank": 0}),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            cp.context.get_cp_cu_seqlens(torch.tensor(bounds), **numbers)
     group = context_of_rank(monkeypatch, [0, 70], 0, 2).group
     with pytest.raises(ValueError, match=r"rank: expected None or the group's, 0, got 1"):
         cp.context.get_cp_cu_seqlens(torch.tensor([0, 70]), rank=1, group=group)
     with pytest.raises(ValueError, match="use_tf32x3_affine_chain: expected True, got False"):
-        cp.build_cp_context(torch.tensor([0, 70]), None, use_tf32x3_affine_chain=False)
+        cp.context.get_cp_cu_seqlens(torch.tensor([0, 70]), use_tf32x3_affine_chain=False)
 
 
 def test_rule_on_a_row_of_ranks(x):

@@ -193,7 +193,7 @@ def test_embeddings_may_be_given_in_place_of_tokens(model):
 
 
 def test_foreign_cache_is_refused():
-    with pytest.raises(ValueError, match="cache: expected a FlashDeltaCache, got DynamicCache"):
+    with pytest.raises(ValueError, match=r"cache \(or past_key_values\): expected a FlashDeltaCache, got DynamicCache"):
         FlashDeltaModel(FlashDeltaConfig(**SIZES))(tokens(2, 9), cache=DynamicCache())
 
 

@@ -136,6 +136,7 @@ def test_layers_on_a_row(ranks, device, split):
     check_layer(split, parts, limits(alone, want, split.dtype))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="FSDP2 takes one dtype")
 def test_bfloat16_weights_with_float32_gates(ranks, device):
     for found in ranks("weights", torch.bfloat16):
         assert_gradients_in_bfloat16(found, device, MIXERS[:2], WIDE_MODEL)

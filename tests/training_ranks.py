@@ -171,7 +171,8 @@ def work(rank, size, folder, text):
         )
         got["locked"] = locked(folder / "locked", text)
         got["compiled"] = compiled_gradients(rank)
-        got["bfloat16 weights"], got["fresh"] = gradients_in_bfloat16(rank), fresh_parameters()
+        if torch.__version__ >= (2, 12):  # an older FSDP2 takes one dtype
+            got["bfloat16 weights"], got["fresh"] = gradients_in_bfloat16(rank), fresh_parameters()
         got["resumed"] = results(Trainer.resume(folder / "cut"))
     for name, refused in {"context_parallel": Layout(context_parallel=3), "shard": Layout(shard=3)}.items():
         try:

@@ -19,7 +19,7 @@ def check(
     processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1, max=64)] = 4,
     results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.", **PATH)] = None,
     shared: Annotated[bool, typer.Option("--shared", help="Only check processes that share a GPU.")] = False,
-    rounds: Annotated[int, typer.Option(help="With --shared: so many calls of each op.", min=1)] = 500,
+    rounds: Annotated[int | None, typer.Option(help="With --shared: calls of each kind; 500.", min=1)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what --json's file has that is right.")] = False,
 ) -> None:
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
@@ -32,8 +32,14 @@ def check(
     Every result has to have the bits that it has when its process works alone.
     """
     if shared:
-        if not same_when_shared(device, processes, rounds):
+        others = {"full": full, "widths": widths, "case": case, "backend": backend, "peers": peers, "json": results}
+        for name, value in (others | {"resume": resume}).items():
+            if value:
+                raise ValueError(f"{name}: expected no such option beside --shared, got {value}")
+        if not same_when_shared(device, processes, rounds or 500):
             raise typer.Exit(1)
         return
+    if rounds is not None:
+        raise ValueError(f"rounds: expected no number without --shared, got {rounds}")
     if not all_right(device, full, widths, case, backend, peers, processes, results, resume):
         raise typer.Exit(1)

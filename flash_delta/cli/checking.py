@@ -66,6 +66,8 @@ def same_when_shared(device: str, processes: int, rounds: int) -> bool:
     where = require_device(device)
     if where.type != "cuda":
         raise ValueError(f"shared: expected a GPU, which processes can share, got --device {device}")
+    if processes < 2:
+        raise ValueError(f"processes: expected at least 2 with --shared, got {processes}")
     answers = judge_shared(partial(Sharer, where), processes, rounds)
     for answer in answers:
         _print_wrong(answer)
@@ -135,6 +137,7 @@ def _print_wrong(answer: "Answer") -> None:
         print(f"{place}: {answer.failure}")
     for cell in answer.cells:
         if cell.case in ("repeats", "shared") and not cell.right:
-            print(f"{place}: {cell.tensor} differed in {cell.error:g} of the repeats")
+            times = "rounds" if cell.case == "shared" else "repeats"
+            print(f"{place}: {cell.tensor} differed in {cell.error:g} of the {times}")
         elif not cell.right:
             print(f"{place}: {cell.tensor} is off by {cell.error:.1e}, {cell.allowed:.1e} is allowed")

@@ -127,7 +127,8 @@ def _around(path: str, ours: Callable) -> None:
 def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Makes a dispatcher. SGLang asks its kernels what they support. The log says which kernels our ops replace."""
     theirs(self, *args, **kwargs)
-    ours, replays = [], getattr(resolve_name(CONFIGURATION)().mamba, REPLAY, False)
+    options = getattr(resolve_name(CONFIGURATION)(), "mamba", None)  # not every version has them
+    ours, replays = [], getattr(options, REPLAY, False)
     for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
         found = getattr(self, name)
         if replays and name == "verify_kernel":

@@ -42,7 +42,7 @@ class GateParameters(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Moves and casts the module's tensors, as all of `to`, `half` and `cuda` do."""
-        gates = [self._parameters[name] for name in GATES & self._parameters.keys()]
+        gates = [gate for name, gate in self._parameters.items() if name in GATES and gate is not None]
         gates += [gate.grad for gate in gates]
 
         def keep(t: Tensor) -> Tensor:
@@ -50,11 +50,14 @@ class GateParameters(nn.Module):
             narrow = moved.dtype != _at_least_float32(moved) and any(t is gate for gate in gates)
             return t.to(moved.device, _at_least_float32(moved)) if narrow else moved
 
-        return super()._apply(keep, recurse)
+        super()._apply(keep, recurse)
+        self.mark_gates()  # "meta" and `to_empty` make new parameters
+        return self
 
     def mark_gates(self) -> None:
         for name in self.unregularized & self._parameters.keys():
-            self._parameters[name]._no_weight_decay = True
+            if (parameter := self._parameters[name]) is not None:
+                parameter._no_weight_decay = True
 
 
 def _at_least_float32(t: Tensor) -> torch.dtype:

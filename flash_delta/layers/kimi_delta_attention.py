@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class KimiDeltaAttention(DeltaMixer):
             inputs run token by token in both modes.
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1) (arXiv:2411.12537). Default False.
-        safe_gate: promises the op that log decays are in [lower_bound, 0). A_log then starts at 0. Default False.
+        safe_gate: A_log starts at 0, as in fla. It needs lower_bound. Default False.
         lower_bound: the least log decay per token, in [-5, 0). Default None: no bound, the softplus gate.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
@@ -126,4 +125,4 @@ class KimiDeltaAttention(DeltaMixer):
         return super().gate_options() | {"lower_bound": self.lower_bound}
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        return fused_recurrent_kda if recurrent else partial(chunk_kda, safe_gate=self.safe_gate)
+        return fused_recurrent_kda if recurrent else chunk_kda

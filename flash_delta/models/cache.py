@@ -93,6 +93,6 @@ class FlashDeltaCache(Cache):
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError, as do `early_initialization`, `prefetch` and `offload`."""
-        raise NotImplementedError("each layer of the model makes, changes and keeps its own state, in cache.layers")
+        raise NotImplementedError("cache.layers: expected each layer of the model to keep its own state, got a call")
 
     early_initialization = prefetch = offload = update

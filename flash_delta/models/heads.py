@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from flash_delta.models.loss import next_token_loss
 from flash_delta.models.modeling import FlashDeltaModel, FlashDeltaPreTrainedModel, one_name
 from flash_delta.parallel import ContextParallel
 
-CACHE = fields(BaseModelOutputWithPast)[1].name  # "cache", and before transformers 5.24 "past_key_values"
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"  # before 5.24
 
 
 class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):

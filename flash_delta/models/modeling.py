@@ -152,7 +152,7 @@ class FlashDeltaModel(FlashDeltaPreTrainedModel):
 
     def _cache(self, given: FlashDeltaCache | None, use_cache: bool | None, packed: bool) -> FlashDeltaCache | None:
         if given is not None and not isinstance(given, FlashDeltaCache):
-            raise ValueError(f"cache: expected a FlashDeltaCache, got {type(given).__name__}")
+            raise ValueError(f"cache (or past_key_values): expected a FlashDeltaCache, got {type(given).__name__}")
         if use_cache is None:
             use_cache = given is not None or (self.config.use_cache and not self.training and not packed)
         if not use_cache:

@@ -83,13 +83,13 @@ def choose_backend(
         if reason is not None:
             raise ValueError(f"{problem.op}: backend {wish!r} cannot run this: {reason}")
         return wish
-    for eager, name, module, _ in _offers(problem, load):
+    for preference, name, module, _ in _offers(problem, load):
         if module is without:
             continue
         reason = _refusal(module, problem)
         if reason is None:
-            # Nothing but PyTorch computes in float64, which is there to compare with.
-            if eager < 0 and problem.device.type == "cuda" and problem.dtype != torch.float64 and not quiet:
+            # Float64 is there to compare with, and only PyTorch computes in it.
+            if preference < 0 and problem.device.type == "cuda" and problem.dtype != torch.float64 and not quiet:
                 why = f"{problem.op}: no kernel can run this, so it runs on {name!r}, which is slow on a GPU"
                 warnings.warn("; ".join([why, *refusals]), stacklevel=2)
             return name

@@ -53,7 +53,7 @@ def chunk_kda(
         k: keys ``[B, T, H, K]``, dtype of q.
         v: values ``[B, T, HV, V]``, dtype of q; HV a multiple of H, value head h uses key head ``h // (HV // H)``.
         g: log decay in nats ``[B, T, HV, K]``, at most 0, any float dtype; with ``use_gate_in_kernel`` the raw
-            activation. Decays of -1000 per token are computed as well as 0, and those above 0 within limits
+            activation. A log decay may be as low as -1000 per token. Those above 0 are computed within limits
             (docs/guide/backends.md, "Decays at the limits").
         beta: write strength ``[B, T, HV]``, any float dtype; with ``use_beta_sigmoid_in_kernel`` its logit.
         scale: factor on the output. Default ``K ** -0.5``.

@@ -119,9 +119,13 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
                 row.writes[t] = slot
         if row.parents:
             rows[b] = row
-    # In a pool of rows every token of a row has a place of its own.
-    uses = [Use(b, row.read, [*{*row.writes.values()}] if each else [*row.writes.values()]) for b, row in rows.items()]
-    refuse_shared(problem.op, uses if s.write_pool is None else [use._replace(read=None) for use in uses])
+    # In a pool of rows every token has a place of its own, so a row is written once.
+    slots = {b: list(row.writes.values())[: 1 if each else None] for b, row in rows.items()}
+    uses = [
+        Use(b, row.read if s.write_pool is None else None, [(slot, "write_indices") for slot in slots[b]])
+        for b, row in rows.items()
+    ]
+    refuse_shared(problem.op, uses)
     return rows
 
 
@@ -130,21 +134,22 @@ class Use(NamedTuple):
 
     row: int
     read: int | None
-    written: list[int]
+    written: list[tuple[int, str]]  # each with the argument that names it
 
 
 def refuse_shared(op: str, uses: list[Use]) -> None:
     """Raises ValueError if a slot is written twice, or written by one row and read by another."""
-    owners: dict[int, int] = {}
+    owners: dict[int, tuple[int, str]] = {}
     for use in uses:
-        for slot in use.written:
+        for slot, name in use.written:
             if slot in owners:
-                raise ValueError(f"{op}: write_indices: expected different slots, got slot {slot} twice")
-            owners[slot] = use.row
+                raise ValueError(f"{op}: {name}: expected different slots, got slot {slot} twice")
+            owners[slot] = use.row, name
     for use in uses:
-        if owners.get(use.read, use.row) != use.row:
-            got = f"slot {use.read}, which row {use.row} reads and row {owners[use.read]} writes"
-            raise ValueError(f"{op}: write_indices: expected slots that no other row reads, got {got}")
+        row, name = owners.get(use.read, (use.row, ""))
+        if row != use.row:
+            got = f"slot {use.read}, which row {use.row} reads and row {row} writes"
+            raise ValueError(f"{op}: {name}: expected slots that no other row reads, got {got}")
 
 
 def slots_read(s: Slots) -> list[tuple[list[int], int]]:

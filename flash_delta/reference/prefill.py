@@ -39,7 +39,6 @@ class Checkpoint(NamedTuple):
 @torch.no_grad()
 def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o [1, T, HV, V]``. The pools are written in place."""
-    o = zeros_of(problem, s)
     pool = s.state_pool.mT if problem.state_v_first else s.state_pool  # [slots, HV, K, V]
     stored, alive = sequences_read(problem, s)
     S = torch.zeros(problem.N, *pool.shape[1:], dtype=problem.accumulate, device=problem.device)
@@ -47,6 +46,7 @@ def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownC
     starts = [0, *accumulate(problem.lengths)]
     offsets = checkpoints_at_offsets(problem, s, alive)
     refuse_shared(problem.op, [*uses_of(problem, s, stored, alive, offsets)])
+    o = zeros_of(problem, s)
     windows = None if around.conv_pool is None else Windows(problem, x, s, around, stored, starts)
 
     def tokens_of(pieces: list[Piece]) -> tuple[Tensor, Inputs]:
@@ -144,9 +144,10 @@ def uses_of(problem: Problem, s: Slots, stored: Tensor, alive: Tensor, offsets: 
     every = problem.checkpoint_every
     for n in alive.nonzero()[:, 0].tolist():
         stops = range(every, problem.lengths[n] + 1, every) if every else ()
-        written = [slot for _, _, slot in checkpoints_at_strides(problem, s, [Piece(n, 0, stop) for stop in stops])]
-        written += [offsets[n].slot] if n in offsets else []
-        written += [] if s.write_indices is None else [int(s.write_indices[n])]
+        kept = [slot for _, _, slot in checkpoints_at_strides(problem, s, [Piece(n, 0, stop) for stop in stops])]
+        kept += [offsets[n].slot] if n in offsets else []
+        written = [(slot, "checkpoint_indices") for slot in kept]
+        written += [] if s.write_indices is None else [(int(s.write_indices[n]), "write_indices")]
         yield Use(n, int(s.read_indices[n]) if stored[n] else None, written)
 
 

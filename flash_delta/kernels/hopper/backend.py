@@ -83,8 +83,8 @@ def unsupported(problem: Problem) -> str | None:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:
         return "it does not return the states of chunks"
-    if (problem.HV > MOST_PROGRAMS or _walks_in_triton(problem)) and crowded(problem) is not None:
-        return crowded(problem)
+    if (problem.HV > MOST_PROGRAMS or _walks_in_triton(problem)) and (reason := crowded(problem)) is not None:
+        return reason
     if problem.gate == "channel":
         return by_channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):

@@ -63,7 +63,7 @@ def run(
     a ``later`` call. ``made``: contiguous tensors for this call; a workspace is given as its buffer. ``spare``: the
     same, but nobody needs them after the launch. ``left``: tensors that an earlier call has made for this one.
     """
-    # A kernel that is compiled while somebody instruments kernels is not kept.
+    # While somebody instruments kernels, Triton compiles at each launch, and nothing is kept here.
     if c.shape.key not in _ready and (c.direct or (c.p.device.type == "cuda" and not profiled())):
         _compile((c, kernels), *(() if later is None else (later(),)))
     if not c.direct:

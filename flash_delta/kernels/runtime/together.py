@@ -32,7 +32,8 @@ class Together:
 
 
 def compile_together(wanted: Sequence[Callable[[], Any]], beside: Callable[[], Any]) -> list[Any]:
-    """The compiled kernels that ``wanted`` ask Triton for, in this order. ``beside``: what else takes that long."""
+    """The compiled kernels that ``wanted`` ask Triton for, in this order. ``beside`` runs in another thread
+    meanwhile."""
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         together, loading = Together(threads), threads.submit(beside)
         before = active_mode.set(together)

@@ -80,8 +80,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it returns the states of chunks of {C} tokens, chunk_size is {problem.chunk_size}"
     if problem.keep_states and problem.lengths is None:
         return f"it counts chunks on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
-    if crowded(problem) is not None:
-        return crowded(problem)
+    if (reason := crowded(problem)) is not None:
+        return reason
     by_chip = problem.dtype == torch.float32 or problem.erase == "undecayed"
     widest = widest_key(problem, chip_of(problem.device)) if by_chip else WIDEST_KEY
     if not (NARROWEST <= problem.K <= widest and NARROWEST <= problem.V <= WIDEST_VALUE):

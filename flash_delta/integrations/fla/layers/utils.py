@@ -28,7 +28,6 @@ State = Tensor | tuple[Tensor, ...] | None
 
 def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """The results of :func:`get_unpad_indices_and_cu` for a mask [B, T], and the length of the longest sequence."""
-    check_shape("get_unpad_data", "attention_mask", attention_mask, "B", "T")
     indices, bounds = get_unpad_indices_and_cu(attention_mask)
     return indices, bounds, int(bounds.diff().max())
 
@@ -41,7 +40,7 @@ def get_unpad_indices_and_cu(attention_mask: Tensor, q_len: int | None = None) -
         waits for the number of tokens.
     """
     check_shape("get_unpad_indices_and_cu", "attention_mask", attention_mask, "B", "T")
-    mask = attention_mask if q_len is None else attention_mask[:, -q_len:]
+    mask = attention_mask if q_len is None else attention_mask[:, attention_mask.shape[1] - q_len :]
     bounds = torch.nn.functional.pad((mask != 0).sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
     return mask.flatten().nonzero().flatten(), bounds
 

@@ -2,8 +2,8 @@
 
 ``P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc``. L is the same with k for q. The decay is taken apart at r: rows are decayed
 from r, and columns up to r. Rows come in blocks of 16 tokens, and r is G before a block. For columns before the block
-no factor is above 1. Within the block the factors of columns are up to e^80, with a bound of -5. Then rows are
-multiplied by e^40 and columns by e^-40, so that both stay well within what bfloat16 holds.
+no factor is above 1 if no log decay is above 0. Within the block the factors of columns are up to e^80, with a bound of
+-5. Then rows are multiplied by e^40 and columns by e^-40, so that both stay well within what bfloat16 holds.
 
 A chunk is done in two halves of 32 tokens. The rows of a half are 16 q, 16 q, 16 k, 16 k, a block for each warp. There
 are these columns:

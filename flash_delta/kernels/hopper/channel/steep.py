@@ -3,8 +3,8 @@
 Without a bound a channel may fall by any number of nats from one token to the next. If a channel falls by more than 110
 bits in a block of 16 tokens, the scores of this block with itself are computed once more. Its tokens are halved again
 and again. The decay of a pair is taken apart where its two tokens part, at the last token of the earlier half. So no
-factor is above 1. There are four levels, and each is one product of 64 rows with 32 columns, of which the pairs of this
-level are used.
+factor is above 1 if no log decay is above 0. There are four levels, and each is one product of 64 rows with 32 columns,
+of which the pairs of this level are used.
 
 Warps find out from the sums of blocks whether a chunk needs this. Which rows get these scores depends only on tokens up
 to their own.

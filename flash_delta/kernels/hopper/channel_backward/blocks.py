@@ -10,9 +10,10 @@ A pair's decay is taken apart at the end of the column's block and at the first 
 
 The factor in the middle is one number per channel. It multiplies products when they are added up. So the keys and
 queries of a block are decayed and rounded only once, for all other blocks. What a pair adds to the gates of its two
-tokens cancels in the gates before both, up to rounding in float32. No factor is above 1, except the middle one of a
-block with itself, which is as large as the channel falls there. Copies are multiplied by 2^SHIFT, so that neither they
-nor their products become too small. `deep_part` computes the channels that fall by more than MILD within a block.
+tokens cancels in the gates before both, up to rounding in float32. If no log decay is above 0, no factor is above 1,
+except the middle one of a block with itself, which is as large as the channel falls there. Copies are multiplied by
+2^SHIFT, so that neither they nor their products become too small. `deep_part` computes the channels that fall by more
+than MILD within a block.
 """
 
 from triton.experimental import gluon

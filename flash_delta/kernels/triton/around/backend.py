@@ -1,7 +1,7 @@
 """The ``triton`` backend for convolution, norm and gate around the rule, forward and backward.
 
 Gradients of parameters take two launches. Every program sums over its rows, and then ``total`` sums over programs. The
-order depends only on sizes. Only inputs are saved for the backward pass.
+order depends only on sizes and on the chip. Only inputs are saved for the backward pass.
 """
 
 from collections.abc import Iterable

@@ -12,8 +12,8 @@ y = r x, the accumulated gradient is z = r dy (see gradients.py).
 Tokens come in blocks of 16. A tile is [W, 16]: W channels of one block, each a row of the accumulators. So decayed
 copies are operands of the next product from registers. The other operands are the same for all channels and are in
 shared memory. As in `channel`, the decay of a pair is split at G of the first token of the row's block,
-``(q_i e^{G_i - r}) (k_j e^{r - G_j})``. No factor is above 1, except within a block, where the second factor may be as
-large as the inverse of a channel's decay in the block.
+``(q_i e^{G_i - r}) (k_j e^{r - G_j})``. If no log decay is above 0, no factor is above 1, except within a block, where
+the second factor may be as large as the inverse of a channel's decay in the block.
 
 A pair contributes to the gates between its tokens. This contribution is the difference of two sums, which begin at the
 two tokens. Both multiply the same three rounded numbers. So for other gates the difference is 0 up to float32's

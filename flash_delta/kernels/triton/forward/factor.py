@@ -23,8 +23,8 @@ from flash_delta.kernels.triton.tiles import tile
 
 @triton.jit
 def decay(high_i, low_i, high_j, low_j):
-    """e^{G_i - G_j} for every pair, [C, C]. The large parts cancel before the small parts are added. Pairs above the
-    diagonal, which callers leave out, get finite numbers."""
+    """e^{G_i - G_j} for every pair, [C, C]. The large parts cancel before the small parts are added. Exponents are at
+    most MOST, so that pairs above the diagonal, which callers leave out, do not overflow."""
     exponent = (high_i[:, None] - high_j[None, :]) + (low_i[:, None] - low_j[None, :])
     return tl.exp(tl.minimum(exponent, MOST))
 

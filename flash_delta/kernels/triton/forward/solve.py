@@ -10,7 +10,7 @@ One warp computes A in blocks of 16 x 16, by doubling. Let M = -diag(b) L, and l
 blocks of s tokens. Then the inverses of blocks of 2 s tokens are ``A + A M A``, where M has only the part between the
 two halves. So no intermediate number is larger than those of the inverse, for any keys. Small matrices come with their
 transposes, because the registers of a product's result B^T are those of the operand B of the next product. M contains
-decays only from later to earlier tokens, so none is above 1.
+decays only from later to earlier tokens. None is above 1 if no log decay is above 0.
 
 G is summed in float64 and kept as two float32, so that differences are right even if G is large. Writes
 
@@ -42,7 +42,7 @@ from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
 
 LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0, and a gate of -inf becomes a finite number
-MOST = tl.constexpr(88.0)  # e^88 is finite in float32: what is left out is multiplied by 0
+MOST = tl.constexpr(40.0)  # the largest exponent of a pair. Pairs above the diagonal are left out, but may not overflow
 
 
 @triton.jit

@@ -99,6 +99,7 @@ def load_before(at, stride, windows, strides, slot, stored, t, start, channel, m
 
 
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]  # see decode.py
+PROMPT_TOKENS = 64  # of a program that convolves. With other numbers it was not timed
 MORE_NUMBERS = [*NUMBERS, "columns", "interval", "checkpoint_row", "checkpoint_column", "eps"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]
 MORE_INDICES = [*INDICES, "checkpoint_indices", "checkpoint_offsets"]
@@ -285,7 +286,7 @@ def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
     """Launches the convolution, if there is one. Returns the call of the rule, without convolution and norm."""
     p, x, s, around = c.p, c.x, *opened(c)
     if convolved:
-        w, blocks = cut_of(c)
+        w, blocks = cut_of_prompts(c)
         indices = (s.read_indices, s.write_indices, s.has_initial_state)
         pointers = (*x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
         launch_rule(
@@ -303,7 +304,7 @@ def run_after(c: Call, o: Tensor) -> None:
     p, x, s, around = c.p, c.x, *opened(c)
     if not p.taps and p.eps is None:
         return
-    (BV, rows, t), (w, blocks) = row_tile(p.V, ROWS), cut_of(c)
+    (BV, rows, t), (w, blocks) = row_tile(p.V, ROWS), cut_of_prompts(c)
     normed = 0 if p.eps is None else -(-p.T * p.HV // rows)
     columns = count_checkpoints(s)
     windows = columns + (s.write_indices is not None and not p.checkpoint_offsets)
@@ -320,9 +321,9 @@ def run_after(c: Call, o: Tensor) -> None:
     )  # fmt: skip
 
 
-def cut_of(c: Call) -> tuple[Cut, int]:
+def cut_of_prompts(c: Call) -> tuple[Cut, int]:
     """How the convolution is divided, and the number of blocks of channels of q, k and v."""
     p = c.p
     widths = p.H * p.K, p.H * p.K, p.HV * p.V
-    w = choose_cut("convolve", c.shape.chip, p.taps, max(widths), p.dtype)
+    w = choose_cut("convolve", c.shape.chip, p.taps, max(widths), p.dtype)._replace(BT=PROMPT_TOKENS)
     return w, sum(-(-width // w.BD) for width in widths)

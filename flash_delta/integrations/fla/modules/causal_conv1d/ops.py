@@ -219,7 +219,8 @@ def _context(
 ) -> ContextParallel:
     context = given.context if isinstance(given, FLACPContext) else given
     if not isinstance(context, ContextParallel):
-        refuse(op, "cp_context", "a ContextParallel, or what build_cp_context returns", type(given).__name__)
+        got = f"a {type(given).__name__}" + (" without a group" if isinstance(given, FLACPContext) else "")
+        refuse(op, "cp_context", "a ContextParallel, or what build_cp_context returns for a group", got)
     for name, tensor in (("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
         refuse_unless_none(op, name, tensor, "cp_context has the bounds, and a row begins with zeros")
     if output_final_state:

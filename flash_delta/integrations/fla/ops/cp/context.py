@@ -40,6 +40,8 @@ def build_cp_context(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
+    if group is None:
+        refuse("build_cp_context", "group", "a process group", "None")
     return get_cp_cu_seqlens(
         cu_seqlens, cu_seqlens_cpu, None, None, group, conv1d_kernel_size, use_tf32x3_affine_chain, layout
     )
@@ -74,12 +76,18 @@ def get_cp_cu_seqlens(
         world_size, rank = own
     elif world_size is None or rank is None:
         refuse(op, "group", "a process group, or numbers as world_size and rank", "None")
+    if world_size < 1:
+        refuse(op, "world_size", "at least 1", world_size)
+    if not 0 <= rank < world_size:
+        refuse(op, "rank", f"a number from 0 to {world_size - 1}", rank)
     bounds = (cu_seqlens.cpu() if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
+    if not bounds or bounds[0] != 0 or bounds != sorted(bounds):
+        refuse(op, "cu_seqlens", "bounds that start at 0 and do not decrease", bounds)
     zigzag = layout == "zigzag"
     count = 2 * world_size if zigzag else world_size
     if bounds[-1] == 0 or bounds[-1] % count:
         parts = f"{count} parts, two for each rank," if zigzag else f"{count} ranks"
-        refuse(op, "cu_seqlens", f"a number of tokens that {parts} divide", bounds[-1])
+        refuse(op, "cu_seqlens", f"a number of tokens above 0 that {parts} divide", bounds[-1])
     length = bounds[-1] // count
     parts = [_part(bounds, place, length) for place in ((rank, count - 1 - rank) if zigzag else (rank,))]
     fragments = head_tail([0, bounds[-1]], world_size) if zigzag else None
