@@ -28,6 +28,7 @@ State = Tensor | tuple[Tensor, ...] | None
 
 def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """The results of :func:`get_unpad_indices_and_cu` for a mask [B, T], and the length of the longest sequence."""
+    check_shape("get_unpad_data", "attention_mask", attention_mask, "B", "T")
     indices, bounds = get_unpad_indices_and_cu(attention_mask)
     return indices, bounds, int(bounds.diff().max())
 
