@@ -14,11 +14,13 @@ from typing import NamedTuple
 from triton._C.libtriton import ir, nvidia, passes
 
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8}
-CAPTURE = 16  # bytes, at most, of a value that roles read when they start
+ADDRESS = 8  # bytes of a pointer, or of a descriptor's address
+LEAST = 16  # bytes of scratch memory, whose size Triton 3.6 does not say: there the rest is not looked at
 PTX_VERSION = 80  # of any kernel for Hopper: the allocation does not depend on it
 
 _OFFSET, _SIZE = re.compile(r"allocation\.offset = (\d+)"), re.compile(r"allocation\.size = (\d+)")
 _ARRAY = re.compile(r"(?:tensor|memdesc)<((?:\d+x)*)(\w+)")
+_CAPTURE = re.compile(r"!ttg\.memdesc<((?:\d+x)+)[^>]*>|!tt\.(?:ptr|tensordesc)<[^>]*>|\b([if]\d+)\b")
 
 
 class Use(NamedTuple):
@@ -81,14 +83,18 @@ def _use(operation: str) -> Use:
     if "ttg.local_alloc" in operation:
         (array,) = _ARRAY.findall(types)[-1:]
         return Use(name, first, first + _bytes(array), array[1] == "i64")
-    if size:  # Triton 3.6 does not say it
+    if size:
         return Use(name, first, first + int(size[1]), False)
-    if "tt.func" in operation:
-        return Use(name, first, first + 16, False)
     if "ttg.warp_specialize" in operation:
-        return Use(name, first, first + CAPTURE * operation.split(" attributes ")[0].count("%"), False)
-    operands = _ARRAY.findall(types.split(" -> ")[0])
-    return Use(name, first, first + max(16, sum(map(_bytes, operands))), False)
+        return Use(name, first, first + sum(map(_captured, _CAPTURE.findall(types.split(") -> ")[0]))), False)
+    return Use(name, first, first + LEAST, False)
+
+
+def _captured(value: tuple[str, str]) -> int:
+    """The bytes of a value that roles read when they start. An array is an address, an offset for each axis, and one
+    number more, in 32 bits each."""
+    shape, dtype = value
+    return 4 * (shape.count("x") + 2) if shape else BYTES[dtype] if dtype else ADDRESS
 
 
 def _bytes(array: tuple[str, str]) -> int:
