@@ -192,12 +192,12 @@ def call_walk(case: str) -> None:
     run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Solved | Walked | None, Residual | None]:
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Walked | None, Residual | None]:
     """The call, o, the final states, rates, and the tensors for the backward pass."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
-    solved = Workspace(p, Solved if unsupported(p) else Walked).views()[0] if p.needs_grad else None
-    residual = Workspace(p, Residual).views()[0] if p.disable_recompute else None
+    solved = Workspace(p, Walked).views()[0] if p.needs_grad and not unsupported(p) else None
+    residual = Workspace(p, Residual).views()[0] if p.disable_recompute and not unsupported(p) else None
     return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, residual
 
 

@@ -56,9 +56,8 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
 from flash_delta.kernels.runtime.launch import again, remember, run
-from flash_delta.kernels.runtime.workspace import Factors, Workspace
+from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
-from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
@@ -160,8 +159,8 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
     if p.gate == "channel" and not by_channel.saves(fixed):
         return ()
-    wide = padded(fixed)
-    return (_for_backward(wide).buffer,) if wide.V == wide.K else ()
+    saved = _for_backward(padded(fixed))
+    return () if saved is None else (saved.buffer,)
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
@@ -194,15 +193,12 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         c = run_widen(given, copies)
         w, r = _every_walk(wide, processors) if every(c) else (walk, rates)
         parts = [] if saved is None else c.parts(saved)
-        solved, factors = (parts[0] if parts else None), next((g for g in parts if isinstance(g, Factors)), None)
         if w is not None or not makes:
-            run_rates(c, o_wide, r, solved)
+            run_rates(c, o_wide, r, parts[0] if parts else None)
         if w is None or (every(c) and wide.K != WHOLE):
             run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual)
         if w is not None:
             run_walk(c, o_wide, final_wide, r, w, residual)
-        if factors is not None:
-            run_factor(c, solved, factors, follows=False)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
@@ -248,7 +244,7 @@ def backward(
     if p.gate == "channel" and p.N * p.T:
         return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
-        return triton.backward(p, x, () if by_hand.unsupported(p) is None else saved, do, dfinal, known)
+        return triton.backward(p, x, (), do, dfinal, known)
     if pads(p):  # copies can be made of any layout
         given = triton.with_contiguous_vectors(x), do, dfinal
     else:
@@ -299,10 +295,12 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     return o
 
 
-def _for_backward(p: Problem) -> Workspace:
-    """The workspace of what the forward pass saves, for the hand-written backward pass or for that of ``triton``."""
-    own = p.gate != "channel" and by_hand.unsupported(p) is None
-    return by_hand.for_backward(p) if own else triton.for_backward(p)
+def _for_backward(p: Problem) -> Workspace | None:
+    """The workspace of what the forward pass saves. None if the backward pass is that of ``triton``, which then
+    computes everything again: it keeps A in another form."""
+    if p.gate == "channel":
+        return triton.for_backward(p)
+    return None if by_hand.unsupported(p) else by_hand.for_backward(p)
 
 
 def _lengths(p: Problem) -> Lengths:

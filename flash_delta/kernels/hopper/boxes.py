@@ -71,6 +71,11 @@ def squares(t: Tensor) -> Descriptor:
     return blocks(t, C)
 
 
+def inverses(t: Tensor) -> Descriptor:
+    """Describes the A of chunks, in tiles of [C, C / 2] (forward/inverse_tiles.py)."""
+    return Descriptor(t, [t.numel() * 2 // C, C // 2], [C // 2, 1], [C, C // 2], layouts.HALF.value)
+
+
 def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
     """Describes what is saved for the backward pass. States are written ``keys`` columns at a time."""
     return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))

@@ -6,8 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES as INVERSE
+from flash_delta.kernels.hopper.forward.inverse_tiles import load_inverse
 from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
-from flash_delta.kernels.hopper.gluon_compat import tma_load
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot, place, without_faded
@@ -43,7 +44,7 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
     hv, row, start, size, token, index = where
     batches, heads, group = strides
     Q: gl.constexpr = 0 if q_desc is None else C * WIDTH * 2
-    A: gl.constexpr = 0 if a_desc is None else C * C * 2
+    A: gl.constexpr = 0 if a_desc is None else INVERSE
     R: gl.constexpr = 0 if r_desc is None else 8 * C * 4
     BYTES: gl.constexpr = 0 if k_desc is None else C * WIDTH * 2 + Q + R + A
     if v_desc is None:
@@ -68,7 +69,7 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
                 gdc_wait()  # the kernels before this one have ended, and their results can be read
             load_rates(r_desc, index, bar, sr, s)
         if a_desc is not None:
-            tma_load(a_desc, [index * C, 0], bar, sa.index(s))
+            load_inverse(a_desc, index, bar, sa, s)
 
 
 @gluon.jit

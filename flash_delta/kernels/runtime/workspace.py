@@ -28,7 +28,7 @@ class Solved(NamedTuple):
 class Walked(NamedTuple):
     """The tensors that `hopper`'s forward pass saves for its backward pass."""
 
-    A: Any  # [slots, HV, C, C], without diag(b)
+    A: Any  # [slots, HV, 3, C, C / 2], without diag(b) (hopper/forward/inverse_tiles.py)
     norms: Any  # [slots, H, 2, C] float32: of q, k; None without a norm
 
 
@@ -170,7 +170,7 @@ def _layout(
     products = (key_heads, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
         Solved: (None if erase is None else square, vectors, norms),
-        Walked: (square, norms_of_two),
+        Walked: (((HV, 3, C, C // 2), dtype), norms_of_two),
         Channels: channels if gate == "channel" else (None,) * 7,
         Prepared: (keys, keys, keys, square, square, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),

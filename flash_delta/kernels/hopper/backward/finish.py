@@ -98,7 +98,7 @@ def gate_gradient(line, rate, V: tl.constexpr, C: tl.constexpr):
     reads = tl.load(line + READS * C)
     carrying = i[:, None] <= i[None, :]  # [t, i]: gate t acts on what row i reads, and not on what it writes
     sums = tl.sum(tl.where(carrying, reads[None, :], writes[None, :]), 1)
-    return sums + pairs + tl.load(rate + 7 * C) * tl.sum(through)
+    return sums + pairs + tl.load(rate - i + 7 * C) * tl.sum(through)
 
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch"])

@@ -12,9 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.backward.memory import FIXED, GROUP, THROUGH, WRITES
+from flash_delta.kernels.hopper.forward.inverse_tiles import halves, is_fine, times_transposed_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import BOX, BY_WARP, NARROW_ROWS, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.layouts import BOX, NARROW_ROWS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import rate
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 
@@ -61,12 +62,11 @@ def state_role(
 ):  # fmt: skip
     """State group g, which has 64 value columns."""
     dv_desc, after, start_desc, lines, tiles, bars, work, left, HV = shared
-    sq, sk, sdo1, sa1, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
+    sq, sk, sdo1, sa, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
     cu_seqlens, T, length, N = work
     v: gl.constexpr = 64 * g
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
-    operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
@@ -95,7 +95,7 @@ def state_role(
             # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
             # loop.
             z = t >> 16
-            sdo, sa, sds, sp, sl = sdo1.index(z), sa1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
+            sdo, sds, sp, sl = sdo1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
             if GRADIENTS:
                 ss, su, sdv = ss1.index(z), su1.index(z), sdv1.index(z + g)
             mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
@@ -125,8 +125,7 @@ def state_role(
             if not GRADIENTS:
                 mbarrier.arrive(g_done, count=1)
             mbarrier.wait(a_full, ph)  # signalled by the copy engine: A is there
-            dV = warpgroup_mma(gl.convert_layout(dU.to(ty), operand), sa, zero, use_acc=False, is_async=True)
-            dV = warpgroup_mma_wait(0, deps=[dV])
+            dV = times_transposed_inverse(halves(dU.to(ty)), sa, z, is_fine(sr, s))
             mbarrier.arrive(a_free, count=1)
             dV *= rate(sr, s, 3).load(ROWS)
             erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
@@ -164,7 +163,7 @@ def state_role(
 @gluon.jit
 def store_by_warp(at, x):
     """Stores four lines: for every warp the sums over its 16 rows of x [64, 64]."""
-    sums = gl.convert_layout(gl.sum(x.reshape([4, 16, C]), 1), BY_WARP)
-    w = gl.arange(0, 4, layout=gl.SliceLayout(1, BY_WARP))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, BY_WARP))[None, :]
+    sums = gl.sum(x.reshape([4, 16, C]), 1)
+    w = gl.arange(0, 4, layout=gl.SliceLayout(1, sums.type.layout))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, sums.type.layout))[None, :]
     gl.store(at + w * C + j, sums)

@@ -43,9 +43,11 @@ from flash_delta.kernels.hopper import boxes
 from flash_delta.kernels.hopper.backward.gradient_role import gradient_role
 from flash_delta.kernels.hopper.backward.memory import Parts, Trace, count_lines
 from flash_delta.kernels.hopper.backward.state_role import state_role
+from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES as INVERSE
+from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, load_inverse
 from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
+from flash_delta.kernels.hopper.layouts import HALF, TILE, C
 from flash_delta.kernels.hopper.layouts import LINES as LINE
-from flash_delta.kernels.hopper.layouts import TILE, C
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, load_rates
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import Walk
@@ -60,13 +62,12 @@ from flash_delta.problem import Inputs
 def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr):
     descs, tiles, bars, work, strides, left, HV = given
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
-    sq, sk, sdo1, sa1, ss1, su1, _, _, _, _, sr = tiles
+    sq, sk, sdo1, sa, ss1, su1, _, _, _, _, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, mid, _ = bars
     cu_seqlens, T, length, N = work
     batches, heads, group = strides
     ROW: gl.constexpr = C * WIDTH * 2
     KEYS: gl.constexpr = 2 * ROW + 8 * C * 4
-    SQUARE: gl.constexpr = C * C * 2
     STATE: gl.constexpr = WIDTH * WIDTH * 2
     _, hv = place(HV)
     h = hv // group
@@ -86,8 +87,8 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
         load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
         load_rates(r_desc, index, kq_full.index(s), sr, s)
         mbarrier.wait(a_free, ph ^ 1)  # signalled by the state groups: they have read A
-        mbarrier.expect(a_full, SQUARE)
-        tma_load(a_desc, [index * C, 0], a_full, sa1.index(z))
+        mbarrier.expect(a_full, INVERSE)
+        load_inverse(a_desc, index, a_full, sa, z)
         if GRADIENTS:
             mbarrier.wait(mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
             mbarrier.expect(s_full, STATE)
@@ -115,7 +116,7 @@ def walk_back(
     sq = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
     sdo = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
-    sa = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+    sa = gl.allocate_shared_memory(ty, [TILES, C, C // 2], HALF)
     sds = gl.allocate_shared_memory(ty, [GROUPS, 64, WIDTH], TILE)
     sp = gl.allocate_shared_memory(ty, [1, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINE)
@@ -212,7 +213,7 @@ def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, **constants:
     p, x = c.p, c.x
     q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
     arguments = (
-        q, k, out, boxes.squares(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
+        q, k, out, boxes.inverses(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
         p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), **constants)

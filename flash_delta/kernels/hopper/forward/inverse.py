@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flash_delta.kernels.hopper.forward.state_copies import apart
-from flash_delta.kernels.hopper.gluon_compat import barrier
-from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
+from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROW_HALF
 
 
 @gluon.jit
@@ -91,7 +91,8 @@ def invert_pairs(A, own, B, sD):
 
 @gluon.jit
 def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
-    """A diag(b), or with KEEP A: columns 0 to 31 and columns 32 to 63, each [64, 32] in registers.
+    """A diag(b), or with KEEP A, in registers: the two blocks of 32 tokens on the diagonal, [64, 32], and twice the
+    block below them, [64, 32].
 
     M: [64, 64] with layout ROWS. Its diagonal and what is above are ignored. b: [1, 64] in shared memory.
     sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
@@ -102,19 +103,23 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     A = invert_blocks(D, sD)
     barrier()  # all warps of this group: their transposed inverses are in sD
     A = invert_pairs(A, A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
-    # From blocks of 32 to 64: rows from 32 on, columns up to 31 are still missing.
+    # From blocks of 32 to 64: the block below is still missing.
     upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
-    scaled = A if KEEP else A * b.slice(0, 32, 1).load(NARROW_ROWS)
-    sT.store(scaled.to(gl.float16))
+    scaled = A
+    if not KEEP:
+        scaled = A * gl.where(upper, b.slice(0, 32, 1).load(NARROW_ROWS), b.slice(32, 32, 1).load(NARROW_ROWS))
+    fine = A.to(gl.float16)
+    three = fine.reshape([2, 32, 32])
+    sT.store(gl.where(upper, scaled.to(gl.float16), fine))
     fence_async_shared()
-    barrier()  # all warps of this group: sM and sT are there for wgmma
+    barrier()  # all warps of this group: sM and sT are there
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     none = gl.zeros([64, 32], gl.float32, NARROW_ROWS)
-    step = gl.convert_layout(A.to(gl.float16), operand)
-    step = warpgroup_mma(step, sM.slice(32, 32, 0), none, use_acc=False, is_async=True)
-    right = A * gl.where(upper, 0.0, 1.0 if KEEP else b.slice(32, 32, 1).load(NARROW_ROWS))
+    both = reinterpret(sT, gl.float16, [2, 32, 32], ROW_HALF)
+    step = gl.broadcast(both.slice(1, 1, 0).load(three.type.layout), three)[0].reshape([64, 32])
+    step = warpgroup_mma(gl.convert_layout(step, operand), sM.slice(32, 32, 0), none, use_acc=False, is_async=True)
     step = warpgroup_mma_wait(0, deps=[step])
     step = gl.convert_layout(step.to(gl.float16), operand)
     below = warpgroup_mma(step, sT.slice(0, 32, 0), none, use_acc=False, is_async=True)
     below = warpgroup_mma_wait(0, deps=[below])
-    return gl.where(upper, scaled, below), right
+    return scaled, below

@@ -43,13 +43,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import lines, pool, ragged, saved, squares, states, strides
+from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.inverse import invert
+from flash_delta.kernels.hopper.forward.inverse_tiles import (
+    TILES,
+    finished,
+    halves,
+    is_fine,
+    put_inverse,
+    store_inverse,
+    times_inverse,
+)
 from flash_delta.kernels.hopper.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, ends
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
@@ -65,7 +74,7 @@ from flash_delta.problem import Slots
 
 @gluon.jit
 def factor_role(
-    sM, sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
+    sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
     KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     a_desc, tiles, bars, work = shared
@@ -100,17 +109,18 @@ def factor_role(
                 sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
             if KEEP:
                 tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
-            sT = reinterpret(sa.index(x), gl.float16, [C, C // 2], HALF)
-            left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
+            sT = reinterpret(sa.index(TILES * x), gl.float16, [C, C // 2], HALF)
+            sM = reinterpret(sa.index(TILES * x + 1), gl.float16, [C, C // 2], HALF)
+            diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
             barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
-            sa.index(x).slice(0, 32, 1).store(left.to(ty))
-            sa.index(x).slice(32, 32, 1).store(right.to(ty))
+            fine = is_fine(sr, s)
+            put_inverse(sa, x, diagonal, below, fine)
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
             if KEEP:
                 barrier()  # all warps of this factor group: A is whole in shared memory
                 if gl.program_id(1) == 0:  # two programs may walk the same state, and one of them writes
-                    tma_store(a_desc, [((first_slot(n, start, T, PACKED) + c) * HV + hv) * C, 0], sa.index(x))
+                    store_inverse(a_desc, (first_slot(n, start, T, PACKED) + c) * HV + hv, sa, x, fine)
             # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
             later = t + FACTORS
             # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
@@ -187,18 +197,16 @@ def state_role(
                 residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
-            R = R.to(ty)
+            R, fine = halves(R.to(ty)), is_fine(sr, s)
             mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
-            U = warpgroup_mma(
-                gl.convert_layout(R, operand), sa.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
-            )
-            U, O = warpgroup_mma_wait(1, deps=[U, O])
+            U, U2 = times_inverse(R, sa, x)
+            U, U2, O = warpgroup_mma_wait(3, deps=[U, U2, O])
             if SAVE:
                 send(saved[1], residual, head * C, w + v, so, t * SENT + PARTS, NO, True)
             O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
             weight = rate(sr, s, 6).load(ROWS)
-            U = warpgroup_mma_wait(0, deps=[U])
+            U = finished(R, U, U2, sa, x, fine)
             written = (U * weight).to(ty)
             read = U.to(ty)
             if READS:  # this group's half of q k^T: 32 keys
@@ -257,10 +265,9 @@ def forward_loop(
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sv = gl.allocate_shared_memory(ty, [NV, C, BV], TILE)
-    sa = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
+    sa = gl.allocate_shared_memory(ty, [NX * TILES, C, C // 2], HALF)
     sp = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     MAKES_RATES: gl.constexpr = r_desc is None
     full, done = barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
@@ -291,7 +298,6 @@ def forward_loop(
             sbar2 = barriers(NO, 1)
             made += (sbar2,)
     if FACTORS == 2:
-        sM2 = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
         sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
     state = (o_desc, tiles, bars, initial, final, saved, kept, work, w)
@@ -300,7 +306,7 @@ def forward_loop(
     # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (sM, sD, factor, 0, HV, FACTORS, False, KEEP, NS, NX, PACKED)),
+            (factor_role, (sD, factor, 0, HV, FACTORS, False, KEEP, NS, NX, PACKED)),
             (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
             (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
             (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
@@ -310,8 +316,8 @@ def forward_loop(
     else:
         gl.warp_specialize([
             (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, KEEP, SAVE, NS, NX, NV, PACKED)),
-            (factor_role, (sM, sD, factor, 0, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
-            (factor_role, (sM2, sD2, factor, 1, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
+            (factor_role, (sD, factor, 0, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
+            (factor_role, (sD2, factor, 1, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
             (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
             (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
             (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
@@ -336,7 +342,7 @@ def run_loop(
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
     ends = states(p, final if initial is None else initial), states(p, final)
-    stored = (None if A is None else squares(A), *saved(r), *ends)
+    stored = (None if A is None else inverses(A), *saved(r), *ends)
     _run(c, o, rates, launches, stored, (None, *checkpoints.NONE), initial=initial is not None)
 
 

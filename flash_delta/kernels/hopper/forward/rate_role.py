@@ -44,7 +44,8 @@ def find_rates(x, b, i, scale):
     last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
     l_q = gl.log2((i * 0).to(gl.float32) + scale)
     erased, decayed, read = -b * gl.exp2(-l_q), -gl.exp2(G), gl.exp2(G + l_q)
-    return G + l_q, G, erased, b, decayed, read, gl.exp2(last - G), gl.exp2(G * 0.0 + last)
+    gamma = gl.where(i == 1, gl.max(gl.abs(b), 1)[:, None], gl.exp2(G * 0.0 + last))
+    return G + l_q, G, erased, b, decayed, read, gl.exp2(last - G), gamma
 
 
 @gluon.jit

@@ -8,7 +8,7 @@
                     4   -r_k 2^G
                     5   scale r_q 2^G
                     6   r_k 2^{G_C - G}
-                    7   gamma = 2^{G_C}, in every column
+                    7   gamma = 2^{G_C}, in every column except column 1, which has the largest |b|
 
 r_q and r_k are the reciprocal lengths of q and k, or 1 without a norm. G is summed in float64. Log decays below -128
 count as -128, since e^-128 is 0 in float32. So |G| stays below 2^14, and float32 resolves differences of G to 2^-10,
@@ -17,10 +17,7 @@ even after 64 such tokens.
 Rows after the end of a sequence get b = 0 and no decay. The kernel writes zeros to o after the last sequence of a
 packed row.
 
-The backward pass of ``triton`` reads what `solve` writes. For it the kernel writes all of that except A: ``vectors``,
-and with a norm ``norms``, where p has the lengths of k.
-
-The backward pass by hand needs ``norms`` of q and k only. It finds dbeta from U, which has b as a factor, and divides
+The backward pass by hand needs ``norms`` of q and k. It finds dbeta from U, which has b as a factor, and divides
 by b (DIVIDES). So |b| is raised to at least 2^-40. If |b| is below 2^-14, row 2 has 0 instead of b, because the
 float16 numbers of `invert` cannot hold such a b. There U is b R, and `finish` takes this into account.
 
@@ -47,7 +44,7 @@ from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
-from flash_delta.kernels.runtime.workspace import Solved, Walked
+from flash_delta.kernels.runtime.workspace import Walked
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
@@ -58,7 +55,7 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decod
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, vectors, decays, walks, read_indices, write_indices,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, decays, walks, read_indices, write_indices,
     has_initial_state, N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides,
     k_strides, g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -116,8 +113,7 @@ def rates(
     l_q, l_k = tl.log2(scale), 0.0
     if NORM:
         h = first // (HV // H)
-        KEPT: tl.constexpr = 2 if DIVIDES else 3
-        at = norms + (slot.to(tl.int64) * H + h) * (KEPT * C) + i if norms is not None else i
+        at = norms + (slot.to(tl.int64) * H + h) * (2 * C) + i if norms is not None else i
         if BACK:
             r_q, r_k = tl.load(at), tl.load(at + C)
         else:
@@ -125,19 +121,10 @@ def rates(
             r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W)[:, None]
             r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
             if norms is not None:
-                for vector in tl.static_range(KEPT):
-                    tl.store(at + vector * C, r_q if vector == 0 else r_k)
+                tl.store(at, r_q)
+                tl.store(at + C, r_k)
         l_q += tl.log2(r_q)
         l_k = tl.log2(r_k)
-    if vectors is not None:
-        at = vectors + (slot.to(tl.int64) * HV + hv) * (4 * C) + i
-        if GATE:
-            high = sums.to(tl.float32)
-            tl.store(at, high, mask=known)
-            tl.store(at + C, (sums - high.to(tl.float64)).to(tl.float32), mask=known)
-        tl.store(at + 2 * C, b, mask=known)
-        if RAW_GATE:
-            tl.store(at + 3 * C, x, mask=known)
     at = (slot.to(tl.int64) * HV + hv) * (8 * C) + i
     ratio = tl.exp2(l_k - l_q) + tl.zeros([C, BH], tl.float32)
     if not BACK:
@@ -145,7 +132,9 @@ def rates(
     gamma = tl.exp2(last) + tl.zeros([C, BH], tl.float32)
     found = G + l_q, G - l_k, ratio, b, -tl.exp2(G + l_k), tl.exp2(G + l_q), tl.exp2(last - G + l_k), gamma
     for vector in tl.static_range(8):
-        tl.store(out + at + vector * C, found[vector], mask=known)
+        tl.store(out + at + vector * C, found[vector], mask=known & ((vector < 7) | (i != 1)))
+    largest = tl.max(tl.abs(b), 0)[None, :] + tl.zeros([C, BH], tl.float32)
+    tl.store(out + at + 7 * C, largest, mask=known & (i == 1))
     if decays is not None:
         tl.store(decays + (slot.to(tl.int64) * HV + hv) * C + i, x, mask=known)
 
@@ -165,19 +154,17 @@ def new_walks(p: Problem) -> Tensor:
 
 
 def run_rates(
-    c: Call, o: Tensor, out: Tensor, saved: Solved | Walked | None = None, walks: Tensor | None = None,
-    slots: Slots = NO_SLOTS,
-) -> None:  # fmt: skip
+    c: Call, o: Tensor, out: Tensor, saved: Walked | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS
+) -> None:
     """Launches `rates`. ``saved``: what the backward pass needs. ``walks``: the list, on a pool with ``slots``."""
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
-    norms, vectors = None if saved is None else saved.norms, saved.vectors if isinstance(saved, Solved) else None
-    written = (o, out, norms, vectors, None)
-    _run(c, (walks, slots, tables), written, DIVIDES=isinstance(saved, Walked), BACK=False)
+    written = (o, out, None if saved is None else saved.norms, None)
+    _run(c, (walks, slots, tables), written, DIVIDES=saved is not None, BACK=False)
 
 
 def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | None) -> None:
     """Launches `rates` for the backward pass by hand. ``norms``: as the forward pass has left them."""
-    _run(c, (None, NO_SLOTS, (None,) * 3), (None, out, norms, None, decays), DIVIDES=True, BACK=True)
+    _run(c, (None, NO_SLOTS, (None,) * 3), (None, out, norms, decays), DIVIDES=True, BACK=True)
 
 
 def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:

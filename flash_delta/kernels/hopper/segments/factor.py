@@ -20,9 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.hopper.boxes import lines, ragged, squares, token_stride
+from flash_delta.kernels.hopper.boxes import inverses, lines, ragged, token_stride
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.gluon_compat import barrier, tma_store
+from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, is_fine, put_inverse, store_inverse
+from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates, rate
 from flash_delta.kernels.hopper.segments.bounds import find_segment
@@ -46,7 +47,7 @@ def factor_chunks(
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [C, WIDTH], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINES)
-    sa = gl.allocate_shared_memory(ty, [C, C], TILE)
+    sa = gl.allocate_shared_memory(ty, [TILES, C, C // 2], HALF)
     sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sT = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
@@ -73,14 +74,14 @@ def factor_chunks(
         strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         M = scores * decay * strength
-        left, right = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
+        diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
         tma.store_wait(0)  # the copy engine has read A of the previous head
         barrier()  # all warps of the program: none writes earlier, and `invert` has ended in all of them
-        sa.slice(0, 32, 1).store(left.to(ty))
-        sa.slice(32, 32, 1).store(right.to(ty))
+        fine = is_fine(sr, s)
+        put_inverse(sa, 0, diagonal, below, fine)
         fence_async_shared()
         barrier()  # all warps of the program: A is whole in shared memory
-        tma_store(a_desc, [(at + member) * C, 0], sa)
+        store_inverse(a_desc, at + member, sa, 0, fine)
     tma.store_wait(0)
 
 
@@ -89,7 +90,7 @@ def run_factor_chunks(c: Call, rates: Tensor, w: Walk) -> None:
     group = p.HV // p.H
     members = gcd(group, MEMBERS)
     arguments = (
-        ragged(x.k, p.K), lines(rates), squares(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
+        ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
         p.HV, group, members,
     )  # fmt: skip
     constants = constants_of(c, factor_chunks, arguments, KEEP=p.needs_grad)

@@ -34,10 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow, lead
-from flash_delta.kernels.hopper.boxes import lines, ragged, rows, squares, states, strides
+from flash_delta.kernels.hopper.boxes import inverses, lines, ragged, rows, squares, states, strides
+from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, finished, halves, is_fine, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
+from flash_delta.kernels.hopper.layouts import HALF as NARROW
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_map, place, without_faded
@@ -92,10 +94,10 @@ def map_role(
                 R += sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
-            R = gl.convert_layout(R.to(ty), operand)
-            U = warpgroup_mma(R, sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            R, fine = halves(R.to(ty)), is_fine(sr, s)
+            U, U2 = times_inverse(R, sa, s)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
-            U = warpgroup_mma_wait(0, deps=[U])
+            U = finished(R, U, U2, sa, s, fine)
             U = (U * rate(sr, s, 6).load(ROWS)).to(ty)
             S = warpgroup_mma(gl.convert_layout(U, wide_operand), sk.index(s), S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S])
@@ -166,7 +168,7 @@ def find_maps(
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
-    sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+    sa = gl.allocate_shared_memory(ty, [NS * TILES, C, C // 2], NARROW)
     so, sv2 = gl.allocate_shared_memory(ty, [1, C, C], TILE), None
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
@@ -247,7 +249,7 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     p, x = c.p, c.x
     initial, started = (w.B, False) if x.initial_state is None else (x.initial_state, True)
     values = (
-        ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), states(p, initial), rows(w.B), squares(w.Phi),
+        ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), states(p, initial), rows(w.B), squares(w.Phi),
         rates, x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, **MAPS)

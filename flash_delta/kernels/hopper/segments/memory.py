@@ -15,7 +15,8 @@ class Walk(NamedTuple):
     """How sequences are split, and the tensors that kernels pass to each other. If they are not split, it is only A."""
 
     length: int  # tokens of a segment; more than any sequence has if they are not split
-    A: Tensor  # [slots of chunks, HV, C, C]; saved for the backward pass, and then without diag(b)
+    # [slots of chunks, HV, 3, C, C / 2] (forward/inverse_tiles.py); saved for the backward pass, then without diag(b)
+    A: Tensor
     B: Tensor | None  # transposed, [slots of segments, HV, V, K] float32
     Phi: Tensor | None  # transposed, in two parts, [slots of segments, HV, 2, K, K] bfloat16
     starts: Tensor | None  # [slots of segments, HV, V, K] float32
@@ -45,7 +46,7 @@ def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tens
     """Memory for a walk in segments of ``length`` tokens, or of whole sequences if it is None. ``A``, ``maps``: memory
     for these, if they are saved."""
     if A is None:
-        A = torch.empty(count_slots(p), p.HV, C, C, dtype=p.dtype, device=p.device)
+        A = torch.empty(count_slots(p), p.HV, 3, C, C // 2, dtype=p.dtype, device=p.device)
     if length is None:
         return Walk((p.T // C + 1) * C, A, None, None, None)
     Phi, starts = maps_in(p, length, new_maps(p, length) if maps is None else maps)

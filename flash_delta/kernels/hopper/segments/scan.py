@@ -39,11 +39,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper import checkpoints
 from flash_delta.kernels.hopper.backward.memory import Trace
-from flash_delta.kernels.hopper.boxes import blocks, lines, pool, ragged, rows, saved, squares, states, strides
+from flash_delta.kernels.hopper.boxes import blocks, inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, finished, halves, is_fine, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.layouts import HALF as NARROW
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
@@ -55,7 +57,6 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, l
 from flash_delta.kernels.runtime.workspace import Residual
 from flash_delta.problem import Slots
 
-SCORES = gl.constexpr(2)  # slots of the ring of P
 NOWHERE = (None, *checkpoints.NONE)  # no pool, and no checkpoints
 
 
@@ -65,6 +66,7 @@ def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
     sq, sk, sr, sp = tiles
     full, pfull, done = bars
     cu_seqlens, T, length, N = work
+    SCORES: gl.constexpr = sp.shape[0]
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
     zero = gl.zeros([C, C], gl.float32, ROWS)
@@ -105,6 +107,7 @@ def state_role(
     PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory through ``so``
     SENT: gl.constexpr = PARTS + 1 + KEEP_R + READS if SAVE else 1
     NO: gl.constexpr = so.shape[0]  # number of buffers
+    SCORES: gl.constexpr = sp.shape[0] if READS else 1
     gdc_wait()  # earlier kernels have ended: ``starts`` can be read, and this kernel's outputs can be written
     if (chunks > 0) | last:
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
@@ -145,8 +148,8 @@ def state_role(
                 residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
-            R = gl.convert_layout(R.to(ty), operand)
-            U = warpgroup_mma(R, sa.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            R, fine = halves(R.to(ty)), is_fine(sr, s)
+            U, U2 = times_inverse(R, sa, s)
             if STAGED:
                 O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             elif READS:
@@ -155,14 +158,12 @@ def state_role(
             if KEEP_R:
                 send(saved[1], residual, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
             if STAGED:
-                U, O = warpgroup_mma_wait(1, deps=[U, O])
-            else:
-                U = warpgroup_mma_wait(0, deps=[U])
+                U, U2, O = warpgroup_mma_wait(0, deps=[U, U2, O])
+            U = finished(R, U, U2, sa, s, fine)
             written = (U * rate(sr, s, 6).load(ROWS)).to(ty)
             read = U.to(ty)
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
             if STAGED:
-                O, S = warpgroup_mma_wait(1, deps=[O, S])
                 O *= rate(sr, s, 5).load(ROWS)
             if READS:
                 mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
@@ -205,11 +206,12 @@ def walk_segments(
     sq, sp = None, None
     if q_desc is not None:
         sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+        SCORES: gl.constexpr = 1 if SAVE or WIDTH > 128 else 2  # slots of the ring of P
         sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
-    sa = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
+    sa = gl.allocate_shared_memory(ty, [NS * TILES, C, C // 2], NARROW)
     NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     full, done = barriers(NS, 1), barriers(NS, GROUPS)
@@ -300,7 +302,7 @@ def _run(
     if w.starts is None and x.initial_state is not None:
         starts = states(p, x.initial_state)
     arguments = (
-        q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), squares(w.A), o, *kept, starts, final, x.cu_seqlens,
+        q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *kept, starts, final, x.cu_seqlens,
         w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
     )  # fmt: skip
     constants = constants_of(
