@@ -126,6 +126,8 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
         for b, row in rows.items()
     ]
     refuse_shared(problem.op, uses)
+    if problem.rolling and write is not None:  # a row has one window, in the first of the slots that it may read
+        refuse_shared(problem.op, [Use(b, None, [(row.window, "read_indices")]) for b, row in rows.items()])
     return rows
 
 
