@@ -19,7 +19,7 @@ Kind = TypeVar("Kind")
 Schema = Annotated[Kind, "schema"]  # an argument of operators of torch.library, because it does not follow from tensors
 Compiled = Annotated[Kind, "compiled"]  # kernels are compiled for the field's value
 
-MOST_TAPS, WIDEST_ROW = 8, 8192  # most taps of a convolution's kernels; widest row of a norm's, limited by registers
+MOST_TAPS, WIDEST_ROW, MOST_GATES = 8, 8192, 128 * 65535  # of kernels: taps; numbers in a norm's row; a token's gates
 ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that names a backend for calls that do not
 SHORT = 16  # prefill runs sequences of at most so many tokens token by token: a chunk would be mostly empty
 

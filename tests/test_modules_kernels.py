@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
 from flash_delta.ops._modules import convolve_column
-from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved
+from flash_delta.ops._operators import around as operators
+from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved, Gated, GateProblem, NormProblem
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
 
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.triton.around import backend as kernels
 from flash_delta.kernels.triton.around import convolution as around
 from flash_delta.ops import _known_calls
 
@@ -344,6 +346,21 @@ def test_a_second_derivative_is_refused():
 def test_a_wish_is_obeyed_or_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+CUDA = torch.device("cuda")
+LARGEST = [  # a problem of the largest size that kernels take, and that size
+    (NormProblem("rms_norm", 8192, torch.float32, CUDA, None, 1e-5), "D"),
+    (ConvolutionProblem("causal_conv1d", 1, 9, 4, 8, 1, torch.float32, CUDA, False, None), "W"),
+    (GateProblem("fused_kda_gate", 8_388_480, 1, torch.float32, CUDA, "channel", None, torch.float32), "HV"),
+]
+
+
+@pytest.mark.parametrize(("problem", "size"), LARGEST, ids=lambda x: getattr(x, "op", x))
+def test_a_tracer_and_the_backend_agree_on_what_is_too_large(problem, size):
+    """What kernels refuse does not become an operator, since no kernel could run it."""
+    for p in (problem, problem._replace(**{size: getattr(problem, size) + 1})):
+        assert operators.takes(p, Gated(torch.ones(1)), None) == (kernels.unsupported(p) is None) == (p is problem)
 
 
 def test_the_environment_chooses(monkeypatch):

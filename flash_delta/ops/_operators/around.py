@@ -16,6 +16,7 @@ from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import Behind, define
 from flash_delta.ops._transforms import refuse_transforms
 from flash_delta.problem import (
+    MOST_GATES,
     MOST_TAPS,
     WIDEST_ROW,
     AroundInputs,
@@ -41,13 +42,18 @@ def takes(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
     """Whether the call becomes an operator under torch.compile. PyTorch's own operations do not, so that the compiler
     sees them. Sizes decide here in the same way as in the backend, because a tracer cannot ask the backend."""
     wish = wished(backend)
-    too_big = p.D > WIDEST_ROW if isinstance(p, NormProblem) else isinstance(p, ConvolutionProblem) and p.W > MOST_TAPS
-    on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and not too_big
+    on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and _fits(p)
     if on_gpu if wish is None else not is_seen_through(wish):
         refuse_transforms(p.op, x._fields, x)
         return True
     refuse_disabled(p.op, wish or "torch")
     return False
+
+
+def _fits(p: AroundProblem) -> bool:
+    if isinstance(p, NormProblem):
+        return p.D <= WIDEST_ROW
+    return p.W <= MOST_TAPS if isinstance(p, ConvolutionProblem) else p.HV * p.K <= MOST_GATES
 
 
 def _look_at(describe: Callable[..., Any], x: AroundInputs, fields: tuple, wish: str | None) -> KnownCall:

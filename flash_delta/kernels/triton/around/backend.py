@@ -20,9 +20,10 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_backward,
     run_convolve_token,
 )
-from flash_delta.kernels.triton.around.gate import MOST_GATES, count_gate_parts, run_decay, run_decay_backward
+from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
 from flash_delta.problem import (
+    MOST_GATES,
     MOST_TAPS,
     WIDEST_ROW,
     AroundInputs,
