@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_delta import fused_gdn_gate, fused_kda_gate
@@ -272,6 +273,24 @@ def test_gradients_with_any_strides(name):
             torch.autograd.grad(AROUND[name](x, w), (x, w), d) for d in (dy.contiguous(), *[dy] * (3 if GPU else 1))
         )
         assert all(torch.equal(a, b) for found in others for a, b in zip(found, want, strict=True))
+
+
+def test_gradients_of_a_gate_have_no_other_memory():
+    """Of A_log and dt_bias, the kernel leaves parts, which PyTorch sums."""
+    made = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.overloadpacket is torch.ops.aten.empty:
+                made.append(tuple(args[0]))
+            return op(*args, **(kwargs or {}))
+
+    x = Gated(random(2, 5, 3), random(3), random(3))
+    problem = GateProblem("fused_gdn_gate", 3, 1, torch.float32, x.g.device, "scalar", None, torch.float32)
+    with Mode():
+        kernels.gate_backward(problem, x, random(2, 5, 3))
+    assert (2, 5, 3) in made
+    assert (3,) not in made
 
 
 def layer(x, weight, state, bounds, gate, scale):
