@@ -16,7 +16,7 @@ from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
 from flash_delta.ops._modules import convolve_column
 from flash_delta.ops._operators import around as operators
-from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved, Gated, GateProblem, NormProblem
+from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved, Gated, GateProblem, Normalized, NormProblem
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
@@ -273,6 +273,22 @@ def test_gradients_with_any_strides(name):
             torch.autograd.grad(AROUND[name](x, w), (x, w), d) for d in (dy.contiguous(), *[dy] * (3 if GPU else 1))
         )
         assert all(torch.equal(a, b) for found in others for a, b in zip(found, want, strict=True))
+
+
+def test_a_backward_pass_is_known_by_its_layouts():
+    """Those of its gradients, and of its inputs, which hooks may have moved. Values make no difference."""
+    wide, weight = random(2, 5, 8), random(4)
+    layouts = {
+        "plain": random(2, 5, 4), "gaps": wide[..., :4], "shifted": wide[..., 1:5], "spread": wide[..., ::2],
+        "expanded": wide[:, :1, :4].expand(2, 5, 4), "bfloat16": random(2, 5, 4).bfloat16(), "longer": random(3, 5, 4),
+    }  # fmt: skip
+
+    def name(x, dy):
+        return kernels._name_back(kernels.NORMALIZE_BACK, Normalized(layouts[x], weight), dy)
+
+    pairs = [("plain", dy) for dy in layouts] + [(x, "plain") for x in layouts if x != "plain"]
+    assert len({name(x, layouts[dy]) for x, dy in pairs}) == len(pairs)
+    assert name("plain", layouts["gaps"]) == name("plain", random(2, 5, 8, seed=1)[..., 4:])
 
 
 def test_gradients_of_a_gate_have_no_other_memory():
