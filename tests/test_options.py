@@ -67,8 +67,6 @@ def delta_rule(op, **changes):
     if changes.get("checkpoint_every") is not None:
         given["checkpoint_indices"] = torch.full((B, 1), -1)
     given = {name: value for name, value in given.items() if name in parameters} | changes
-    if not given.get("use_beta_sigmoid_in_kernel", True):
-        given["allow_neg_eigval"] = False
     if not given.get("use_gate_in_kernel", True):
         given |= dict.fromkeys(given.keys() & {"A_log", "dt_bias"})
     return op(**given)

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar, cast
 
 NAME = "allow_neg_eigval"
+Op = TypeVar("Op", bound=Callable[..., Any])
 
 
-def as_in_fla(op: Callable[..., Any]) -> Callable[..., Any]:
+def as_in_fla(op: Op) -> Op:
     """The op, for which False means None. False is fla's default, so it says nothing about a beta that is given."""
     place = [*signature(op).parameters].index(NAME)
 
@@ -20,4 +21,4 @@ def as_in_fla(op: Callable[..., Any]) -> Callable[..., Any]:
             kwargs[NAME] = None
         return op(*args, **kwargs)
 
-    return call
+    return cast(Op, call)
