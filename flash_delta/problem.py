@@ -19,14 +19,13 @@ Kind = TypeVar("Kind")
 Schema = Annotated[Kind, "schema"]  # an argument of operators of torch.library, because it does not follow from tensors
 Compiled = Annotated[Kind, "compiled"]  # kernels are compiled for the field's value
 
-MOST_TAPS, WIDEST_ROW = 8, 8192  # most taps of a convolution's kernels; widest row of a norm's, limited by registers
+MOST_TAPS, WIDEST_ROW, MOST_GATES = 8, 8192, 128 * 65535  # of kernels: taps; numbers in a norm's row; a token's gates
 ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that names a backend for calls that do not
 SHORT = 16  # prefill runs sequences of at most so many tokens token by token: a chunk would be mostly empty
 
 
 class Problem(NamedTuple):
-    """One call of the gated delta rule: everything except the values of its tensors. It is a named tuple because a
-    frozen dataclass of this size takes longer to make.
+    """One call of the gated delta rule, except the values of its tensors. (A frozen dataclass takes longer to make.)
 
     Sizes, one letter per axis: ``B`` batch rows, ``T`` tokens per row, ``H`` key heads, ``HV`` value heads (a
     multiple of ``H``; value head ``h`` uses key head ``h // (HV // H)``), ``K`` and ``V`` head widths, ``N``
@@ -60,6 +59,7 @@ class Problem(NamedTuple):
     lower_bound: Schema[float | None] = None
     raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
     beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
+    most_beta: Schema[float] = 2.0  # how large beta can be: 1 or 2
     state_v_first: Schema[Compiled[bool]] = False  # states are [N, HV, V, K]
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less

@@ -15,8 +15,6 @@ from flash_delta.testing import allowed, relative_error
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-# PyTorch says so where a backward pass is the first that a thread of its own has to do with the GPU.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 NAMES = ["GatedDeltaNet", "KimiDeltaAttention", "DeltaNet", "Comba", "SimpleGatedLinearAttention"]
 T = 200
 LAYOUTS = ["rows", "padded", "packed"]

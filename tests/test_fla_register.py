@@ -12,7 +12,7 @@ import torch
 import flash_delta
 from flash_delta.integrations._fla.door import Door
 from flash_delta.integrations._fla.table import TABLE, _left_to_torch
-from flash_delta.integrations.fla import register, unregister
+from flash_delta.integrations.fla import ops, register, unregister
 
 BACKENDS = """
 import os
@@ -214,7 +214,7 @@ def answers(taken, theirs, *args, **kwargs):
 
 
 def test_calls_are_asked_about_once(x, monkeypatch):
-    (taken,) = [taken for taken in TABLE if taken.ours is flash_delta.chunk_gated_delta_rule]
+    (taken,) = [taken for taken in TABLE if taken.ours is ops.chunk_gated_delta_rule]
     asked = []
     taken = taken._replace(refusal=lambda **arguments: asked.append(arguments))
     door = Door(taken, flash_delta.chunk_gated_delta_rule)

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from flash_delta.integrations import transformers as integration
 from flash_delta.integrations.transformers import disable, enable
 from flash_delta.models.heads import CACHE
+from flash_delta.reference import backend
 from flash_delta.testing import allowed, assert_accurate, relative_error
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -64,6 +65,26 @@ def assert_equal_in_float64(family, model, run):
             got = with_gradients(model, run())
     for name in want:
         assert_accurate(name, got[name], want[name], torch.float64)
+
+
+@FAMILY
+def test_how_large_beta_can_be(family, monkeypatch):
+    """What the ops are told about beta is right for the largest ones that the model's code makes."""
+    seen, doubled = [], family == "olmo_hybrid"
+    for name in ("forward", "step"):
+        run = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda p, x, *more, run=run: seen.append((p, x.beta)) or run(p, x, *more))
+    model = build(family, **({"linear_allow_neg_eigval": True} if doubled else {}))
+    with torch.no_grad(), enable(model):
+        for name, projection in model.named_modules():
+            if name.endswith(("in_proj_ba", "in_proj_b", "b_proj")):
+                projection.weight *= 1000
+        cache = model(tokens(2, 9), use_cache=True)[CACHE]
+        model(tokens(2, 1), **{CACHE: cache}, use_cache=True)
+    assert [p.recurrent for p, _ in seen] == [False, True]
+    for problem, beta in seen:
+        assert problem.most_beta == (2 if doubled else 1)
+        assert beta.max() == problem.most_beta
 
 
 @FAMILY

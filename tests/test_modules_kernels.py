@@ -9,17 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
 from flash_delta.ops._modules import convolve_column
-from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved
+from flash_delta.ops._operators import around as operators
+from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved, Gated, GateProblem, Normalized, NormProblem
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
 
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.triton.around import backend as kernels
 from flash_delta.kernels.triton.around import convolution as around
 from flash_delta.ops import _known_calls
 
@@ -272,6 +275,40 @@ def test_gradients_with_any_strides(name):
         assert all(torch.equal(a, b) for found in others for a, b in zip(found, want, strict=True))
 
 
+def test_a_backward_pass_is_known_by_its_layouts():
+    """Those of its gradients, and of its inputs, which hooks may have moved. Values make no difference."""
+    wide, weight = random(2, 5, 8), random(4)
+    layouts = {
+        "plain": random(2, 5, 4), "gaps": wide[..., :4], "shifted": wide[..., 1:5], "spread": wide[..., ::2],
+        "expanded": wide[:, :1, :4].expand(2, 5, 4), "bfloat16": random(2, 5, 4).bfloat16(), "longer": random(3, 5, 4),
+    }  # fmt: skip
+
+    def name(x, dy):
+        return kernels._name_back(kernels.NORMALIZE_BACK, Normalized(layouts[x], weight), dy)
+
+    pairs = [("plain", dy) for dy in layouts] + [(x, "plain") for x in layouts if x != "plain"]
+    assert len({name(x, layouts[dy]) for x, dy in pairs}) == len(pairs)
+    assert name("plain", layouts["gaps"]) == name("plain", random(2, 5, 8, seed=1)[..., 4:])
+
+
+def test_gradients_of_a_gate_have_no_other_memory():
+    """Of A_log and dt_bias, the kernel leaves parts, which PyTorch sums."""
+    made = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.overloadpacket is torch.ops.aten.empty:
+                made.append(tuple(args[0]))
+            return op(*args, **(kwargs or {}))
+
+    x = Gated(random(2, 5, 3), random(3), random(3))
+    problem = GateProblem("fused_gdn_gate", 3, 1, torch.float32, x.g.device, "scalar", None, torch.float32)
+    with Mode():
+        kernels.gate_backward(problem, x, random(2, 5, 3))
+    assert (2, 5, 3) in made
+    assert (3,) not in made
+
+
 def layer(x, weight, state, bounds, gate, scale):
     y, final = causal_conv1d(x, weight, None, "silu", state, True, bounds, backend="triton")
     other, _ = causal_conv1d(x, weight, backend="triton")
@@ -344,6 +381,21 @@ def test_a_second_derivative_is_refused():
 def test_a_wish_is_obeyed_or_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+CUDA = torch.device("cuda")
+LARGEST = [  # a problem of the largest size that kernels take, and that size
+    (NormProblem("rms_norm", 8192, torch.float32, CUDA, None, 1e-5), "D"),
+    (ConvolutionProblem("causal_conv1d", 1, 9, 4, 8, 1, torch.float32, CUDA, False, None), "W"),
+    (GateProblem("fused_kda_gate", 8_388_480, 1, torch.float32, CUDA, "channel", None, torch.float32), "HV"),
+]
+
+
+@pytest.mark.parametrize(("problem", "size"), LARGEST, ids=lambda x: getattr(x, "op", x))
+def test_a_tracer_and_the_backend_agree_on_what_is_too_large(problem, size):
+    """What kernels refuse does not become an operator, since no kernel could run it."""
+    for p in (problem, problem._replace(**{size: getattr(problem, size) + 1})):
+        assert operators.takes(p, Gated(torch.ones(1)), None) == (kernels.unsupported(p) is None) == (p is problem)
 
 
 def test_the_environment_chooses(monkeypatch):

@@ -44,9 +44,6 @@ OF_HEADS = {"gdn": ("dA_log", "ddt_bias"), "kda": ("dA_log",)}  # gradients of o
 OF_KIND = pytest.mark.parametrize("kind", KINDS)
 OF_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-# PyTorch says so where a backward pass is the first that a thread of its own has to do with the GPU.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
-
 
 @pytest.fixture(scope="module", params=["nccl", pytest.param("gloo", marks=pytest.mark.long)])
 def backend(request):

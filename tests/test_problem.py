@@ -55,7 +55,7 @@ BAD = [  # member, case, changed arguments, what the message must contain
     ("gdn", "ragged", {"state_v_first": True}, "initial_state: expected a tensor [2, 4, 24, 16], got shape [2, 4, 16, 24]"),
     ("gdn", "packed", {"initial_state": z(1, 4, 16, 24)}, "initial_state: expected a tensor [9, 4, 16, 24], got shape [1,"),
     ("gdn", "ragged", {"chunk_size": 128}, "chunk_size: expected one of 16, 32, 64, got 128"),
-    ("gdn", "ragged", {"allow_neg_eigval": True}, "allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel=True, got True"),
+    ("gdn-recurrent", "ragged", {"beta": None, "allow_neg_eigval": True}, "allow_neg_eigval: expected None or False without beta, which is then 1, got True"),
     ("gdn", "ragged", RAW, "A_log: expected a tensor of 4 elements with use_gate_in_kernel=True, got None"),
     ("gdn", "ragged", RAW | {"A_log": z(3)}, "A_log: expected a tensor of 4 elements, got shape [3]"),
     ("gdn", "ragged", RAW | {"A_log": z(4), "dt_bias": z(64)}, "dt_bias: expected a tensor of 4 elements, got shape [64]"),

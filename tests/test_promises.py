@@ -11,6 +11,7 @@ from serving_truth import DEVICES, make_call, needs_triton, run, slots
 
 import flash_delta
 from flash_delta import explain, ops
+from flash_delta.modules import rms_norm
 from flash_delta.ops import _backend, _known_calls
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import MEMBERS, make_inputs
@@ -217,6 +218,9 @@ def test_a_backend_can_be_turned_off(monkeypatch):
     monkeypatch.setenv(_backend.DISABLED, "torch,triton")
     with pytest.raises(ValueError, match=r"no backend can run this.*'torch': FLASH_DELTA_DISABLE turns it off"):
         flash_delta.chunk_kda(**chunks(T=21))
+    for norm in (rms_norm, torch.compile(rms_norm, backend="eager")):
+        with pytest.raises(ValueError, match=r"'torch'.*: FLASH_DELTA_DISABLE turns it off"):
+            norm(torch.ones(3, 4), torch.ones(4), 1e-5)
     monkeypatch.setenv(_backend.DISABLED, "cutlass")
     with pytest.raises(ValueError, match="FLASH_DELTA_DISABLE: expected some of triton, hopper, torch, got 'cutlass'"):
         flash_delta.chunk_kda(**chunks(T=22))

@@ -98,3 +98,18 @@ def test_what_is_no_slot_and_no_count(backend):
     assert torch.equal(bits(memory), bits(before))
     changed = (x["state_pool"] != pool).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [1, 2]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rows_that_share_a_window_are_refused(ragged):
+    """On a CPU. Their states lie in slots of their own. Windows that are only read may be shared."""
+    x, conv = make_step("gdn-raw", W=4, L=18, B=2, T=2, H=1, HV=1, V=8)
+    x |= {"read_indices": slots([[0, 1], [0, 2]], x), "num_accepted_tokens": slots([2, 2], x)}
+    x = packed(x, [2, 1]) if ragged else x
+    run_rolling("gdn-raw", x, conv, "torch")
+    writing = {"write_indices": slots([[3, 4], [5, 6]], x), "out": torch.ones_like(x["v"])}
+    with pytest.raises(ValueError, match="rule: read_indices: expected different slots, got slot 0 twice"):
+        run_rolling("gdn-raw", x | writing, conv, "torch")
+    assert (writing["out"] == 1).all()  # a refused call writes nothing
+    x["read_indices"] = slots([[0, 1], [7, 2]], x)
+    run_rolling("gdn-raw", x | writing, conv, "torch")

@@ -327,7 +327,7 @@ def test_a_version_with_other_copies_keeps_its_own_prompts(engine, caplog):
     assert not hasattr(backend.kernel_dispatcher, "_flash_delta_backend")
 
 
-def test_extend_that_only_reads(engine):
+def test_extend_that_only_reads(engine, problems):
     """Items of one query share its state."""
     rule, pool = "gated_delta_rule", torch.randn(SLOTS, HV, V, K)
     x, parameters, before = tokens(rule, 50), layer(rule), pool.clone()
@@ -337,3 +337,4 @@ def test_extend_that_only_reads(engine):
     )  # fmt: skip
     assert torch.equal(pool, before)
     close(o[0, 20:], torch.stack(walk(pool[3], x, *gates(rule, x, parameters), 20, 50)[1]))
+    assert problems[-1].most_beta == 1  # SGLang gives sigmoids

@@ -1,6 +1,7 @@
 """The documentation site: every public name is on a page, the contents lead to every document, and it builds."""
 
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -33,7 +34,8 @@ MODULES += [found.name for found in pkgutil.walk_packages(flash_delta.integratio
 
 def resolve(name):
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    found = getattr(importlib.import_module(module), attribute)
+    return inspect.unwrap(found) if callable(found) else found
 
 
 def test_pages_name_a_thing_once():

@@ -289,7 +289,7 @@ def test_kimi(batch):
     judge(layer, given, out[0], want[:, 0])
 
 
-def test_olmo(batch):
+def test_olmo(batch, problems):
     layer = sys.modules[plugin.LAYERS + ".olmo_gdn_linear_attn"].OlmoHybridGatedDeltaNetAttention()
     x, a, b = torch.randn(2, D), torch.randn(2, HV), torch.randn(2, HV)
     given, out, rows = options(layer), torch.zeros(2, HV, V), index(3, 1)
@@ -299,11 +299,12 @@ def test_olmo(batch):
     )
     layer._forward_core(x, b, a, out)
     judge(layer, given, out, want[:, 0])
+    assert problems[-1].most_beta == 2
 
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("prompts", [True, False])
-def test_bailing(batch, safe, prompts):
+def test_bailing(batch, problems, safe, prompts):
     """Log decays and beta are given. Of q, k and v each has a convolution, and the windows lie in one pool."""
     layer = sys.modules[plugin.MODELS + ".bailing_moe_v3"].BailingMoeV3KimiDeltaAttention(safe=safe)
     x, g1, beta = torch.randn(5, 3 * H * K), -4 * torch.rand(1, 5, H, K), torch.rand(1, 5, H)
@@ -326,6 +327,7 @@ def test_bailing(batch, safe, prompts):
         want = flash_delta.decode_kda(*(t[:, None] for t in tokens), **more, **given)[:, 0]
     layer._forward(*x.split(H * K, -1), g1, beta, out)
     judge(layer, given, out[0], want)
+    assert [p.most_beta for p in problems] == [2, 1]  # of the call above nothing is known
 
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])

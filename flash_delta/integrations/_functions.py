@@ -6,6 +6,8 @@ An argument that a model may pass and that changes the result has a name here. O
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     cp_context: ContextParallel | None = None,
+    allow_neg_eigval: bool | None = None,
     **others: Any,
 ) -> Result:
     """Whole rows, or the sequences packed in a row; ``initial_state`` [B, HV, K, V]."""
@@ -47,6 +50,7 @@ def chunk_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
         cp_context=cp_context,
@@ -64,6 +68,7 @@ def recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    allow_neg_eigval: bool | None = None,
     **others: Any,
 ) -> Result:
     """One token of every row, in decoding."""
@@ -78,6 +83,7 @@ def recurrent_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens,
     )
 
@@ -95,6 +101,7 @@ def chunk_kda(
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
     cp_context: ContextParallel | None = None,
+    allow_neg_eigval: bool | None = None,
     **others: Any,
 ) -> Result:
     """As above. These models pass the bounds under the name that attention uses."""
@@ -108,6 +115,7 @@ def chunk_kda(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seq_lens_q,
         chunk_size=chunk_size,
         cp_context=cp_context,
@@ -125,6 +133,7 @@ def recurrent_kda(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    allow_neg_eigval: bool | None = None,
     **others: Any,
 ) -> Result:
     """One token of every row, in decoding."""
@@ -139,6 +148,7 @@ def recurrent_kda(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seq_lens_q,
     )
 
@@ -206,12 +216,27 @@ def _separated(
     return g if bounds is not None else forget_at_starts(g, seq_idx)
 
 
+def _at_most_one(rule: Callable[..., Result]) -> Callable[..., Result]:
+    """The rule for modelling code whose beta is a sigmoid."""
+
+    @wraps(rule)
+    def stated(*args: Any, **kwargs: Any) -> Result:
+        return rule(*args, allow_neg_eigval=False, **kwargs)
+
+    return stated
+
+
 RULES = {
     "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
     "torch_recurrent_gated_delta_rule": recurrent_gated_delta_rule,
     "chunk_kimi_delta_attention": chunk_kda,
     "recurrent_kimi_delta_attention": recurrent_kda,
 }
+# Families of models whose beta is a sigmoid. OLMo-hybrid's reaches 2, and nothing is known of other families.
+SIGMOID = {
+    "bailing_hybrid", "glm5_next", "kimi_linear", "lara_mini", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp",
+}  # fmt: skip
+RULES_OF_SIGMOID = {name: _at_most_one(rule) for name, rule in RULES.items()}
 CONVOLUTIONS = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,

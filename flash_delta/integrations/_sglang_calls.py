@@ -98,6 +98,7 @@ def extend(
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "state_pool": ssm_states, "read_indices": cache_indices,
         "write_indices": cache_indices if inplace_update else None, "cu_seqlens": query_start_loc,
         "state_v_first": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": beta_is_raw,
+        "allow_neg_eigval": False,
     }  # fmt: skip
     if A_log is not None:
         arguments |= _gate(A_log, dt_bias, lower_bound)

@@ -45,7 +45,7 @@ from torch import nn
 
 from flash_delta.integrations._context import register_attention
 from flash_delta.integrations._documents import separating, walks_layers
-from flash_delta.integrations._functions import CONVOLUTIONS, RULES, gated_norm
+from flash_delta.integrations._functions import CONVOLUTIONS, RULES, RULES_OF_SIGMOID, SIGMOID, gated_norm
 from flash_delta.integrations._imports import AfterImport
 from flash_delta.integrations._report import Refused as Refused
 from flash_delta.integrations._report import Replaced as Replaced
@@ -164,7 +164,9 @@ def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callabl
     """Yields everything to replace in a module: where, which name, by what. Nothing in modules without our rules."""
     if RULES.keys().isdisjoint(vars(module)):
         return
-    for name, new in (RULES | CONVOLUTIONS).items():
+    family = module.__name__.rpartition("modeling_")[2]
+    rules = RULES_OF_SIGMOID if family in SIGMOID else RULES
+    for name, new in (rules | CONVOLUTIONS).items():
         if name in vars(module):
             yield module, name, new
     for cls in list(vars(module).values()):

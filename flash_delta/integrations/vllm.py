@@ -142,7 +142,8 @@ def bailing_core(
         )
         # Joined in every call, since vLLM may load other weights later.
         weight = torch.cat([conv.weight.flatten(1) for conv in (module.q_conv1d, module.k_conv1d, module.v_conv1d)])
-        options = _common(caches, weight, lower_bound=module.lower_bound if module.safe_gate else None)
+        bound = module.lower_bound if module.safe_gate else None
+        options = _common(caches, weight, lower_bound=bound, allow_neg_eigval=False)
         return Layer("kda", options, None), Tokens(q, k, v, g1[0], beta[0], None, core_attn_out[0])
 
     again = partial(theirs, module, q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out)

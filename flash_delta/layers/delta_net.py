@@ -128,7 +128,7 @@ class DeltaNet(Mixer):
         return super().options() | {
             "use_qk_l2norm_in_kernel": self.qk_norm == "l2",
             "use_beta_sigmoid_in_kernel": self.use_beta,
-            "allow_neg_eigval": self.use_beta and self.allow_neg_eigval,
+            "allow_neg_eigval": self.allow_neg_eigval,
         }
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:

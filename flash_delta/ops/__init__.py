@@ -1,7 +1,7 @@
 """The public ops: PyTorch in, PyTorch out."""
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any
 
 from flash_delta.ops._backend import Explain, Explanation
@@ -76,6 +76,6 @@ def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, *
         'torch'
     """
     name = getattr(op, "__name__", repr(op))
-    if globals().get(name) is not op or not {"q", "backend"} <= signature(op).parameters.keys():
+    if globals().get(name) is not unwrap(op) or not {"q", "backend"} <= signature(op).parameters.keys():
         raise ValueError(f"explain: op: expected one of the delta rule ops of flash_delta, got {name}")
     return op(*args, backend=Explain(backend), **kwargs)

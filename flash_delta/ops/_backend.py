@@ -59,6 +59,12 @@ def _disabled() -> list[str]:
     return names
 
 
+def refuse_disabled(op: str, name: str) -> None:
+    """Refuse a backend that the environment turns off, where no backend is asked what it can run."""
+    if name in _disabled():
+        raise ValueError(f"{op}: backend {name!r} cannot run this: {DISABLED} turns it off")
+
+
 def wished(wish: str | None) -> str | None:
     """The backend that the caller names, or else the one that the environment names, or None."""
     if wish:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.backend import is_seen_through
 from flash_delta.ops._backend import choose_backend, load_modules, wished
 from flash_delta.ops._check.around import (
     check_bounds,
@@ -28,8 +27,6 @@ from flash_delta.ops._operators import around as operators
 from flash_delta.ops._operators.define import take
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import (
-    MOST_TAPS,
-    WIDEST_ROW,
     AroundInputs,
     AroundProblem,
     ConvolutionProblem,
@@ -53,7 +50,7 @@ def convolve(
     if known is None:
         if is_traced(x.x):
             p = _describe(given, x)
-            if not _is_operator(p, x, backend):
+            if not operators.takes(p, x, backend):
                 return in_torch.convolve(p, x)
             y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
             return y, final[0] if output_final_state else None
@@ -88,7 +85,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
     if not traced:
         return known.backend.convolve_token(known.problem, x, known)
     p = _describe(given, x)
-    if not _is_operator(p, x, backend):
+    if not operators.takes(p, x, backend):
         return in_torch.convolve_token(p, x)
     return operators.convolve_token(x.x, x.initial_state, x.weight, x.bias, p.op, activation, wished(backend))
 
@@ -111,7 +108,7 @@ def normalize(x: Normalized, op: str, activation: str | None, eps: float, backen
     if known is None:
         if is_traced(x.x):
             p = _describe(given, x)
-            if not _is_operator(p, x, backend):
+            if not operators.takes(p, x, backend):
                 return in_torch.normalize(p, x)
             return operators.normalize(*x, *take(p, operators.NormFields), wished(backend))[0]
         known = _look_at(given, x)
@@ -135,7 +132,7 @@ def gate(
     if known is None:
         if is_traced(x.g):
             p = _describe(given, x)
-            if not _is_operator(p, x, backend):
+            if not operators.takes(p, x, backend):
                 return in_torch.gate(p, x)
             return operators.gate(*x, *take(p, operators.GateFields), wished(backend))[0]
         known = _look_at(given, x)
@@ -194,18 +191,6 @@ def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -
 def _describe_gate(x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:
     lower_bound = check_gate(op, x, kind, lower_bound, output_dtype)
     return describe_gate(x, op, kind, lower_bound, output_dtype)
-
-
-def _is_operator(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
-    """Whether the call becomes an operator under torch.compile. PyTorch's own operations do not, so that the compiler
-    sees them. Sizes decide here in the same way as in the backend, because a tracer cannot ask the backend."""
-    wish = wished(backend)
-    too_big = p.D > WIDEST_ROW if isinstance(p, NormProblem) else isinstance(p, ConvolutionProblem) and p.W > MOST_TAPS
-    on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and not too_big
-    if on_gpu if wish is None else not is_seen_through(wish):
-        refuse_transforms(p.op, x._fields, x)
-        return True
-    return False
 
 
 class Convolve(torch.autograd.Function):

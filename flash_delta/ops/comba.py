@@ -27,7 +27,7 @@ def chunk_comba(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     state_v_first: bool = False,
     chunk_size: int = 64,
     disable_recompute: bool = False,

@@ -22,7 +22,7 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
     *,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     state_v_first: bool = False,
     chunk_size: int = 64,
     disable_recompute: bool = False,

@@ -22,7 +22,7 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
@@ -58,7 +58,8 @@ def chunk_gated_delta_rule(
         output_final_state: return the states at the sequences' ends. Default False.
         use_qk_l2norm_in_kernel: divide q and k by their L2 norms (eps 1e-6 inside the root). Default False.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
-        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        allow_neg_eigval: True doubles the sigmoid, so beta reaches 2; None means False. If beta is given, it may be
+            up to 2, and False states that it is at most 1 (docs/guide/backends.md, "Beta up to 2"). Default None.
         state_v_first: states are ``[N, HV, V, K]``. Default False.
         cu_seqlens: the bounds ``[N + 1]`` of packed sequences, int32 or int64, on q's device, with B = 1. They start at
             0, do not decrease and are at most T. Sequences may be empty. Tokens after the last sequence are zeros in o
@@ -141,7 +142,7 @@ def fused_recurrent_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     *,

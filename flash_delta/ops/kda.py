@@ -23,7 +23,7 @@ def chunk_kda(
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     safe_gate: bool = False,
     lower_bound: float | None = None,
     disable_recompute: bool = False,
@@ -64,7 +64,8 @@ def chunk_kda(
         use_gate_in_kernel: ``g`` becomes ``-exp(A_log) * softplus(g + dt_bias)``; with ``lower_bound``
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, where A_log may be None. In float32. Default False.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
-        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        allow_neg_eigval: True doubles the sigmoid, so beta reaches 2; None means False. If beta is given, it may be
+            up to 2, and False states that it is at most 1 (docs/guide/backends.md, "Beta up to 2"). Default None.
         safe_gate: the caller promises that no log decay is below ``lower_bound``, which saves kernels work. With
             ``use_gate_in_kernel`` it needs ``lower_bound``. Without ``use_gate_in_kernel``, ``lower_bound`` None then
             means -5. Default False.
@@ -167,7 +168,7 @@ def fused_recurrent_kda(
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,

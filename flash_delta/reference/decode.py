@@ -32,20 +32,18 @@ class Row(NamedTuple):
 @torch.no_grad()
 def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o [B, T, HV, V]``, or ``[1, total, HV, V]`` for packed rows. The pools are written in place."""
+    most = problem.most_tokens
+    lengths = [n if n <= most else 0 for n in problem.lengths] if problem.packed else [problem.T] * problem.B
+    rows = plan_rows(problem, s, lengths)  # a refusal comes before anything is written
     o = zeros_of(problem, s)
-    if problem.packed:
-        decode_packed(problem, x, s, around, o)
-    else:
-        decode_rows(problem, x, s, around, o, [problem.T] * problem.B)
+    if rows:
+        (decode_packed if problem.packed else decode_rows)(problem, x, s, around, o, rows)
     return o
 
 
-def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor) -> None:
+def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, rows: dict[int, Row]) -> None:
     """Runs packed rows as rows of equal length, whose last tokens are padding."""
-    lengths = [length if length <= problem.most_tokens else 0 for length in problem.lengths]
-    starts, T = [0, *accumulate(problem.lengths)][:-1], max(lengths, default=0)
-    if T == 0:
-        return
+    starts, T = [0, *accumulate(problem.lengths)][:-1], max(problem.lengths[b] for b in rows)
     first, step = (torch.tensor(of, device=problem.device) for of in (starts, range(T)))
     at = (first[:, None] + step).clamp(max=problem.T - 1)  # [N, T]
 
@@ -55,17 +53,15 @@ def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tens
     x = x._replace(**{name: by_rows(getattr(x, name)) for name in ("q", "k", "v", "g", "beta")})
     around = around._replace(norm_gate=by_rows(around.norm_gate))
     padded = problem._replace(B=problem.N, T=T, packed=False)
-    rows = o.new_zeros(problem.N, T, problem.HV, problem.V)
-    decode_rows(padded, x, s, around, rows, lengths)
-    for row, start, length in zip(rows, starts, lengths, strict=True):
-        o[0, start : start + length] = row[:length]
+    out = o.new_zeros(problem.N, T, problem.HV, problem.V)
+    decode_rows(padded, x, s, around, out, rows)
+    for b in rows:
+        length = problem.lengths[b]
+        o[0, starts[b] : starts[b] + length] = out[b, :length]
 
 
-def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, lengths: list[int]) -> None:
+def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, rows: dict[int, Row]) -> None:
     """Runs rows and writes to ``o``, which holds zeros."""
-    rows = plan_rows(problem, s, lengths)
-    if not rows:
-        return
     states = States(problem, s, rows)
     windows = None if around.conv_pool is None else Windows(problem, s, around, rows)
     for t in range(problem.T):
@@ -126,6 +122,8 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
         for b, row in rows.items()
     ]
     refuse_shared(problem.op, uses)
+    if problem.rolling and write is not None:  # a row has one window, in the first of the slots that it may read
+        refuse_shared(problem.op, [Use(b, None, [(row.window, "read_indices")]) for b, row in rows.items()])
     return rows
 
 

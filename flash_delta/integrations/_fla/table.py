@@ -16,22 +16,22 @@ from flash_delta.integrations.fla.modules.norm.layernorm import rms_norm
 from flash_delta.integrations.fla.ops.comba.fused_recurrent import fused_recurrent_comba
 from flash_delta.integrations.fla.ops.delta_rule.fused_recurrent import fused_recurrent_delta_rule
 from flash_delta.integrations.fla.ops.gated_delta_rule.chunk import (
+    chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
 )
+from flash_delta.integrations.fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule
+from flash_delta.integrations.fla.ops.kda.chunk import chunk_kda
+from flash_delta.integrations.fla.ops.kda.fused_recurrent import fused_recurrent_kda
 from flash_delta.integrations.fla.ops.simple_gla.fused_recurrent import fused_recurrent_simple_gla
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import (
     chunk_comba,
     chunk_delta_rule,
-    chunk_gated_delta_rule,
-    chunk_kda,
     chunk_simple_gla,
     explain,
     fused_gdn_gate,
     fused_kda_gate,
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_kda,
 )
 from flash_delta.ops._modules import Convolved, Gated, Normalized, chosen
 

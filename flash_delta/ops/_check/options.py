@@ -31,7 +31,7 @@ class Options(NamedTuple):
     raw_gate: Annotated[bool, "use_gate_in_kernel"] = False
     lower_bound: float | None = None
     raw_beta: Annotated[bool, "use_beta_sigmoid_in_kernel"] = False
-    neg_eigval: Annotated[bool, "allow_neg_eigval"] = False
+    neg_eigval: bool | None = None
     state_v_first: Annotated[bool, "state_v_first"] = False
     keep_states: Annotated[bool, "return_intermediate_states"] = False
     disable_recompute: Annotated[bool, "disable_recompute"] = False
@@ -55,7 +55,7 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 def cast(options: Options) -> Options:
     """The same options as Python's own numbers. Raises ValueError if a value is not a number or out of range."""
     op, scale, bound, eps = options.op, options.scale, options.lower_bound, options.eps
-    every, most, null = options.checkpoint_every, options.max_prompts, options.null_slot
+    every, most, null, doubled = options.checkpoint_every, options.max_prompts, options.null_slot, options.neg_eigval
     if isinstance(scale, Tensor):  # the host would have to fetch its value, and its gradient would be lost
         refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
     size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
@@ -67,6 +67,7 @@ def cast(options: Options) -> Options:
         scale=None if scale is None else as_float(op, "scale", scale, "a number or None"),
         chunk_size=size,
         lower_bound=None if bound is None else as_lower_bound(op, bound),
+        neg_eigval=None if doubled is None else as_bool(op, "allow_neg_eigval", doubled),
         checkpoint_every=every,
         max_prompts=None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
         null_slot=None if null is None else as_int(op, "null_slot", null, NULLS, 0),

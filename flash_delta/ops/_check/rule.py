@@ -43,8 +43,8 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     _check_gate(op, x, raw_gate, options.lower_bound, heads=HV, biases=HV * K if gate == "channel" else HV)
     if options.raw_beta and x.beta is None:
         refuse(op, "beta", f"{wanted((B, T, HV))} with use_beta_sigmoid_in_kernel=True", "None")
-    if options.neg_eigval and not options.raw_beta:
-        refuse(op, "allow_neg_eigval", "False without use_beta_sigmoid_in_kernel=True", "True")
+    if options.neg_eigval and x.beta is None:
+        refuse(op, "allow_neg_eigval", "None or False without beta, which is then 1", "True")
     N = B if x.cu_seqlens is None else check_cu_seqlens(op, x.cu_seqlens, x.q, "q")
     if is_traced(x.q):  # there are no values yet, and B may be a symbol; the operator reads them when it runs
         if x.cu_seqlens is None:
@@ -57,11 +57,18 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
         scale=K**-0.5 if scale is None else scale, g_dtype=None if x.g is None else x.g.dtype,
-        beta_range=2.0 if options.neg_eigval else 1.0, erase_keys=x.p is not None, lengths=lengths,
+        beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(x, options),
+        erase_keys=x.p is not None, lengths=lengths,
         checkpoint_every=options.checkpoint_every or 0,
         null_slot=-1 if options.null_slot is None else options.null_slot, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},
     )  # fmt: skip
+
+
+def _most_beta(x: Inputs, options: Options) -> float:
+    """How large beta can be. Of a beta that is given, only the caller can say it."""
+    unknown = options.neg_eigval is None and x.beta is not None and not options.raw_beta
+    return 2.0 if options.neg_eigval or unknown else 1.0
 
 
 def refuse_unless_none(op: str, name: str, value: Any, why: str) -> None:

@@ -6,14 +6,21 @@ An operator takes a call's tensors, and those fields of its problem that do not 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import choose_backend, load_modules
+from flash_delta.backend import is_seen_through
+from flash_delta.ops._backend import choose_backend, load_modules, refuse_disabled, wished
 from flash_delta.ops._check.around import describe_convolution, describe_gate, describe_norm, describe_token
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import Behind, define
+from flash_delta.ops._transforms import refuse_transforms
 from flash_delta.problem import (
+    MOST_GATES,
+    MOST_TAPS,
+    WIDEST_ROW,
     AroundInputs,
+    AroundProblem,
     ConvolutionProblem,
     Convolved,
     Gated,
@@ -29,6 +36,24 @@ from flash_delta.reference import modules as in_torch
 ConvolutionFields = NamedTuple("ConvolutionFields", list(marked(ConvolutionProblem, Schema).items()))
 NormFields = NamedTuple("NormFields", list(marked(NormProblem, Schema).items()))
 GateFields = NamedTuple("GateFields", list(marked(GateProblem, Schema).items()))
+
+
+def takes(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
+    """Whether the call becomes an operator under torch.compile. PyTorch's own operations do not, so that the compiler
+    sees them. Sizes decide here in the same way as in the backend, because a tracer cannot ask the backend."""
+    wish = wished(backend)
+    on_gpu = p.device.type == "cuda" and p.dtype != torch.float64 and _fits(p)
+    if on_gpu if wish is None else not is_seen_through(wish):
+        refuse_transforms(p.op, x._fields, x)
+        return True
+    refuse_disabled(p.op, wish or "torch")
+    return False
+
+
+def _fits(p: AroundProblem) -> bool:
+    if isinstance(p, NormProblem):
+        return p.D <= WIDEST_ROW
+    return p.W <= MOST_TAPS if isinstance(p, ConvolutionProblem) else p.HV * p.K <= MOST_GATES
 
 
 def _look_at(describe: Callable[..., Any], x: AroundInputs, fields: tuple, wish: str | None) -> KnownCall:

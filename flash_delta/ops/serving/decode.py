@@ -24,7 +24,7 @@ def decode_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     convolution: Convolution | None = None,
     output_norm: OutputNorm | None = None,
     null_slot: int | None = None,
@@ -81,7 +81,8 @@ def decode_gated_delta_rule(
         A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it.
         dt_bias: ``[HV]`` or None; for ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
-        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        allow_neg_eigval: True doubles the sigmoid, so beta reaches 2; None means False. If beta is given, it may be
+            up to 2, and False states that it is at most 1 (docs/guide/backends.md, "Beta up to 2"). Default None.
         convolution: a short convolution with SiLU, applied to q, k and v first
             (:class:`flash_delta.ops.serving.Convolution`). With ``output_norm`` the call does everything that a layer
             does between its projections. Default None.
@@ -170,7 +171,7 @@ def decode_kda(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     convolution: Convolution | None = None,
     output_norm: OutputNorm | None = None,
     null_slot: int | None = None,

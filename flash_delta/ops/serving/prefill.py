@@ -28,7 +28,7 @@ def prefill_gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     batch_invariant: bool = False,
     convolution: Convolution | None = None,
     output_norm: OutputNorm | None = None,
@@ -107,7 +107,8 @@ def prefill_gated_delta_rule(
         A_log: ``[HV]``; for ``use_gate_in_kernel`` only, which needs it.
         dt_bias: ``[HV]`` or None; for ``use_gate_in_kernel`` only.
         use_beta_sigmoid_in_kernel: apply the sigmoid to beta. Default False.
-        allow_neg_eigval: double the sigmoid, so that beta reaches 2. Default False.
+        allow_neg_eigval: True doubles the sigmoid, so beta reaches 2; None means False. If beta is given, it may be
+            up to 2, and False states that it is at most 1 (docs/guide/backends.md, "Beta up to 2"). Default None.
         batch_invariant: as above. Short sequences then take longer. Default False.
         convolution: a short convolution with SiLU, applied to q, k and v first
             (:class:`flash_delta.ops.serving.Convolution`). Its results are rounded to the dtype of q, k and v. Default
@@ -182,7 +183,7 @@ def prefill_kda(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
+    allow_neg_eigval: bool | None = None,
     batch_invariant: bool = False,
     convolution: Convolution | None = None,
     output_norm: OutputNorm | None = None,

@@ -20,9 +20,10 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_backward,
     run_convolve_token,
 )
-from flash_delta.kernels.triton.around.gate import MOST_GATES, count_gate_parts, run_decay, run_decay_backward
+from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
 from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
 from flash_delta.problem import (
+    MOST_GATES,
     MOST_TAPS,
     WIDEST_ROW,
     AroundInputs,
@@ -168,16 +169,17 @@ def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None 
     made = again(known, name, x, (dy,))
     if made is not None:
         return _sum_parts(x, *made)
-    d = Gated(*_new_like(x, p.device))
     if not dy.numel():
+        d = Gated(*_new_like(x, p.device))
         _zero(d)
         return d
+    (dg,) = _new_like((x.g,), p.device)
     with on(p.device):
         call = make_module_call(p, _heads(p, x), kind, dy.reshape(-1, p.HV, p.K), known=known, name=name)
         parts = torch.empty(count_gate_parts(call), 2, p.HV, p.K, dtype=torch.float32, device=p.device)
-        run(call, lambda c: run_decay_backward(c, d.g, parts), d.g, parts)
+        run(call, lambda c: run_decay_backward(c, dg, parts), dg, parts)
     remember(call, given)
-    return _sum_parts(x, d.g, parts)
+    return _sum_parts(x, dg, parts)
 
 
 def _sum_parts(x: Gated, dg: Tensor, parts: Tensor) -> Gated:

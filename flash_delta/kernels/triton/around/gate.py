@@ -15,6 +15,7 @@ from flash_delta.kernels.device.channel_gate import log_decay as channel_log_dec
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Tile, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.problem import MOST_GATES
 
 
 @triton.jit
@@ -84,8 +85,7 @@ def decay_backward(
 
 
 NUMBERS, BACKWARD_NUMBERS = 2048, 1024  # numbers in a tile
-COLUMNS = 128  # columns in a tile, at most
-MOST_GATES = COLUMNS * MOST_PROGRAMS  # of a token
+COLUMNS = MOST_GATES // MOST_PROGRAMS  # columns in a tile, at most
 PROGRAMS = 1024  # at most, in the backward pass: a few per multiprocessor, and few sums to add
 WARPS = Tile(4, 1)
 

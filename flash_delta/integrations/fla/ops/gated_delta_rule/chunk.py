@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_delta.ops import chunk_gated_delta_rule
+from flash_delta import ops
+from flash_delta.integrations._fla.beta import as_in_fla
 from flash_delta.ops._check.rule import refuse_unless_none
 from flash_delta.ops._function import Inputs, gradients
 
@@ -14,7 +15,7 @@ __all__ = ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "chunk_gated_
 
 WHOLE_CALLS = "chunk_gated_delta_rule takes it"
 
-chunk_gdn = chunk_gated_delta_rule
+chunk_gdn = chunk_gated_delta_rule = as_in_fla(ops.chunk_gated_delta_rule)
 
 
 @torch.no_grad()
