@@ -163,16 +163,16 @@ def _layout(
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
     state, rows = ((HV, whole_rows(V), pitch(K)), dtype), ((HV, C, pitch(V)), dtype)
     keys, key_heads = ((HV, C, pitch(K)), dtype), ((HV, C, K), dtype)
-    fine = torch.float32 if dtype == torch.float32 else torch.float16
+    fine = (HV, C, C), torch.float32 if dtype == torch.float32 else torch.float16
     per_channel = ((HV, K), torch.float32)
     norms, norms_of_two = (((H, of, C), torch.float32) if l2norm else None for of in (3, 2))
-    channels = (keys, keys, keys, square, ((HV, C, C), fine), per_channel, vectors)
+    channels = (keys, keys, keys, square, fine, per_channel, vectors)
     products = (key_heads, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
-        Solved: (None if erase is None else square, vectors, norms),
-        Walked: (square, norms_of_two),
+        Solved: (None if erase is None else fine, vectors, norms),
+        Walked: (fine, norms_of_two),
         Channels: channels if gate == "channel" else (None,) * 7,
-        Prepared: (keys, keys, keys, square, square, per_channel, vectors),
+        Prepared: (keys, keys, keys, square, fine, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
         Residual: (state, rows, rows),
         Chain: (state, rows),

@@ -59,6 +59,7 @@ from flash_delta.kernels.runtime.arguments import (
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
+from flash_delta.kernels.triton.forward.products import times_inverse
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, walked, walks
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
@@ -276,21 +277,25 @@ def walk(
                 O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
             if ERASE:
                 R -= E * e_p[None, :]
-            r = (R * b[None, :]).to(ty)  # [BV, C]
+            if SAVE:
+                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, VP, C, BV, TMA)
+            R *= b[None, :]
+            r = R.to(ty)  # [BV, C]
             u, written, read = r, r, r
+            if OUTPUT:
+                O *= e_q[None, :]
             if ERASE and (SAVE or CHANNEL):
                 a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-                U = tl.dot(r, tl.trans(a), r.to(tl.float32) if CHANNEL else None, input_precision=PRECISION)
+                U = times_inverse(R, tl.trans(a), CHANNEL, PRECISION)
                 u = U.to(ty)
                 if CHANNEL:
                     written, read = (U * e_p[None, :]).to(ty), u
             S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
             if OUTPUT:
                 y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-                O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+                O = tl.dot(read, tl.trans(y), O, input_precision=PRECISION)
                 store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, GIVEN_TMA)
             if SAVE:
-                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, VP, C, BV, TMA)
                 store_tile(Us, v_matrix, tl.trans(u), at, rows, w, VP, C, BV, TMA)
             later = head + tl.minimum(j + 1, chunks - 1) * HV
             if AHEAD:

@@ -169,6 +169,8 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr, CHA
     o = tl.arange(0, 16)
     if CHANNEL and i == j:
         block = tl.where(o[:, None] == o[None, :], 0.0, block)
+    if A.dtype.element_ty == tl.float16:
+        block = tl.clamp(block, -65504.0, 65504.0)
     tl.store(A + 16 * (i * C + j) + o[:, None] * C + o[None, :], block.to(A.dtype.element_ty))
 
 
@@ -271,7 +273,7 @@ def solve(
             if CHANNEL:
                 s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = load_scores(L + head * C * C, C)
             r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-            tl.store(a + r * C + c, tl.zeros([C, C], k.dtype.element_ty), mask=r // 16 < c // 16)
+            tl.store(a + r * C + c, tl.zeros([C, C], A.dtype.element_ty), mask=r // 16 < c // 16)
             # tokens 0 to 31
             M00, _, c0, _ = block_gates(s00, v, 0, C, GATE, UNDECAYED)
             M11, r1, c1, span1 = block_gates(s11, v, 1, C, GATE, UNDECAYED)
