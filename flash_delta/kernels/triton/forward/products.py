@@ -9,9 +9,9 @@ multiplication afterwards rounds anything.
 import triton
 import triton.language as tl
 
-# The bits of a float32 below its exponent, and of exponents: of 2^14, and of the least and the largest unit.
-SHIFT = tl.constexpr(23)
-LIFT, LEAST_BITS, MOST_BITS = tl.constexpr(14 << 23), tl.constexpr(16 << 23), tl.constexpr(250 << 23)
+EXPONENT = tl.constexpr(0xFF << 23)  # the bits of a float32 that hold its exponent
+BELOW = tl.constexpr(14 << 23)  # a unit is smaller than the largest number by 2^14
+LEAST = tl.constexpr(2 << 23)  # the least unit, whose inverse is finite
 
 
 @triton.jit
@@ -21,8 +21,7 @@ def unit_of(largest):
     Numbers of up to ``largest`` are below 2^15 in this unit, and float16 holds them. Both powers are finite and not 0,
     whatever ``largest`` is.
     """
-    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    exponent = tl.minimum(tl.maximum(exponent, LEAST_BITS), MOST_BITS) - LIFT
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) & EXPONENT) - BELOW, LEAST)
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
 
 
