@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
 
@@ -86,10 +86,9 @@ def repeated(member: str, beta: float, dtype: torch.dtype, tokens: int = 128):
     new = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
     unit = torch.nn.functional.normalize
     lengths = 0.5 + 1.5 * torch.rand(2, tokens, 1, generator=gen)
-    q, k = (
-        unit(new(tokens, 32), dim=-1) * lengths[0],
-        unit(new(32), dim=-1) * (lengths[1] if member != "kda" else torch.ones(tokens, 1)),
-    )
+    if member == "kda":
+        lengths[1] = 1
+    q, k = unit(new(tokens, 32), dim=-1) * lengths[0], unit(new(32), dim=-1) * lengths[1]
     x = {name: t.to(dtype)[None, :, None] for name, t in (("q", q), ("k", k), ("v", new(tokens, 16)))}
     if member != "delta":
         x["g"] = torch.zeros((1, tokens, 1, 32) if member == "kda" else (1, tokens, 1))
@@ -123,10 +122,8 @@ def test_repeated_keys(member, dtype, options):
         assert relative_error(got[name], value) < 0.2, name
 
 
-@pytest.mark.parametrize(
-    ("member", "keys", "options"), [("gdn", 2.0**20, {"disable_recompute": True}), ("kda", 1.0, {})]
-)
-def test_numbers_beyond_the_range_of_float16(member, keys, options):
+@pytest.mark.parametrize(("member", "keys"), [("gdn", 2.0**20), ("kda", 1.0)])
+def test_numbers_beyond_the_range_of_float16(member, keys):
     """Long keys with weak strengths, and large values: bfloat16 holds them, and so A's partners have units."""
     x, ends = repeated(member, 0.9, torch.bfloat16, tokens=64)
     x["k"] = (torch.nn.functional.normalize(x["k"].float(), dim=-1) * keys).bfloat16()
