@@ -76,7 +76,7 @@ ALLOWED = (
     ),
     Allowed(f"{LIBRARY}/comba-256-512/key_gradients", ("sm_100",), "spill", "the same", 1380, "3.9"),
     Allowed(
-        f"{LIBRARY}/*-100-*/scan*", HOPPER, "spill", "rows come 8 bytes at a time: their addresses are registers", 1010,
+        f"{LIBRARY}/*-100-*/scan*", HOPPER, "spill", "rows come 8 bytes at a time: their addresses are registers", 1110,
     ),
     Allowed(f"{LIBRARY}/*-100/pairs", HOPPER, "spill", "the same", 60),
     Allowed(f"{LIBRARY}/gdn-100/key_gradients", HOPPER, "spill", "as at 128", 370),
