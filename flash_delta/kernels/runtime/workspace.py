@@ -2,8 +2,9 @@
 
 The size of a tensor is the number of slots (chunk.py) times the size for one chunk, a multiple of 256 bytes. K' and V'
 are the pitches of K and V, in whole units of 8 numbers. V'' are whole tiles of rows (chunk.py). Columns beyond K and V
-are 0. Rows beyond V hold arbitrary numbers. With usual widths these are K and V. Launched kernels take addresses. Views
-are made only if Triton needs tensors: when it compiles, interprets, or is watched by a profiler.
+are 0. Rows beyond V hold arbitrary numbers. With usual widths these are K and V. A and L are float16 if inputs have 16
+bits (triton/forward/products.py), and float32 otherwise. Launched kernels take addresses. Views are made only if Triton
+needs tensors: when it compiles, interprets, or is watched by a profiler.
 """
 
 from functools import lru_cache
@@ -39,7 +40,7 @@ class Channels(NamedTuple):
     Kg: Any  # [slots, HV, C, K']
     Kd: Any  # [slots, HV, C, K']
     P: Any  # [slots, HV, C, C]
-    L: Any  # [slots, HV, C, C]; never bfloat16
+    L: Any  # [slots, HV, C, C]
     gamma: Any  # [slots, HV, K] float32
     rates: Any  # [slots, HV, 4, C] float32
 

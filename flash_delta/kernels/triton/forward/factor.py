@@ -3,6 +3,8 @@
     Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
     X = A^T Kd     Kd = k e^{G_C - G}
 
+Norms are applied to k and decays to A, so that A is not rounded a second time where there is no decay (products.py).
+
 Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k. Also writes the factors that the scan
 applies to accumulators, ``rates [slots, HV, 4, C]``: scale e^G for rows that read, e^H for rows that erase, b, and
 gamma. The first two include norms. Grid (slots, H): q k^T is computed once for all value heads of a key head. (With a
@@ -68,7 +70,6 @@ def factor(
         norms += (slot.to(tl.int64) * H + h) * 3 * C
         rq, rk, rp = tl.load(norms + i), tl.load(norms + C + i), tl.load(norms + 2 * C + i)
     scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
-    # Norms are applied to keys: A would be rounded a second time, each number in the same direction.
     keys = kk.to(tl.float32) * rk[:, None]
     if ERASE:
         if not NORM and A.dtype.element_ty == tl.float16:

@@ -14,7 +14,7 @@ decays only from later to earlier tokens. None is above 1 if no log decay is abo
 
 G is summed in float64 and kept as two float32, so that differences are right even if G is large. Writes
 
-    A        [slots, HV, C, C]
+    A        [slots, HV, C, C]   float16 if inputs have 16 bits (products.py); larger numbers are clamped
     vectors  [slots, HV, 4, C]   G, its rest beyond float32 (both with a gate), b, the log decay (if g was raw)
     norms    [slots, H, 3, C]    with norms: the reciprocal lengths of q, k and p
 
