@@ -134,9 +134,22 @@ def test_numbers_beyond_the_range_of_float16(member, keys):
         assert relative_error(got[name], want[name]) < 0.1, name
 
 
-def test_an_inverse_beyond_the_range_of_float16_is_finite():
-    """Keys of length 1.05 with a strength of 2 are outside of the domain: A grows to 2e5."""
+@pytest.mark.parametrize("length", [1.05, 2.0**0.5])
+def test_an_inverse_beyond_the_range_of_float16_is_finite(length):
+    """One key with |k|^2 b above 2 and no decay lets a state grow, and A with it: to 2e5, and to 3^63."""
     x, ends = repeated("gdn", 2.0, torch.bfloat16, tokens=64)
-    x["k"] = (torch.nn.functional.normalize(x["k"].float(), dim=-1) * 1.05).bfloat16()
+    x["k"] = (torch.nn.functional.normalize(x["k"].float(), dim=-1) * length).bfloat16()
     for name, t in results("gdn", x, ends, "triton", norm=False).items():
         assert t.isfinite().all(), name
+
+
+@pytest.mark.parametrize("member", ["gdn", "kda"])
+def test_long_keys_whose_state_decays(member):
+    """|k|^2 b is 4, so a token multiplies the state along its key by -3, and a decay by 1 / 3 holds it."""
+    x, ends = repeated(member, 2.0, torch.bfloat16, tokens=128)
+    x["k"] = (torch.nn.functional.normalize(x["k"].float(), dim=-1) * 2.0**0.5).bfloat16()
+    x["g"] -= 1.1
+    want = results(member, {name: t.double() for name, t in x.items()}, ends, "torch", norm=False)
+    got = results(member, x, ends, "triton", norm=False)
+    for name, value in want.items():
+        assert relative_error(got[name], value) < 0.05, name
