@@ -129,10 +129,11 @@ def scan_backward(
             lam = tl.dot(dO, y, input_precision=PRECISION)
             lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma
-        dS = tl.dot((dO * of_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
+        reads = (dO * of_q[None, :]).to(ty)
         if CHANNEL:
             a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
             lam = times_inverse(lam, a, True, PRECISION)
+        dS = tl.dot(reads, qq, dS, input_precision=PRECISION)
         if ERASE:
             pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
             dS = tl.dot(-(lam * of_p[None, :]).to(ty), pp, dS, input_precision=PRECISION)
