@@ -277,19 +277,16 @@ def walk(
             if SAVE:
                 store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, VP, C, BV, TMA)
             R *= b[None, :]
-            written = R.to(ty)  # [BV, C]
-            u, read = written, written
+            u, written = R.to(ty), R.to(ty)  # [BV, C]
             if OUTPUT:
                 O *= e_q[None, :]
             if ERASE and (SAVE or CHANNEL):
                 U = times_inverse(R, tl.trans(load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)), CHANNEL, PRECISION)
-                u = U.to(ty)
-                if CHANNEL:
-                    written, read = (U * e_p[None, :]).to(ty), u
+                u, written = U.to(ty), (U * e_p[None, :]).to(ty) if CHANNEL else written
             S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
             if OUTPUT:
                 y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-                O = tl.dot(read, tl.trans(y), O, input_precision=PRECISION)
+                O = tl.dot(u if CHANNEL else written, tl.trans(y), O, input_precision=PRECISION)
                 store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, GIVEN_TMA)
             if SAVE:
                 store_tile(Us, v_matrix, tl.trans(u), at, rows, w, VP, C, BV, TMA)
