@@ -49,7 +49,6 @@ ALLOWED = (
         f"{LIBRARY}/kda-128-segments-back/scan_backward", HOPPER, "spill",
         "two walks in one kernel, each with 128 columns of a state", 40, "3.6",
     ),
-    Allowed(f"{LIBRARY}/kda-128-segments-back/scan_backward", ("gfx942",), "spill", "the same", 10, "3.9"),
     Allowed(
         f"{LIBRARY}/*/factor", HOPPER, "spill",
         "with 168 registers three programs share a multiprocessor: 10 % faster on an H200 than without a spill", 80,
@@ -76,7 +75,7 @@ ALLOWED = (
     ),
     Allowed(f"{LIBRARY}/comba-256-512/key_gradients", ("sm_100",), "spill", "the same", 1380, "3.9"),
     Allowed(
-        f"{LIBRARY}/*-100-*/scan*", HOPPER, "spill", "rows come 8 bytes at a time: their addresses are registers", 1010,
+        f"{LIBRARY}/*-100-*/scan*", HOPPER, "spill", "rows come 8 bytes at a time: their addresses are registers", 1110,
     ),
     Allowed(f"{LIBRARY}/*-100/pairs", HOPPER, "spill", "the same", 60),
     Allowed(f"{LIBRARY}/gdn-100/key_gradients", HOPPER, "spill", "as at 128", 370),
@@ -112,7 +111,7 @@ ALLOWED = (
     Allowed(
         f"{SERVING}/prefill-*/scan", (*HOPPER, "sm_100", "sm_120"), "spill",
         "in the loop over sequences, which runs if more come than expected, and is by itself for that (docs/notes)",
-        440,
+        460,
     ),
     Allowed(f"{SERVING}/prefill-*/scan", ("sm_89",), "spill", "the same", 40, "3.6"),
     Allowed(f"{LIBRARY}/kda-*/channel", ("sm_80",), "spill", "16 tokens of two channels are a thread's", 140),

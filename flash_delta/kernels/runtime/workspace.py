@@ -2,8 +2,9 @@
 
 The size of a tensor is the number of slots (chunk.py) times the size for one chunk, a multiple of 256 bytes. K' and V'
 are the pitches of K and V, in whole units of 8 numbers. V'' are whole tiles of rows (chunk.py). Columns beyond K and V
-are 0. Rows beyond V hold arbitrary numbers. With usual widths these are K and V. Launched kernels take addresses. Views
-are made only if Triton needs tensors: when it compiles, interprets, or is watched by a profiler.
+are 0. Rows beyond V hold arbitrary numbers. With usual widths these are K and V. A and L are float16 if inputs have 16
+bits (triton/forward/products.py), and float32 otherwise. Launched kernels take addresses. Views are made only if Triton
+needs tensors: when it compiles, interprets, or is watched by a profiler.
 """
 
 from functools import lru_cache
@@ -39,7 +40,7 @@ class Channels(NamedTuple):
     Kg: Any  # [slots, HV, C, K']
     Kd: Any  # [slots, HV, C, K']
     P: Any  # [slots, HV, C, C]
-    L: Any  # [slots, HV, C, C]; never bfloat16
+    L: Any  # [slots, HV, C, C]
     gamma: Any  # [slots, HV, K] float32
     rates: Any  # [slots, HV, 4, C] float32
 
@@ -163,16 +164,16 @@ def _layout(
     square, vectors = ((HV, C, C), dtype), ((HV, 4, C), torch.float32)
     state, rows = ((HV, whole_rows(V), pitch(K)), dtype), ((HV, C, pitch(V)), dtype)
     keys, key_heads = ((HV, C, pitch(K)), dtype), ((HV, C, K), dtype)
-    fine = torch.float32 if dtype == torch.float32 else torch.float16
+    fine = (HV, C, C), torch.float32 if dtype == torch.float32 else torch.float16
     per_channel = ((HV, K), torch.float32)
     norms, norms_of_two = (((H, of, C), torch.float32) if l2norm else None for of in (3, 2))
-    channels = (keys, keys, keys, square, ((HV, C, C), fine), per_channel, vectors)
+    channels = (keys, keys, keys, square, fine, per_channel, vectors)
     products = (key_heads, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
-        Solved: (None if erase is None else square, vectors, norms),
+        Solved: (None if erase is None else fine, vectors, norms),
         Walked: (((HV, 3, C, C // 2), dtype), norms_of_two),
         Channels: channels if gate == "channel" else (None,) * 7,
-        Prepared: (keys, keys, keys, square, square, per_channel, vectors),
+        Prepared: (keys, keys, keys, square, fine, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
         Residual: (state, rows, rows),
         Chain: (state, rows),

@@ -40,6 +40,7 @@ from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, s
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
+from flash_delta.kernels.triton.forward.products import times_inverse
 from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import copies, maps, readers
 from flash_delta.kernels.triton.tiles import scan_tiles
@@ -124,13 +125,15 @@ def scan_backward(
             of_q, of_p = of_q * (1.0 / unit), of_p * (1.0 / unit)
             lam = tl.dot(s, tl.trans(x), input_precision=PRECISION) * (e_p * unit)[None, :]
             lam = tl.dot(dO, y, lam, input_precision=PRECISION)
-            a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-            lam = tl.dot(lam.to(ty), a, lam, input_precision=PRECISION)
         else:
             lam = tl.dot(dO, y, input_precision=PRECISION)
             lam = tl.dot(s, tl.trans(x), lam, input_precision=PRECISION)  # [BV, C], dU~
         dS *= gamma
-        dS = tl.dot((dO * of_q[None, :]).to(ty), qq, dS, input_precision=PRECISION)
+        reads = (dO * of_q[None, :]).to(ty)
+        if CHANNEL:
+            a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
+            lam = times_inverse(lam, a, True, PRECISION)
+        dS = tl.dot(reads, qq, dS, input_precision=PRECISION)
         if ERASE:
             pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
             dS = tl.dot(-(lam * of_p[None, :]).to(ty), pp, dS, input_precision=PRECISION)

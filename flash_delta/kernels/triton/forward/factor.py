@@ -3,6 +3,8 @@
     Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
     X = A^T Kd     Kd = k e^{G_C - G}
 
+Norms are applied to k and decays to A, so that A is not rounded a second time where there is no decay (products.py).
+
 Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k. Also writes the factors that the scan
 applies to accumulators, ``rates [slots, HV, 4, C]``: scale e^G for rows that read, e^H for rows that erase, b, and
 gamma. The first two include norms. Grid (slots, H): q k^T is computed once for all value heads of a key head. (With a
@@ -17,6 +19,7 @@ from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Factors, Solved
+from flash_delta.kernels.triton.forward.products import times_inverse, unit_of
 from flash_delta.kernels.triton.forward.solve import MOST
 from flash_delta.kernels.triton.tiles import tile
 
@@ -67,11 +70,17 @@ def factor(
         norms += (slot.to(tl.int64) * H + h) * 3 * C
         rq, rk, rp = tl.load(norms + i), tl.load(norms + C + i), tl.load(norms + 2 * C + i)
     scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
+    keys = kk.to(tl.float32) * rk[:, None]
+    if ERASE:
+        if not NORM and A.dtype.element_ty == tl.float16:
+            unit, inverse = unit_of(tl.max(tl.abs(keys)))
+            keys *= inverse
+        keys = keys.to(A.dtype.element_ty)
     for member in range(HV // H):
         head = first + member
         v = vectors + head * 4 * C
         b = tl.load(v + 2 * C + i)
-        e_q, e_p, e_k, gamma = scale * rq, rp, rk, tl.full([C], 1.0, tl.float32)
+        e_q, e_p, e_k, gamma = scale * rq, rp, tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
         y = scores  # P
         if GATE:
             high, low, high_p, low_p, last_high, last_low = load_gate(v, i, C, UNDECAYED)
@@ -87,13 +96,15 @@ def factor(
         tl.store(at + 3 * C, gamma)
         if ERASE:
             a = tl.load(A + head * C * C + square)
-            y = tl.dot(y.to(ty), a, input_precision=PRECISION)
+            y = times_inverse(y, a, False, PRECISION)
         tl.store(Y + head * C * C + square, y.to(ty))
         if ERASE:
-            decayed = (a * e_k[:, None]).to(ty)  # e_k is applied to A, which has fewer numbers
-            x = tl.dot(tl.trans(decayed), kk, input_precision=PRECISION)
+            decayed = (a * e_k[:, None]).to(a.dtype)  # decays are applied to A, which has fewer numbers
+            x = tl.dot(tl.trans(decayed), keys, input_precision=PRECISION)
+            if not NORM and a.dtype == tl.float16:
+                x *= unit
         else:
-            x = kk * e_k[:, None]
+            x = keys * e_k[:, None]
         tl.store(X + (head * C + i[:, None]) * KP + c[None, :], x.to(ty), mask=(c < KP)[None, :])
 
 

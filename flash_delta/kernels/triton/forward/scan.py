@@ -6,12 +6,11 @@ With a decay per channel (CHANNEL) U = A (b . R) + b . R, as A lacks its diagona
 
     R = v - Kg S0             S1 = gamma . S0 + Kd^T U         O = scale Qg S0 + P U
 
-`factor`'s X and Y would only save one small product of five. They would add 56 KB of memory traffic per chunk and head.
-
-The state is kept transposed, S^T [BV, K], in float32 accumulators, which the next product reads from registers. So are
-R and O, [BV, C]. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as
-given, and Qg and Kg lack only norms and the scale. One program walks a sequence with BV columns of one value head's
-state: grid (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last sequence.
+`factor`'s X and Y would save one small product of five, and add 56 KB of memory traffic per chunk and head. The state
+is kept transposed, S^T [BV, K], in float32 accumulators, which the next product reads from registers. So are R and O,
+[BV, C]. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as given, and
+Qg and Kg lack only norms and the scale. One program walks a sequence with BV columns of one value head's state: grid
+(V / BV, HV, N), and with packed sequences one more, which writes zeros after the last sequence.
 
 On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. Checkpoints are at
 a stride, or one for each sequence, which serving/offsets.py completes up to its offset. An index that names no slot is
@@ -59,6 +58,7 @@ from flash_delta.kernels.runtime.arguments import (
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
+from flash_delta.kernels.triton.forward.products import times_inverse
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, walked, walks
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
@@ -96,8 +96,7 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
 
 @triton.jit
 def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
-    """For sequence n: slot of the first state, whether there is one, slot of the last state, whether it is not
-    padding."""
+    """For sequence n: the first state's slot, whether there is one, the last state's slot, whether n is not padding."""
     read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
     write = n
     if write_indices is not None:
@@ -245,8 +244,7 @@ def walk(
         S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is the image of key j
     if POOL:
         store_zeros(o_rows, o_strides, tl.where(well, stop, start), stop, w, V, C, BV)
-    # Loaded one chunk ahead, into registers. If they were loaded in their own iteration, they would go through shared
-    # memory, which took 0.8 of 2.2 us per chunk on an H200 (docs/notes).
+    # Loaded one chunk ahead, into registers. Through shared memory they took 0.8 of 2.2 us on an H200 (docs/notes).
     if AHEAD:
         y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
     e_q, e_p, b, gamma = load_rates(rates, gammas, head, i, c, chunks, C, K, CHANNEL)
@@ -276,21 +274,21 @@ def walk(
                 O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
             if ERASE:
                 R -= E * e_p[None, :]
-            r = (R * b[None, :]).to(ty)  # [BV, C]
-            u, written, read = r, r, r
+            if SAVE:
+                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, VP, C, BV, TMA)
+            R *= b[None, :]
+            u, written = R.to(ty), R.to(ty)  # [BV, C]
+            if OUTPUT:
+                O *= e_q[None, :]
             if ERASE and (SAVE or CHANNEL):
-                a = load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)
-                U = tl.dot(r, tl.trans(a), r.to(tl.float32) if CHANNEL else None, input_precision=PRECISION)
-                u = U.to(ty)
-                if CHANNEL:
-                    written, read = (U * e_p[None, :]).to(ty), u
+                U = times_inverse(R, tl.trans(load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)), CHANNEL, PRECISION)
+                u, written = U.to(ty), (U * e_p[None, :]).to(ty) if CHANNEL else written
             S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
             if OUTPUT:
                 y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
-                O = tl.dot(read, tl.trans(y), O * e_q[None, :], input_precision=PRECISION)
+                O = tl.dot(u if CHANNEL else written, tl.trans(y), O, input_precision=PRECISION)
                 store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, GIVEN_TMA)
             if SAVE:
-                store_tile(Rs, v_matrix, tl.trans(R.to(ty)), at, rows, w, VP, C, BV, TMA)
                 store_tile(Us, v_matrix, tl.trans(u), at, rows, w, VP, C, BV, TMA)
             later = head + tl.minimum(j + 1, chunks - 1) * HV
             if AHEAD:

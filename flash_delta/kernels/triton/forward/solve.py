@@ -14,7 +14,7 @@ decays only from later to earlier tokens. None is above 1 if no log decay is abo
 
 G is summed in float64 and kept as two float32, so that differences are right even if G is large. Writes
 
-    A        [slots, HV, C, C]
+    A        [slots, HV, C, C]   float16 if inputs have 16 bits (products.py); larger numbers are clamped
     vectors  [slots, HV, 4, C]   G, its rest beyond float32 (both with a gate), b, the log decay (if g was raw)
     norms    [slots, H, 3, C]    with norms: the reciprocal lengths of q, k and p
 
@@ -48,6 +48,7 @@ MOST = tl.constexpr(40.0)  # the largest exponent of a pair. Pairs above the dia
 @triton.jit
 def product(a, bt, c, PRODUCTS: tl.constexpr):
     """``c + a b`` of [16, 16], with b given as its transpose, in float16 or in float32 with an input precision.
+    "clamped" is float16, and larger results become the largest float16, so that no later product makes a NaN of them.
 
     b is transposed in float32, which needs no exchange of registers. Triton would move 16-bit numbers through shared
     memory.
@@ -55,6 +56,8 @@ def product(a, bt, c, PRODUCTS: tl.constexpr):
     b = tl.trans(bt)
     if PRODUCTS == "float16":
         return tl.dot(a.to(tl.float16), b.to(tl.float16), c)
+    elif PRODUCTS == "clamped":
+        return tl.clamp(tl.dot(a.to(tl.float16), b.to(tl.float16), c), -65504.0, 65504.0)
     else:
         return tl.dot(a, b, c, input_precision=PRODUCTS)
 
@@ -84,8 +87,8 @@ def inverses(M0, M1, PRODUCTS: tl.constexpr):
     """``(I - M)^{-1}`` and its transpose for two matrices M [16, 16]."""
     A0, T0 = pairs_of_tokens(M0, PRODUCTS)
     A1, T1 = pairs_of_tokens(M1, PRODUCTS)
-    if PRODUCTS == "float16":
-        for level in range(1, 4):
+    if PRODUCTS == "float16" or PRODUCTS == "clamped":
+        for level in tl.static_range(1, 4):
             A0, T0 = doubled(A0, T0, M0, level, PRODUCTS)
             A1, T1 = doubled(A1, T1, M1, level, PRODUCTS)
     else:  # in float32 registers suffice for one at a time
@@ -169,6 +172,8 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr, CHA
     o = tl.arange(0, 16)
     if CHANNEL and i == j:
         block = tl.where(o[:, None] == o[None, :], 0.0, block)
+    if A.dtype.element_ty == tl.float16:
+        block = tl.clamp(block, -65504.0, 65504.0)
     tl.store(A + 16 * (i * C + j) + o[:, None] * C + o[None, :], block.to(A.dtype.element_ty))
 
 
@@ -262,8 +267,8 @@ def solve(
                 k_rows, p_rows, norms, token, stop, k_strides, p_strides, K, C, W, NORM, OWN_P, PRECISION
             )
         # float16 is as accurate as tf32. With 0.9-correlated keys and b up to 2, A is off by 3e-3, and in bfloat16 by
-        # 2.5e-2.
-        PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16"
+        # 2.5e-2. Keys without norms may have any length, so A may be beyond float16.
+        PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16" if NORM else "clamped"
         zero = tl.zeros([16, 16], tl.float32)
         for member in range(HV // H):
             head = slot.to(tl.int64) * HV + h * (HV // H) + member
@@ -271,7 +276,7 @@ def solve(
             if CHANNEL:
                 s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = load_scores(L + head * C * C, C)
             r, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-            tl.store(a + r * C + c, tl.zeros([C, C], k.dtype.element_ty), mask=r // 16 < c // 16)
+            tl.store(a + r * C + c, tl.zeros([C, C], A.dtype.element_ty), mask=r // 16 < c // 16)
             # tokens 0 to 31
             M00, _, c0, _ = block_gates(s00, v, 0, C, GATE, UNDECAYED)
             M11, r1, c1, span1 = block_gates(s11, v, 1, C, GATE, UNDECAYED)
