@@ -140,6 +140,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/*-segments/factor_chunks", HOPPER, "lint", "the same", 4),
     Allowed(f"{BY_HAND}/channel*/prepare", HOPPER, "lint", "the same", 4),
     Allowed(f"{BY_HAND}/channel*/channel_loop", HOPPER, "spill", "addresses, beside two halves of a state", 40),
+    Allowed(f"{BY_HAND}/channel-loop/channel_loop", HOPPER, "spill", "the same", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-free*/channel_loop", HOPPER, "spill", "the same, beside the branch for pieces", 70),
     Allowed(f"{BY_HAND}/channel-logs*/channel_loop", HOPPER, "spill", "the same", 80),
     Allowed(f"{BY_HAND}/channel*-parts/channel_loop", HOPPER, "spill", "the same, and ends of parts", 100),

@@ -30,6 +30,20 @@ def invert_own(scores, norms, strengths, sD):
 
 
 @gluon.jit
+def mixed(A, P, of_A):
+    """A in float16, as `to_half` rounds it, where ``of_A``. Elsewhere the bits of P in bfloat16."""
+    code: gl.constexpr = """{
+        .reg .pred p;
+        .reg .b32 a, b;
+        setp.ne.s32 p, $5, 0;
+        cvt.rn.satfinite.f16x2.f32 a, $2, $1;
+        cvt.rn.bf16x2.f32 b, $4, $3;
+        selp.b32 $0, a, b, p;
+    }"""
+    return gl.inline_asm_elementwise(code, "=r,f,f,f,f,r,r", [A, P, of_A.to(gl.int32)], gl.float16, True, 2)
+
+
+@gluon.jit
 def store_maps(inverted, tile, sD):
     """Stores A without its diagonal, and below it P: [64, 32]."""
     A, left, P = inverted
@@ -39,7 +53,7 @@ def store_maps(inverted, tile, sD):
     r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
     A = invert_pairs(A, A - gl.where(r == c, 1.0, 0.0), left, sD)
-    tile.store(gl.where(row < STEP, A, P).to(tile.dtype))
+    tile.store(mixed(A, P, row < STEP))
 
 
 @gluon.jit

@@ -7,9 +7,10 @@ time, with a role per warp group.
     state    E = (2^n S0) k~    R = b (v - r_k E)    U = A R + R    S1 = d . (2^n S0 + k^^T (r_k U))
              O = scale r_q ((2^n S0) q~) + P U
 
-k~ and q~ are the rows, and k^ are the columns. A lacks its diagonal (prepare.py). d is ``trail``, the decay from the
-point where decays are taken apart to the end of the 32 tokens. If 32 tokens fall too far, they come in several pieces
-(gate_role.py). The outputs of a piece are 0 for tokens of other pieces, so the outputs of all pieces are added up.
+k~ and q~ are the rows, and k^ are the columns. A is float16 (units.py) and lacks its diagonal (prepare.py). d is
+``trail``, the decay from the point where decays are taken apart to the end of the 32 tokens. If 32 tokens fall too far,
+they come in several pieces (gate_role.py). The outputs of a piece are 0 for tokens of other pieces, so the outputs of
+all pieces are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators. If a program has a whole state, these
 are two halves [64, K], and the group walks one half after the other. The rules of forward/loop.py for ptxas hold here,
@@ -68,6 +69,7 @@ from flash_delta.kernels.hopper.layouts import (
 )
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, wait_free
 from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile
+from flash_delta.kernels.hopper.units import units
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -193,7 +195,9 @@ def state_role(
             x, y = t % NX, step % NV
             of_k, of_q = norms.index(x).slice(0, STEP, 1), norms.index(x).slice(STEP, STEP, 1)
             b = strengths.index(x).slice(0, STEP, 1)
-            A, P = maps.index(x).slice(0, STEP, 0), maps.index(x).slice(STEP, STEP, 0)
+            A = maps.index(x).slice(0, STEP, 0)
+            # The factor group has stored the bits of P.
+            P = reinterpret(maps.index(x), ty, [2 * STEP, STEP], HALF).slice(STEP, STEP, 0)
             at = RAGGED - length + token
             if parts is not None:
                 at = gl.where(token < begin, RAGGED, at)  # outputs before the part are clipped
@@ -217,9 +221,11 @@ def state_role(
                 R = sv.index(y).slice(64 * half, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
                 weight = of_k.load(NARROW_ROWS)
                 R = (R - E * weight) * b.load(NARROW_ROWS)
-                U = warpgroup_mma(gl.convert_layout(R.to(ty), operand), A.permute([1, 0]), R, is_async=True)
+                unit, inverse = units(R)
+                R *= inverse
+                U = warpgroup_mma(gl.convert_layout(R.to(gl.float16), operand), A.permute([1, 0]), R, is_async=True)
                 O *= of_q.load(NARROW_ROWS)
-                U = warpgroup_mma_wait(0, deps=[U])
+                U = warpgroup_mma_wait(0, deps=[U]) * unit
                 written, read = (U * weight).to(ty), U.to(ty)
                 S = warpgroup_mma(gl.convert_layout(written, wide_operand), columns.index(x), S, is_async=True)
                 O = warpgroup_mma(gl.convert_layout(read, operand), P.permute([1, 0]), O, is_async=True)
@@ -285,7 +291,7 @@ def run_roles(
     sv = gl.allocate_shared_memory(ty, [NV, STEP, 64 * HALVES], TILE)
     rows = gl.allocate_shared_memory(ty, [NX, 2 * STEP, K], TILE)
     columns = gl.allocate_shared_memory(ty, [NX, STEP, K], TILE)
-    maps = gl.allocate_shared_memory(ty, [NX, 2 * STEP, STEP], HALF)
+    maps = gl.allocate_shared_memory(gl.float16, [NX, 2 * STEP, STEP], HALF)
     norms = gl.allocate_shared_memory(gl.float32, [NX, 1, 2 * STEP], LINES)
     strengths = gl.allocate_shared_memory(gl.float32, [NX, 1, 2 * STEP], LINES)
     lead = gl.allocate_shared_memory(gl.float32, [NX, 1, K], LINES)

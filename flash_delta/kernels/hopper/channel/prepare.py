@@ -7,7 +7,7 @@ after the other.
 L is P with k for q and without the scale, for i > j. `channel` and `solve` of the ``triton`` backend write the same.
 The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
 
-A is stored without its diagonal, which is 1. Walks round what they multiply by A. Those by hand, and `scan_backward`,
+A is stored without its diagonal, which is 1, in float16. Walks round what they multiply by A to float16 (units.py), and
 add what the diagonal would give in float32, so most of the result is not rounded for the product.
 
 For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
@@ -52,6 +52,7 @@ from flash_delta.kernels.hopper.layouts import FLOATS, HALF, NARROW_ROWS, PAIRS,
 from flash_delta.kernels.hopper.rings import barriers, load_box
 from flash_delta.kernels.hopper.segments.bounds import extent, find_segment, first_slot, load_bound, nth
 from flash_delta.kernels.hopper.tiles import PREPARES
+from flash_delta.kernels.hopper.units import to_half
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -222,19 +223,18 @@ def own_scores(scores, exact, lowest, weights, norms, h: gl.constexpr, steep, NO
 @gluon.jit
 def store_inverse(rows, columns, strengths, a_desc, at):
     """Computes A from the L that `store_scores` has left in ``columns``, and stores it without its diagonal."""
-    ty: gl.constexpr = a_desc.dtype
     M = reinterpret(columns, gl.float16, [2, C, C], TILE).index(1).load(ROWS).to(gl.float32)
     if strengths is not None:
         M *= strengths.permute([1, 0]).load(ROWS)
     scratch = reinterpret(rows, gl.float16, [4, C, C // 2], HALF)
     sD = reinterpret(columns, gl.float16, [2, 2, 16, 16], PAIRS)
     left_part, right_part = invert(M, None, scratch.index(2), scratch.index(3), sD, True)
-    sa = reinterpret(columns, ty, [C, C], TILE)
+    sa = reinterpret(columns, gl.float16, [C, C], TILE)
     i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     j = gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
     own = j == i % 32
     left_part, right_part = gl.where(own & (i < 32), 0.0, left_part), gl.where(own, 0.0, right_part)
-    sa.store(beside(left_part, right_part).to(ty))
+    sa.store(beside(to_half(left_part), to_half(right_part)))
     fence_async_shared()
     barrier()  # all warps of the program: A is whole in shared memory
     tma_store(a_desc, [at, 0], sa)

@@ -5,9 +5,10 @@ other, 64 value columns of each.
              warp each
     state    R = b (v - r_k (Kg S0))     U = A R + R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
-A lacks its diagonal (prepare.py). The state is transposed, S^T [64, K], in float32 accumulators, as in forward/loop.py.
-The rules there for ptxas hold here, too. Grid (programs, V / 64). On a pool the states are those of listed prompts
-(forward/prompt_list.py). They are read from slots and written to slots, and also to checkpoints.
+A is float16 (units.py) and lacks its diagonal (prepare.py). The state is transposed, S^T [64, K], in float32
+accumulators, as in forward/loop.py. The rules there for ptxas hold here, too. Grid (programs, V / 64). On a pool the
+states are those of listed prompts (forward/prompt_list.py). They are read from slots and written to slots, and also to
+checkpoints.
 
 Barriers, and who completes them:
 
@@ -40,6 +41,7 @@ from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.tiles import CHANNEL_WALK
+from flash_delta.kernels.hopper.units import units
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -127,12 +129,16 @@ def state_role(
             E, O = warpgroup_mma_wait(1, deps=[E, O])
             R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
             R = (R - E * of_k.load(ROWS)) * b.load(ROWS)
-            U = warpgroup_mma(gl.convert_layout(R.to(ty), operand), sa.index(x).permute([1, 0]), R, is_async=True)
+            unit, inverse = units(R)
+            R *= inverse
+            U = warpgroup_mma(
+                gl.convert_layout(R.to(gl.float16), operand), sa.index(x).permute([1, 0]), R, is_async=True
+            )
             U, O = warpgroup_mma_wait(1, deps=[U, O])
             O *= of_q.load(ROWS)
             S *= sg.index(s).load(WIDE_ROWS)
             weight = of_k.load(ROWS)
-            U = warpgroup_mma_wait(0, deps=[U])
+            U = warpgroup_mma_wait(0, deps=[U]) * unit
             written = (U * weight).to(ty)
             read = U.to(ty)
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sd.index(s), S, is_async=True)
@@ -182,7 +188,7 @@ def walk_channels(
     sr = gl.allocate_shared_memory(gl.float32, [NS, 1, 4 * C], LINES)
     sg = gl.allocate_shared_memory(gl.float32, [NS, 1, K], LINES)
     sv = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
-    sa = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
+    sa = gl.allocate_shared_memory(gl.float16, [NV, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     full, vfull, done = barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
