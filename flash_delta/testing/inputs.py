@@ -71,14 +71,14 @@ def _repeated_keys(case: Case, gen: torch.Generator, B: int, T: int, H: int, K: 
     "turning": a walk, in which two neighbours have a cosine of about 0.95.
     """
     count = {"two": 2, "16": 16, "turning": T}.get(case.keys, 1)
-    own = torch.nn.functional.normalize(_randn(gen, B, count, H, K), dim=-1)
+    own = _randn(gen, B, count, H, K)
     if case.keys == "turning":
         for t in range(1, T):
             own[:, t] = 0.95 * own[:, t - 1] + math.sqrt(1 - 0.95**2) * own[:, t]
     order = torch.arange(T) % count
     if case.keys == "16":
         order = torch.randint(count, (T,), generator=gen)
-    x = own[:, order]
+    x = torch.nn.functional.normalize(own, dim=-1)[:, order]
     if case.keys == "direction":
         x = x + case.noise * torch.nn.functional.normalize(_randn(gen, B, T, H, K), dim=-1)
         count, order = T, torch.arange(T)

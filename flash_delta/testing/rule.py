@@ -92,10 +92,10 @@ def run_wide(
     inside: AbstractContextManager | None = None,
     keys_in: torch.dtype | None = None,
 ) -> Results:
-    """The results of the torch backend in float64, on the inputs' device. ``keys_in``: q and k are normalised and then
-    rounded to this dtype. Their gradients go back through the norm."""
-    wide = {n: inputs[n].detach().double().requires_grad_() for n in TENSORS if n in inputs}
-    given = inputs | wide
+    """The results of the torch backend in float64, on the CPU. ``keys_in``: q and k are normalised and then rounded to
+    this dtype. Their gradients go back through the norm."""
+    wide = {n: inputs[n].detach().cpu().double().requires_grad_() for n in TENSORS if n in inputs}
+    given = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in inputs.items()} | wide
     if keys_in is not None:
         given |= {"use_qk_l2norm_in_kernel": False}
         for name in ("q", "k"):
