@@ -130,6 +130,7 @@ def _table(answers: "list[Answer]", where: str) -> Table:
                 rows.append((op, dtype, f"{peer}, {len(errors)} cases", *shown))
     names = (column.replace("dinitial_state", "dS0").replace("final_state", "S") for column in COLUMNS)
     title = f"worst relative L2 error over {cases} cases on {where}; one that is too large is marked with !"
+    title += "; dg, dA_log and ddt_bias are compared with the terms that they sum"
     return Table(("op", "dtype", "whose", *names), rows, title)
 
 
