@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.bench import Peer, PeerAnswer
-from flash_delta.bench.judging import Answer
+from flash_delta.bench.judging import Answer, names_of
 from flash_delta.bench.shared import Sharer, judge_shared
 from flash_delta.cli import checking
 from flash_delta.cli.app import app
@@ -104,18 +104,16 @@ def test_every_case_comes_with_other_widths(judge, tmp_path):
     assert make_inputs(case, MEMBERS["gdn"], torch.float32)["v"].shape == (1, 205, 4, 512)
 
 
-def test_hard_cases_have_rows_of_their_own(judge, tmp_path):
+def test_hard_cases_have_rows_of_their_own(judge):
     """They run in bfloat16, on the ops that they are for. --full has them, too."""
-    path, asked = tmp_path / "check.json", {}
-    for flag in ("--hard", "--full"):
-        result = run(flag, "--json", path)
-        assert result.exit_code == 0, result.output
-        lines = json.loads(path.read_text())["cases"]
-        asked[flag] = [(line["op"], line["dtype"], line["case"]) for line in lines]
-    assert set(asked["--hard"]) <= set(asked["--full"])
-    assert {row[:2] for row in asked["--hard"]} == {(op, "bfloat16") for op in ("gdn", "kda", "delta-rule")}
-    assert {row[2] for row in asked["--hard"]} == {case.name for case in HARD}
+    full, hard = (list(checking._jobs(*flags, None, torch.device("cpu"))) for flags in ((1, 0, 0), (0, 0, 1)))
+    full, hard = ({names_of(job) for job in jobs} for jobs in (full, hard))
+    assert hard < full
+    assert {row[:2] for row in hard} == {(op, "bfloat16") for op in ("gdn", "kda", "delta-rule")}
+    assert {row[2] for row in hard} == {case.name for case in HARD}
     assert len(HARD) == 14
+    result = run("--hard")
+    assert result.exit_code == 0, result.output
     assert "gdn, one-key-1.999" in result.output
 
 

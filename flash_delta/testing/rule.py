@@ -62,6 +62,11 @@ class Standard:
     def error(self, name: str, got: Tensor) -> float:
         return relative_error(got, self.want[name], self.scales[name])
 
+    def wrong(self, results: Results) -> dict[str, tuple[float, float]]:
+        """Results that are off by more than is allowed, with both numbers."""
+        judged = {name: (self.error(name, value), self.allowed[name]) for name, value in results.items()}
+        return {name: (error, limit) for name, (error, limit) in judged.items() if error > limit}
+
     def _allowed(self, name: str, case: Case, member: Member, dtype: torch.dtype) -> float:
         if self.hard:
             floors = (case.channel_floors if member.gate == "channel" else None) or case.floors
