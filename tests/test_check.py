@@ -1,6 +1,7 @@
 """`flash-delta check` says what is wrong, loses nothing else, and shows whose error is whose."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.bench import Peer, PeerAnswer
-from flash_delta.bench.judging import Answer
+from flash_delta.bench.judging import Answer, names_of
 from flash_delta.bench.shared import Sharer, judge_shared
 from flash_delta.cli import checking
 from flash_delta.cli.app import app
-from flash_delta.testing import CASES, MEMBERS, make_inputs
+from flash_delta.testing import CASES, HARD, MEMBERS, make_inputs
 from flash_delta.testing.matrix import STRESS, Cell, Judge, Stress
 from flash_delta.testing.workload import Workload
 
@@ -103,6 +104,30 @@ def test_every_case_comes_with_other_widths(judge, tmp_path):
     assert make_inputs(case, MEMBERS["gdn"], torch.float32)["v"].shape == (1, 205, 4, 512)
 
 
+def test_hard_cases_have_rows_of_their_own(judge):
+    """They run in bfloat16, on the ops that they are for. --full has them, too."""
+    full, hard = (list(checking._jobs(*flags, None, torch.device("cpu"))) for flags in ((1, 0, 0), (0, 0, 1)))
+    full, hard = ({names_of(job) for job in jobs} for jobs in (full, hard))
+    assert hard < full
+    assert {row[:2] for row in hard} == {(op, "bfloat16") for op in ("gdn", "kda", "delta-rule")}
+    assert {row[2] for row in hard} == {case.name for case in HARD}
+    assert len(HARD) == 14
+    result = run("--hard")
+    assert result.exit_code == 0, result.output
+    assert "gdn, one-key-1.999" in result.output
+
+
+def test_a_hard_case_is_judged_by_its_own_rule():
+    case = replace(HARD[0], T=128, H=1, HV=1)
+    cells = {cell.tensor: cell for cell in Judge(torch.device("cpu"), None).case("gdn", case, "bfloat16")}
+    assert cells.keys() >= {"o", "final_state", "dq", "dg", "dinitial_state", "inferred o"}
+    assert all(cell.right and cell.allowed >= 3 * cell.reference for cell in cells.values())
+    assert min(cells[tensor].allowed for tensor in ("o", "inferred o")) >= 0.2
+    forward = replace(HARD[-1], T=128, H=1, HV=1)
+    (o, state) = Judge(torch.device("cpu"), None).case("gdn", forward, "bfloat16")
+    assert (o.tensor, state.tensor) == ("inferred o", "inferred final_state")
+
+
 def test_an_unknown_case_is_refused():
     result = run("--case", "raged")
     assert result.exit_code == 2
@@ -140,6 +165,9 @@ def test_a_peer_is_judged_on_the_same_inputs():
     assert right.reason is None
     assert {"o", "final_state", "dq", "dg", "dinitial_state"} <= right.errors.keys()
     assert max(right.errors.values()) < 1e-5
+    assert max(peer.case("gdn", by_name["float32-gates"], "float32").errors.values()) < 1e-5  # norm and given gates
+    repeated = peer.case("gdn", replace(HARD[0], T=128, H=1, HV=1), "bfloat16")
+    assert {"o", "dq", "dg"} <= repeated.errors.keys()
     for name in ("in-kernel", "lower-bound"):  # KDA's gate in its two forms
         assert max(peer.case("kda", by_name[name], "float32").errors.values()) < 1e-5
     assert peer.case("gdn", by_name["scale"], "float32") == PeerAnswer({}, "peers' ops have no words for it")

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.testing import MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import TENSORS, infer, products_in, run, truth
-from flash_delta.testing.cases import with_gaps
+from flash_delta.testing.inputs import with_gaps
 
 RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
 CASE = Case("copied", "of what kernels cannot read", B=1, T=200, K=128, V=128, options=RAW)

@@ -20,8 +20,8 @@ from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving
 from flash_delta.kernels.triton.forward import channel, scan, solve
 from flash_delta.problem import Inputs
-from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, run, truth
+from flash_delta.testing import CASES, MEMBERS, Standard, allowed, make_inputs, relative_error
+from flash_delta.testing.accuracy import products_in, run
 
 KDA = MEMBERS["kda"]
 BY_NAME = {case.name: case for case in CASES}
@@ -56,13 +56,10 @@ CELLS = [
 def test_against_the_recurrence(case, dtype, changes):
     """Every output and gradient is as near as a kernel's may be."""
     case, dtype = replace(BY_NAME[case], **{"B": 1, "H": 1} | changes), getattr(torch, dtype)
-    want = truth(KDA, make_inputs(case, KDA, dtype))
-    got = run(KDA, make_inputs(case, KDA, dtype), "triton")
-    with products_in(dtype):
-        reference = run(KDA, make_inputs(case, KDA, dtype), "torch")
-    for tensor, value in want.items():
-        limit = allowed(relative_error(reference[tensor], value), dtype)
-        assert relative_error(got[tensor], value) <= limit, tensor
+    x = make_inputs(case, KDA, dtype)
+    standard, got = Standard(case, KDA, x), run(KDA, x, "triton")
+    assert got.keys() == standard.want.keys()
+    assert not standard.wrong(got)
 
 
 @pytest.mark.parametrize(

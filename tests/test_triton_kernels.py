@@ -25,8 +25,8 @@ from flash_delta.kernels.triton.forward import factor, scan, solve
 from flash_delta.kernels.triton.forward.scan_launches import copies
 from flash_delta.kernels.triton.tiles import widest_float32, widest_key
 from flash_delta.problem import Inputs
-from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, run, truth
+from flash_delta.testing import CASES, MEMBERS, Standard, make_inputs
+from flash_delta.testing.accuracy import run
 
 BY_NAME = {case.name: case for case in CASES}
 HEADS = {"H": 1, "HV": 2}  # the interpreter takes seconds for each: a batch and more groups are in some cells
@@ -54,13 +54,10 @@ CELLS = [
 def test_against_the_recurrence(name, case, dtype, changes):
     """Every output and gradient is as near as a kernel's may be."""
     member, case, dtype = MEMBERS[name], replace(BY_NAME[case], **changes), getattr(torch, dtype)
-    want = truth(member, make_inputs(case, member, dtype))
-    got = run(member, make_inputs(case, member, dtype), "triton")
-    with products_in(dtype):
-        reference = run(member, make_inputs(case, member, dtype), "torch")
-    for tensor, value in want.items():
-        limit = allowed(relative_error(reference[tensor], value), dtype)
-        assert relative_error(got[tensor], value) <= limit, tensor
+    x = make_inputs(case, member, dtype)
+    standard, got = Standard(case, member, x), run(member, x, "triton")
+    assert got.keys() == standard.want.keys()
+    assert not standard.wrong(got)
 
 
 def test_calls_with_and_without_gradients_are_not_launched_alike():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from flash_delta.bench import contestants
-from flash_delta.testing import MEMBERS, Case, Workload, first_line, make_inputs, relative_error, truth, with_gradients
+from flash_delta.testing import MEMBERS, Case, Standard, Workload, first_line, make_inputs, with_gradients
 from flash_delta.testing.workload import LOWER_BOUND
 
 DESCRIBED = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "lower_bound"}
@@ -26,7 +26,7 @@ class Peer:
         self.module, self.device = contestants.load(contestant), device
 
     def case(self, name: str, case: Case, dtype: str) -> PeerAnswer:
-        """Compares its results with the recurrence in float64. Without a backward pass, only outputs are compared."""
+        """Measures its errors as ours are. Without a backward pass, only outputs are compared."""
         workload = _workload(name, case, dtype)
         if workload is None:
             return PeerAnswer({}, "peers' ops have no words for it")
@@ -47,19 +47,21 @@ class Peer:
                 got = with_gradients(o, state, call.inputs, o.dtype)
             except RuntimeError as error:  # fla's backward on Hopper
                 reason = first_line(error)
-        want = truth(member, inputs)
-        errors = {t: relative_error(got[t].reshape(want[t].shape), want[t]) for t in want if t in got}
-        return PeerAnswer(errors, reason)
+        standard = Standard(case, member, inputs, kernels=False)
+        want = standard.want
+        return PeerAnswer({t: standard.error(t, got[t].reshape(want[t].shape)) for t in want if t in got}, reason)
 
 
 def _workload(name: str, case: Case, dtype: str) -> Workload | None:
     """The case as a workload, or None if a workload cannot describe it."""
     raw, bound = case.options.get("use_gate_in_kernel", False), case.options.get("lower_bound")
+    l2norm = case.options.get("use_qk_l2norm_in_kernel", False)
     as_described = case.initial_state and case.options.keys() <= DESCRIBED
     if name not in ("gdn", "kda") or not as_described or bound not in (None, LOWER_BOUND):
         return None
     packed = case.lengths is not None
     gates = "unbounded" if name == "kda" and raw and bound is None else ""
-    N, activations = len(case.lengths) if packed else case.B, {"l2norm": raw, "raw": raw, "gates": gates}
+    N, activations = len(case.lengths) if packed else case.B, {"l2norm": l2norm, "raw": raw, "gates": gates}
     sizes = {"H": case.H, "HV": case.HV, "N": N, "T": case.T, "K": case.K, "V": case.V}
-    return Workload("check", "training", name, **sizes, dtype=dtype, packed=packed, **activations)
+    kind = "forward" if case.forward_only else "training"
+    return Workload("check", kind, name, **sizes, dtype=dtype, packed=packed, **activations)

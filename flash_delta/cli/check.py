@@ -13,6 +13,7 @@ def check(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="All named cases; on a GPU also full-size problems.")] = False,
     widths: Annotated[bool, typer.Option("--widths", help="All named cases with other widths of heads.")] = False,
+    hard: Annotated[bool, typer.Option("--hard", help="The cases where keys repeat, in bfloat16.")] = False,
     case: Annotated[str | None, typer.Option(help="Only this case.")] = None,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
@@ -26,14 +27,16 @@ def check(
 
     On a GPU the work runs in processes of its own, so that a crash costs one case. --full adds there what only shows at
     full size: 100 bitwise equal repeats, more than 1,024 blocks, tensors of more than 2^31 elements. --widths takes
-    all named cases with K = 60, V = 100, whose rows are no multiples of 16 bytes, and with K = 24, V = 512.
+    all named cases with K = 60, V = 100, whose rows are no multiples of 16 bytes, and with K = 24, V = 512. --hard, a
+    part of --full, takes cases where keys repeat and rounding errors add up. They allow three times the error of
+    rounding q and k alone, or a floor. --json has for each result its error, what is allowed, and that error.
 
     --shared calls training, prefill on pools and decoding in --processes side by side, with long work between calls.
     Every result has to have the bits that it has when its process works alone.
     """
     if shared:
-        others = {"full": full, "widths": widths, "case": case, "backend": backend, "peers": peers, "json": results}
-        for name, value in (others | {"resume": resume}).items():
+        others = {"full": full, "widths": widths, "hard": hard, "case": case, "backend": backend, "peers": peers}
+        for name, value in (others | {"json": results, "resume": resume}).items():
             if value:
                 raise ValueError(f"{name}: expected no such option beside --shared, got {value}")
         if not same_when_shared(device, processes, rounds or 500):
@@ -41,5 +44,5 @@ def check(
         return
     if rounds is not None:
         raise ValueError(f"rounds: expected no number without --shared, got {rounds}")
-    if not all_right(device, full, widths, case, backend, peers, processes, results, resume):
+    if not all_right(device, full, widths, hard, case, backend, peers, processes, results, resume):
         raise typer.Exit(1)

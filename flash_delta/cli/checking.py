@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
-DTYPES = ("float64", "float32", "bfloat16")
 
 
 def all_right(
     device: str,
     full: bool,
     widths: bool,
+    hard: bool,
     case: str | None,
     backend: str | None = None,
     peers: str | None = None,
@@ -35,7 +35,7 @@ def all_right(
     from flash_delta.bench.judging import judge, names_of, read, write
 
     where = require_device(device)
-    jobs = list(_jobs(full, widths, case, where))
+    jobs = list(_jobs(full, widths, hard, case, where))
     order = {names_of(job): number for number, job in enumerate(jobs)}
     answers: list[Answer] = []
     if resume:
@@ -77,17 +77,19 @@ def same_when_shared(device: str, processes: int, rounds: int) -> bool:
     return all(answer.right for answer in answers)
 
 
-def _jobs(full: bool, widths: bool, only: str | None, device: "torch.device") -> "Iterator[Job]":
-    from flash_delta.testing import CASES, MEMBERS, WIDTHS
+def _jobs(full: bool, widths: bool, hard: bool, only: str | None, device: "torch.device") -> "Iterator[Job]":
+    from flash_delta.testing import CASES, HARD, MEMBERS, WIDTHS
     from flash_delta.testing.matrix import STRESS
 
-    named = [case.at_widths(K, V) for K, V in WIDTHS for case in CASES] if widths else CASES
-    cases = [case for case in named if (full or widths or case.smoke if only is None else case.name == only)]
+    named = [case.at_widths(K, V) for K, V in WIDTHS for case in CASES] if widths else CASES + HARD
+    chosen = HARD if hard else named if full or widths else [case for case in named if case.smoke]
+    cases = chosen if only is None else [case for case in named if case.name == only]
     if not cases:
         raise ValueError(f"case: expected one of {', '.join(case.name for case in named)}, got {only!r}")
     for name, member in MEMBERS.items():
-        for dtype in DTYPES:
-            yield from (("case", (name, case, dtype)) for case in cases if case.applies(member))
+        applying = [case for case in cases if case.applies(member)]
+        for dtype in ("float64", "float32", "bfloat16"):
+            yield from (("case", (name, case, dtype)) for case in applying if dtype in case.dtypes)
     if full and not only and device.type == "cuda":
         yield from (("stress", (stress,)) for stress in STRESS)
 
@@ -102,18 +104,25 @@ def _counted(items: Iterable[T], total: int) -> Iterator[T]:
 
 
 def _table(answers: "list[Answer]", where: str) -> Table:
-    """The worst error of each tensor over all cases, beside those of the torch backend and of peers. Outputs of calls
-    without gradients have rows of their own ("inferred o")."""
-    cases, rows = len({answer.case for answer in answers}), []
-    for op, dtype in dict.fromkeys((answer.op, answer.dtype) for answer in answers):
-        mine = [a for a in answers if (a.op, a.dtype) == (op, dtype)]
+    """The worst error of each tensor over all cases, beside those of the torch backend and of peers. A hard case has
+    rows of its own, with the error of rounding q and k. The error of an output is the worse one of the calls with and
+    without gradients."""
+    from flash_delta.testing import HARD
+
+    cases, rows, hard = len({answer.case for answer in answers}), [], {case.name for case in HARD}
+    groups = {}
+    for answer in answers:
+        case = answer.case if answer.case in hard else ""
+        groups.setdefault((answer.op, answer.dtype, case), []).append(answer)
+    for (op, dtype, case), mine in groups.items():
+        op = f"{op}, {case}" if case else op
         cells = [cell for a in mine for cell in a.cells if cell.case != "repeats"]
         shown = (_worst([(c.error, c.right) for c in cells if c.tensor.split()[-1] == t]) for t in COLUMNS)
         rows.append((op, dtype, "ours", *shown))
         references = [cell for cell in cells if cell.reference is not None]
         if references:
             shown = (_worst([(c.reference, True) for c in references if c.tensor == t]) for t in COLUMNS)
-            rows.append((op, dtype, "torch", *shown))
+            rows.append((op, dtype, "rounded keys" if case else "torch", *shown))
         for peer in dict.fromkeys(name for a in mine for name in a.peers):
             errors = [a.peers[peer].errors for a in mine if peer in a.peers and a.peers[peer].errors]
             if errors:
@@ -121,6 +130,7 @@ def _table(answers: "list[Answer]", where: str) -> Table:
                 rows.append((op, dtype, f"{peer}, {len(errors)} cases", *shown))
     names = (column.replace("dinitial_state", "dS0").replace("final_state", "S") for column in COLUMNS)
     title = f"worst relative L2 error over {cases} cases on {where}; one that is too large is marked with !"
+    title += "; dg, dA_log and ddt_bias are compared with the terms that they sum"
     return Table(("op", "dtype", "whose", *names), rows, title)
 
 

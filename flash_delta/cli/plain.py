@@ -19,6 +19,7 @@ def main(missing: str) -> None:
     check.add_argument("--device", default="cpu", help="where to run: cpu, cuda, ...")
     check.add_argument("--full", action="store_true", help="all named cases")
     check.add_argument("--widths", action="store_true", help="all named cases with other widths of heads")
+    check.add_argument("--hard", action="store_true", help="the cases where keys repeat, in bfloat16")
     check.add_argument("--case", help="only this case")
     check.add_argument("--backend", help="check this backend; none: the one the library takes")
     if sys.argv[1:] and sys.argv[1] not in ("info", "check", "-h", "--help", "--version"):
@@ -28,7 +29,7 @@ def main(missing: str) -> None:
     try:
         if given.command == "info":
             info()
-        elif not all_right(given.device, given.full, given.widths, given.case, given.backend):
+        elif not all_right(given.device, given.full, given.widths, given.hard, given.case, given.backend):
             sys.exit(1)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -79,6 +79,11 @@ def scores_backward(
     return ScoreGradients(dq, dk + dL.mT @ p, dL @ k, dg)
 
 
+def total(*terms: Tensor) -> Tensor:
+    """``dg``, of four. They may cancel, but their rounding errors do not, so ``testing`` asks how large they are."""
+    return sum(terms)
+
+
 def _gates_of_pairs(pairs: Tensor) -> Tensor:
     """``dg_t``, the sum over all j < t <= i of ``pairs [.., C, C]``: ``[.., C, 1]``."""
     C = pairs.shape[-1]

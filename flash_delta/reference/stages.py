@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flash_delta.reference.layout import Segment
-from flash_delta.reference.scores import corner, scores, scores_backward
+from flash_delta.reference.scores import corner, scores, scores_backward, total
 
 SUBSTITUTED = 16  # tokens of a block that `solve` inverts by substitution
 
@@ -247,4 +247,4 @@ def gate_gradient(
         rows += erased if t.H is t.G else F.pad(erased[..., 1:, :], (0, 0, 0, 1))  # Eg carries the gates before its own
     ahead = rows.flip(-2).cumsum(-2).flip(-2)
     behind = shift(reduce(f.Kd * dKd).cumsum(-2))
-    return pairs + ahead + behind + f.gamma.mT * reduce(S0_dS1)
+    return total(pairs, ahead, behind, f.gamma.mT * reduce(S0_dS1))

@@ -11,15 +11,18 @@ from flash_delta.testing.accuracy import (
     with_gradients,
 )
 from flash_delta.testing.around import judge_around, make_around
-from flash_delta.testing.cases import CASES, MEMBERS, WIDTHS, Case, Member, make_inputs
+from flash_delta.testing.cases import CASES, HARD, MEMBERS, WIDTHS, Case, Member
+from flash_delta.testing.inputs import make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient, output_like
 from flash_delta.testing.layer import judge_layer, make_layer
+from flash_delta.testing.rule import Standard
 from flash_delta.testing.workload import Workload, activations, make_tensors, options
 
 __all__ = [
     "ALLOWED",
     "CASES",
+    "HARD",
     "MEMBERS",
     "WIDTHS",
     "Case",
@@ -27,6 +30,7 @@ __all__ = [
     "Lost",
     "Member",
     "Refused",
+    "Standard",
     "Workload",
     "activations",
     "allowed",

@@ -28,9 +28,9 @@ PIECE = 2**26  # numbers that are compared at a time, since the comparison needs
 Results = dict[str, Tensor]  # "o", "final_state" and "dq", "dk", ... for every input
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor, scale: float | None = None) -> float:
     """``|got - want| / (|want| + 1e-30)`` in float64. If ``want`` is zeros, only zeros pass, or numbers below
-    1e-32."""
+    1e-32. ``scale`` takes the place of ``|want|``."""
     if got.shape != want.shape:
         return float("inf")
     error, length = 0.0, 0.0
@@ -38,7 +38,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
         wide = b.double()
         error += float((a.to(wide) - wide).square().sum())
         length += float(wide.square().sum())
-    error = math.sqrt(error) / (math.sqrt(length) + 1e-30)
+    error = math.sqrt(error) / ((math.sqrt(length) if scale is None else scale) + 1e-30)
     return float("inf") if math.isnan(error) else error
 
 
@@ -59,12 +59,13 @@ class products_in(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def allowed(reference_error: float, dtype: torch.dtype) -> float:
+def allowed(reference_error: float, dtype: torch.dtype, part: float = 1.0) -> float:
     """The allowed error of a kernel's result: twice the error of the torch backend with its products in ``dtype``.
 
-    A quarter of the torch backend's own allowed error is added, because errors of small tensors scatter.
+    A quarter of the torch backend's own allowed error is added, because errors of small tensors scatter. ``part``: the
+    result's norm as a part of that by which the errors are divided.
     """
-    return 2 * reference_error + ALLOWED[dtype] / 4
+    return 2 * reference_error + part * ALLOWED[dtype] / 4
 
 
 def assert_accurate(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

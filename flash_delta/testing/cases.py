@@ -3,12 +3,8 @@
 They are in the package because the tests and ``flash-delta check`` share them.
 """
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 import flash_delta
 
@@ -44,6 +40,16 @@ MEMBERS = {
     "comba": Member("chunk_comba", "scalar", erase_keys=True, options=frozenset(_CHUNK | _BETA | _GATE)),
     "simple-gla": Member("chunk_simple_gla", "scalar", delta=False, options=frozenset(_CHUNK)),
 }
+IN_CHUNKS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_delta_rule")  # the ops that hard cases are for
+
+
+class Floors(NamedTuple):
+    """Errors that are allowed to a 16-bit kernel in a hard case, however small the error of rounding q and k is."""
+
+    o: float
+    final_state: float
+    tokens: float | None = None  # of dq, dk, dv, dbeta and dinitial_state; None: the case has no backward pass
+    gates: float = 0.0  # of dg, measured against the terms that it sums
 
 
 @dataclass(frozen=True)
@@ -59,20 +65,34 @@ class Case:
     K: int = 16
     V: int = 24
     lengths: tuple[int, ...] | None = None  # packed sequences; if T exceeds their sum, the rest are guard rows of NaN
-    decay: str = "mild"  # "mild", "zero", "strong", "extreme", "rising": see `_log_decay`
-    keys: str = "random"  # "random", "correlated", "some zero"
-    beta: str = "random"  # "random", "one", "some zero"
+    decay: str | float = "mild"  # "mild", "zero", "strong", "extreme", "rising", "slow", or a log decay
+    keys: str = "random"  # "random", "correlated", "some zero", and those of `HARD`: see inputs.py
+    noise: float = 0.0  # of keys "direction"
+    beta: str | float = "random"  # "random", "one", "some zero", "to 2", or a number
     initial_state: bool = True
     wide_gates: bool = False  # g in float32 beside narrower q, k and v
     gaps: bool = False  # rows of all tensors have gaps, and states have the dtype of q: kernels may need copies
     options: dict[str, Any] = field(default_factory=dict)
     smoke: bool = False  # also in the short list
+    floors: Floors | None = None  # of a hard case
+    channel_floors: Floors | None = None  # the same for a gate per channel, if they differ
 
     def at_widths(self, K: int, V: int) -> "Case":
         """The same problem with other widths."""
         return replace(self, name=f"{self.name} {K}x{V}", K=K, V=V, smoke=False)
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those of `flash-delta check`."""
+        return ("float64", "float32", "bfloat16") if self.floors is None else ("bfloat16",)
+
+    @property
+    def forward_only(self) -> bool:
+        return self.floors is not None and self.floors.tokens is None
+
     def applies(self, member: Member) -> bool:
+        if self.floors is not None:
+            return member.name in IN_CHUNKS and (member.gate != "none" or self.decay == 0.0)
         needs = self.options.keys() - {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel"}
         gated = member.gate != "none" or self.decay == "mild"
         return needs <= member.options and gated and (member.delta or self.beta == "random")
@@ -134,81 +154,32 @@ CASES = [
 WIDTHS = ((60, 100), (24, 512))
 
 
-def make_inputs(
-    case: Case, member: Member, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
-) -> dict[str, Any]:
-    """Arguments for ``member.op``, with gradients. Random numbers are drawn on the CPU, so all devices get the same."""
-    gen = torch.Generator().manual_seed(seed)
-    B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
-    options = {name: value for name, value in case.options.items() if name in member.options}
-    x = {"q": _randn(gen, B, T, H, K), "k": _keys(case, gen, B, T, H, K), "v": _randn(gen, B, T, HV, V)}
-    if member.erase_keys:  # with equal keys a p of its own is no contraction: states would grow without bound
-        x["p"] = x["k"].clone() if case.keys == "correlated" else _keys(case, gen, B, T, H, K)
-    if member.gate != "none":
-        shape = (B, T, HV, K) if member.gate == "channel" else (B, T, HV)
-        x |= _gate(case, gen, shape, raw="use_gate_in_kernel" in options)
-    if member.delta:
-        x["beta"] = _beta(case, gen, (B, T, HV), raw="use_beta_sigmoid_in_kernel" in options)
-    N = B if case.lengths is None else len(case.lengths)
-    if case.initial_state:
-        state = _randn(gen, N, HV, K, V)
-        x["initial_state"] = state.mT.contiguous() if options.get("state_v_first") else state
-    if case.lengths is not None:
-        for name in x.keys() & {"q", "k", "v", "p", "g", "beta"}:
-            x[name][:, sum(case.lengths) :] = math.nan
-        bounds = torch.tensor([0, *case.lengths]).cumsum(0)
-        options |= {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds}
-        options = {n: v for n, v in options.items() if n != "cu_seqlens_cpu" or torch.device(device).type != "cpu"}
-    wide = {"A_log", "dt_bias"}  # parameters and mostly states are kept in at least float32
-    wide |= (set() if case.gaps else {"initial_state"}) | ({"g"} if case.wide_gates else set())
-    dtypes = {name: torch.promote_types(dtype, torch.float32) if name in wide else dtype for name in x}
-    x = {name: t.to(device, dtypes[name]) for name, t in x.items()}
-    x = {name: with_gaps(t) for name, t in x.items()} if case.gaps else x
-    return {name: t.requires_grad_() for name, t in x.items()} | options | {"output_final_state": True}
+def _hard(name: str, why: str, keys: str, beta: str | float, floors: Floors, decay: float | str = 0.0, **other) -> Case:
+    heads = {"B": 1, "T": 1024, "H": 16, "HV": 16, "K": 128, "V": 128} | other
+    norm = {"use_qk_l2norm_in_kernel": True}
+    return Case(name, why, **heads, keys=keys, beta=beta, decay=decay, floors=floors, wide_gates=True, options=norm)
 
 
-def with_gaps(t: Tensor) -> Tensor:
-    """The same numbers, with three numbers between rows (in a vector, one between numbers)."""
-    return torch.nn.functional.pad(t, (0, 3))[..., :-3] if t.dim() > 1 else t.repeat_interleave(2)[::2]
-
-
-def _randn(gen: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
-
-def _keys(case: Case, gen: torch.Generator, *shape: int) -> Tensor:
-    x = _randn(gen, *shape)
-    if case.keys == "correlated":
-        x = 0.1 * x + _randn(gen, shape[-1])
-    x = torch.nn.functional.normalize(x, dim=-1)
-    if case.keys == "some zero":
-        x[:, ::3] = 0
-    return x
-
-
-def _gate(case: Case, gen: torch.Generator, shape: tuple[int, ...], raw: bool) -> dict[str, Tensor]:
-    HV, channels = shape[2], math.prod(shape[2:])
-    if raw:
-        g = _randn(gen, *shape)
-        A_log = torch.rand(HV, generator=gen, dtype=torch.float64).mul_(math.log(16))
-        dt_bias = _randn(gen, channels) - 2
-        return {"g": 5 * g if case.decay == "strong" else g, "A_log": A_log, "dt_bias": dt_bias}
-    g = -torch.rand(shape, generator=gen, dtype=torch.float64)
-    scale = {"mild": 0.2, "zero": 0.0, "strong": 100.0, "extreme": 0.2, "rising": 0.16}[case.decay]
-    g = g * scale
-    if case.decay == "rising":
-        g += 0.12
-    if case.decay == "extreme":
-        g[:, 3::5], g[:, 4::29] = -1000.0, -math.inf
-    return {"g": g}
-
-
-def _beta(case: Case, gen: torch.Generator, shape: tuple[int, ...], raw: bool) -> Tensor:
-    if raw:
-        return _randn(gen, *shape)
-    beta = torch.rand(shape, generator=gen, dtype=torch.float64)
-    if case.beta == "one":
-        beta.fill_(1)
-    if case.beta == "some zero":
-        beta[:, ::4] = 0
-    return beta
+# Where keys repeat and little decays, the rounding errors of a chunk's tokens add up. rule.py says what is allowed.
+# States start from zeros, and heads have keys of their own: what rounding one key costs differs fivefold between keys.
+HARD = [
+    _hard("one-key-1.999", "each token reflects the state; a chunk's factor is 0.94", "one", 1.999,
+          Floors(0.2, 0.3, 0.35, 0.08)),
+    _hard("signs-1.999", "the same key, and its negative", "signs", 1.999, Floors(0.2, 0.3, 0.5, 0.12)),
+    _hard("one-key-1.95", "a chunk's factor is 0.04", "one", 1.95, Floors(0.05, 0.08, 0.13, 0.05)),
+    _hard("one-key-1.9", "a chunk's factor is 0.001", "one", 1.9, Floors(0.035, 0.05, 0.13, 0.03)),
+    _hard("one-key-1.5", "also a slow decay", "one", 1.5, Floors(0.035, 0.04, 0.04, 0.008), -1e-3),
+    _hard("one-key-0.9", "tokens erase what gates scale, so that dg cancels", "one", 0.9,
+          Floors(0.026, 0.027, 0.03, 0.004), -1e-3, channel_floors=Floors(0.05, 0.06, 0.2, 0.03)),
+    _hard("one-key-to-2", "factors of both signs", "one", "to 2", Floors(0.02, 0.035, 0.03, 0.011)),
+    _hard("16-keys-1.9", "each key comes back after some tokens", "16", 1.9, Floors(0.024, 0.03, 0.045, 0.018)),
+    _hard("direction-1.9", "keys are much alike", "direction", 1.9, Floors(0.016, 0.017, 0.032, 0.015), noise=0.3),
+    _hard("direction-1.999", "keys are nearly equal", "direction", 1.999, Floors(0.06, 0.06, 0.09, 0.042), noise=0.1),
+    _hard("two-keys-2", "two keys in turn; each token reflects the state exactly", "two", 2.0,
+          Floors(0.08, 0.1, 0.17, 0.04)),
+    _hard("direction-0.9", "keys are much alike, and beta is below 1", "direction", 0.9,
+          Floors(0.007, 0.006, 0.015, 0.008), -1e-3, noise=0.3),
+    _hard("turning-to-2", "each key is like the one before it", "turning", "to 2", Floors(0.013, 0.011, 0.013, 0.009),
+          "slow"),
+    _hard("one-key-4096", "four times as many tokens, forward only", "one", 1.999, Floors(0.8, 1.2), T=4096),
+]  # fmt: skip

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flash_delta import explain
-from flash_delta.testing.accuracy import ALLOWED, allowed, infer, products_in, relative_error, run, truth
-from flash_delta.testing.cases import MEMBERS, Case, make_inputs
+from flash_delta.testing.accuracy import allowed, infer, run
+from flash_delta.testing.cases import MEMBERS, Case
+from flash_delta.testing.inputs import make_inputs
 from flash_delta.testing.large import judge, output_gradient, run_workload
+from flash_delta.testing.rule import Standard
 from flash_delta.testing.workload import Workload, make_tensors
 
 REPEATS = 100
@@ -22,9 +23,11 @@ class Cell(NamedTuple):
     dtype: str
     case: str
     tensor: str
-    error: float  # relative L2 against float64; in the case "repeats", how many repeats differed
+    error: float  # relative L2 against float64 (rule.py); in the case "repeats", how many repeats differed
     allowed: float
-    reference: float | None = None  # the torch backend's error with products in the dtype, if another backend is judged
+    # The torch backend's error with products in the dtype, if another backend is judged. In a hard case the error of
+    # rounding q and k.
+    reference: float | None = None
 
     @property
     def right(self) -> bool:
@@ -63,29 +66,22 @@ class Judge:
         self.device, self.backend = device, backend
 
     def case(self, name: str, case: Case, dtype: str) -> list[Cell]:
-        """Compares every output and gradient of ``MEMBERS[name]`` with the recurrence in float64. It also compares
+        """Compares every output and gradient of ``MEMBERS[name]`` with float64, by the rule. It also compares
         outputs of calls without gradients, which may run other kernels. One such call comes before the call with
         gradients and one after it. They must not differ."""
         member, torch_dtype = MEMBERS[name], getattr(torch, dtype)
         inputs = make_inputs(case, member, torch_dtype, self.device)
-        want, inferred = truth(member, inputs), infer(member, inputs, self.backend)
-        got, again = run(member, inputs, self.backend), infer(member, inputs, self.backend)
-        for tensor, value in again.items():
-            want[f"inferred {tensor}"] = want[tensor]
+        kernels = explain(member.op, **inputs, backend=self.backend).backend != "torch"
+        standard, inferred = Standard(case, member, inputs, kernels), infer(member, inputs, self.backend)
+        got = {} if case.forward_only else run(member, inputs, self.backend)
+        for tensor, value in infer(member, inputs, self.backend).items():
             same = torch.equal(value, inferred[tensor])
             got[f"inferred {tensor}"] = value if same else torch.full_like(value, torch.nan)
-        reference: dict[str, Tensor] | None = None
-        if explain(member.op, **inputs, backend=self.backend).backend != "torch":
-            with products_in(torch_dtype):
-                reference = run(member, make_inputs(case, member, torch_dtype), "torch")
-            reference |= {f"inferred {tensor}": reference[tensor] for tensor in again}
         cells = []
-        for tensor, value in want.items():
-            error, limit, other = relative_error(got[tensor], value), ALLOWED[torch_dtype], None
-            if reference is not None:
-                other = relative_error(reference[tensor], value)
-                limit = allowed(other, torch_dtype)
-            cells.append(Cell(name, dtype, case.name, tensor, error, limit, other))
+        for tensor, value in got.items():
+            of = tensor.removeprefix("inferred ")
+            limits = standard.allowed[of], standard.reference.get(of)
+            cells.append(Cell(name, dtype, case.name, tensor, standard.error(of, value), *limits))
         return cells
 
     def stress(self, stress: Stress) -> list[Cell]:
