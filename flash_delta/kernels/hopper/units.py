@@ -25,5 +25,7 @@ def units(x):
 @gluon.jit
 def to_half(A):
     """A in float16. Numbers beyond its range become its largest ones."""
-    code: gl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(code, "=r,f,f", [A], gl.float16, True, 2)
+    if A.dtype == gl.float32:
+        code: gl.constexpr = "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;"
+        A = gl.inline_asm_elementwise(code, "=r,f,f", [A], gl.float16, True, 2)
+    return A

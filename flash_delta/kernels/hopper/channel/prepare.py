@@ -228,13 +228,12 @@ def store_inverse(rows, columns, strengths, a_desc, at):
         M *= strengths.permute([1, 0]).load(ROWS)
     scratch = reinterpret(rows, gl.float16, [4, C, C // 2], HALF)
     sD = reinterpret(columns, gl.float16, [2, 2, 16, 16], PAIRS)
-    left_part, right_part = invert(M, None, scratch.index(2), scratch.index(3), sD, True)
+    diagonal, below = invert(M, None, scratch.index(2), scratch.index(3), sD, True)
     sa = reinterpret(columns, gl.float16, [C, C], TILE)
     i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     j = gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
-    own = j == i % 32
-    left_part, right_part = gl.where(own & (i < 32), 0.0, left_part), gl.where(own, 0.0, right_part)
-    sa.store(beside(to_half(left_part), to_half(right_part)))
+    diagonal = gl.where(j == i % 32, 0.0, diagonal)
+    sa.store(beside(to_half(gl.where(i < 32, diagonal, below)), to_half(gl.where(i < 32, 0.0, diagonal))))
     fence_async_shared()
     barrier()  # all warps of the program: A is whole in shared memory
     tma_store(a_desc, [at, 0], sa)

@@ -18,13 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flash_delta.kernels.hopper.forward.state_copies import apart
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROW_HALF
+from flash_delta.kernels.hopper.units import to_half
 
 
 @gluon.jit
 def product(a, bt, c):
     """``c + a b`` of [4, 16, 16] with float16 factors. ``bt`` is b transposed."""
-    x = gl.convert_layout(a.to(gl.float16), gl.DotOperandLayout(0, BLOCKS, 2))
-    y = gl.convert_layout(gl.permute(bt.to(gl.float16), [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
+    x = gl.convert_layout(to_half(a), gl.DotOperandLayout(0, BLOCKS, 2))
+    y = gl.convert_layout(gl.permute(to_half(bt), [0, 2, 1]), gl.DotOperandLayout(1, BLOCKS, 2))
     return mma_v2(x, y, c)
 
 
@@ -72,7 +73,7 @@ def invert_blocks(D, sD):
     At = product(eye, A, zero)
     for level in gl.static_range(1, 4):
         A, At = doubled(A, At, D, r, c, level)
-    sD.store(At.to(gl.float16).reshape([2, 2, 16, 16]))
+    sD.store(to_half(At).reshape([2, 2, 16, 16]))
     return A
 
 
@@ -98,7 +99,7 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
     returns, some warps may still use it. So the caller needs a barrier before it writes there.
     """
-    sM.store(gl.convert_layout(apart(M)[0], NARROW_ROWS).to(gl.float16))
+    sM.store(to_half(gl.convert_layout(apart(M)[0], NARROW_ROWS)))
     D, B = own_blocks(M)
     A = invert_blocks(D, sD)
     barrier()  # all warps of this group: their transposed inverses are in sD
@@ -108,9 +109,9 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     scaled = A
     if not KEEP:
         scaled = A * gl.where(upper, b.slice(0, 32, 1).load(NARROW_ROWS), b.slice(32, 32, 1).load(NARROW_ROWS))
-    fine = A.to(gl.float16)
+    fine = to_half(A)
     three = fine.reshape([2, 32, 32])
-    sT.store(gl.where(upper, scaled.to(gl.float16), fine))
+    sT.store(gl.where(upper, to_half(scaled), fine))
     fence_async_shared()
     barrier()  # all warps of this group: sM and sT are there
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
@@ -119,7 +120,7 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     step = gl.broadcast(both.slice(1, 1, 0).load(three.type.layout), three)[0].reshape([64, 32])
     step = warpgroup_mma(gl.convert_layout(step, operand), sM.slice(32, 32, 0), none, use_acc=False, is_async=True)
     step = warpgroup_mma_wait(0, deps=[step])
-    step = gl.convert_layout(step.to(gl.float16), operand)
+    step = gl.convert_layout(to_half(step), operand)
     below = warpgroup_mma(step, sT.slice(0, 32, 0), none, use_acc=False, is_async=True)
     below = warpgroup_mma_wait(0, deps=[below])
     return scaled, below
