@@ -409,7 +409,9 @@ def test_rates(raw, HV):
             G + (0.3 * r_q).log2(), G - r_k.log2(), -b * r_k / (0.3 * r_q), b,
             -r_k * G.exp2(), 0.3 * r_q * G.exp2(), r_k * (last - G).exp2(), last.exp2().expand_as(G),
         ]  # fmt: skip
+        got[:, 7, 1], largest = got[:, 7, 0], got[:, 7, 1].clone()
         torch.testing.assert_close(got, torch.stack(want, 1), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(largest, b.amax(1))
         beyond = everything[..., stop - first :]
         assert not beyond[:, 2:4].any(), "a row behind the end writes nothing"
         assert (beyond[:, 7] == got[:, 7, -1:]).all(), "and decays nothing"

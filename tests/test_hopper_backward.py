@@ -13,10 +13,12 @@ from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.backward import walk
+from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.memory import new_maps, new_walk
 from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backend import gradients_of
 from flash_delta.ops import _backend, _function
@@ -24,11 +26,12 @@ from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from tests.gluon_emulator import Kernel, emulated
+from tests.repeated import repeated
 from tests.test_hopper_segments import PACKED, RAW, ROW, ROWS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 GROUPED = replace(ROWS, H=2, HV=6, T=130, B=1)
-CELLS = {  # member, case, tokens of a segment
+CELLS = {  # member, case, and how it runs forward: in segments of so many tokens, or by the loop with a tile
     "packed": ("gdn", PACKED, None),
     "packed-segments": ("gdn", PACKED, 64),
     "raw": ("gdn", replace(PACKED, options=RAW), 64),
@@ -44,8 +47,14 @@ CELLS = {  # member, case, tokens of a segment
     "negative-eigenvalues": ("gdn", replace(GROUPED, options=RAW | {"allow_neg_eigval": True}), None),
     "left-by-forward": ("gdn", replace(PACKED, options=RAW | {"disable_recompute": True}), 64),
     "maps-left-by-forward": ("gdn", replace(PACKED, options=RAW), 64),
+    "loop-wide": ("gdn", PACKED, WIDE),
+    "loop-narrow": ("gdn", replace(PACKED, options=RAW), NARROW),
+    "loop-64": ("gdn", replace(PACKED, K=64, V=64), SLIM),
+    "loop-saving": ("gdn", replace(PACKED, options={"disable_recompute": True}), SAVING[128]),
+    "loop-saving-64": ("gdn", replace(PACKED, K=64, V=64, options={"disable_recompute": True}), SAVING[64]),
 }
 KERNELS = (
+    (loop, "forward.loop", "forward_loop"),
     (factor, "segments.factor", "factor_chunks"),
     (maps, "segments.maps", "find_maps"),
     (scan, "segments.scan", "walk_segments"),
@@ -55,9 +64,11 @@ KERNELS = (
 
 @pytest.fixture
 def by_hand_in(monkeypatch):
-    """Every call runs by hand, in segments of so many tokens. Segments' maps are found again, unless they are left."""
+    """Every call runs by hand, in segments of so many tokens. With a tile the loop runs forward, and nothing is split.
+    Segments' maps are found again, unless they are left."""
 
-    def chosen(length, leave_maps=False):
+    def chosen(how, leave_maps=False):
+        length = None if isinstance(how, LoopTile) else how
         for module, path, kernel in KERNELS:
             made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
             monkeypatch.setattr(module, kernel, Kernel(made))
@@ -66,7 +77,7 @@ def by_hand_in(monkeypatch):
             monkeypatch.setattr(by_hand, "run_find_maps", lambda *given: pytest.fail("the maps are there"))
 
         def forward(p, x, known):
-            out = forward_by_hand(p, x, length)
+            out = forward_by_hand(p, x, how)
             return out if leave_maps else out._replace(planned=())
 
         def backward(p, x, saved, do, dfinal, known):
@@ -81,30 +92,44 @@ def by_hand_in(monkeypatch):
     return chosen
 
 
-def forward_by_hand(p, x, length):
+def forward_by_hand(p, x, how):
     o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
+    length = None if isinstance(how, LoopTile) else how
     saved, left = by_hand.for_backward(p), None if length is None else new_maps(p, length)
     walked, *kept = saved.views()
     c = make_call(p, x, ("test",))
     run_rates(c, o, rates, walked)
-    run_walk(c, o, final, rates, new_walk(p, length, walked.A, left), *kept)
+    if isinstance(how, LoopTile):
+        loop.run_loop(c, o, final, rates, walked.A, how, r=kept[0] if kept else None)
+    else:
+        run_walk(c, o, final, rates, new_walk(p, length, walked.A, left), *kept)
     return Outputs(o, final, (saved.buffer,), planned=() if left is None else (left,))
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_against_the_recurrence(by_hand_in, cell):
-    name, case, length = CELLS[cell]
+    name, case, how = CELLS[cell]
     member = MEMBERS[name]
     x = make_inputs(case, member, torch.bfloat16)
     wanted = truth(member, x)
     with products_in(torch.bfloat16):
         reference = run(member, x, backend="torch")
-    by_hand_in(length, leave_maps=cell.startswith("maps"))
+    by_hand_in(how, leave_maps=cell.startswith("maps"))
     results = run(member, x)
     assert results.keys() == wanted.keys()
     for tensor, got in results.items():
         error, rounded = (relative_error(t, wanted[tensor]) for t in (got, reference[tensor]))
         assert error <= allowed(rounded, torch.bfloat16), tensor
+
+
+@pytest.mark.parametrize(("width", "how"), [(128, None), (64, 64), (128, NARROW)], ids=["whole", "segments", "loop"])
+def test_repeated_keys(by_hand_in, width, how):
+    """A chunk with a beta above 1 keeps what A loses by rounding, forward and back."""
+    member, x = MEMBERS["gdn"], repeated(1.999, K=width)
+    wanted = truth(member, x)
+    by_hand_in(how)
+    got = run(member, x)
+    assert all(relative_error(got[name], wanted[name]) < 0.12 for name in wanted if name != "dg")
 
 
 def test_stage_of_the_tuner(by_hand_in, monkeypatch):

@@ -4,7 +4,6 @@ The limits are between the errors that kernels have and those with the roundings
 (docs/notes/2026-11-26-kda-roundings.md)."""
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.runtime.arguments import state_unit
-from flash_delta.testing import MEMBERS, make_inputs, relative_error
+from flash_delta.testing import MEMBERS, relative_error
 from flash_delta.testing.accuracy import recurrence, run, truth
-from flash_delta.testing.cases import Case
 from flash_delta.testing.workload import Workload, make_tensors, options
 from tests.gluon_emulator import Value, emulated
+from tests.repeated import repeated
 from tests.test_hopper_kda import on_cpu  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -76,19 +75,6 @@ def test_unit_of_gradients_of_states(scale, dtype, unit):
     assert state_unit(problem) == unit
 
 
-def repeated(beta, decay, T=256):
-    """One key and its negative, in random order, as two heads of it. Rounding errors then add up."""
-    case = Case("", "", B=1, T=T, H=2, HV=2, K=128, V=128, initial_state=False)
-    x = make_inputs(replace(case, options={"use_qk_l2norm_in_kernel": True}), KDA, torch.bfloat16)
-    x["k"].data *= 0.9
-    x["k"].data[:] = x["k"][:, :1] * (
-        1 - 2 * torch.randint(2, (1, T, 2, 1), generator=torch.Generator().manual_seed(2))
-    )
-    x["beta"] = torch.full((1, T, 2), beta).requires_grad_()
-    x["g"] = torch.full((1, T, 2, 128), decay).requires_grad_()
-    return x
-
-
 @pytest.mark.parametrize(
     ("how", "beta", "decay", "limits"),
     [
@@ -106,7 +92,7 @@ def repeated(beta, decay, T=256):
 def test_repeated_keys(on_cpu, how, beta, decay, limits):  # noqa: F811
     """A is float16 when it is stored. With A in bfloat16 the first three cases diverge: states grow that should
     shrink. In the last one most of what is left is the rounding of decayed keys."""
-    x = repeated(beta, decay)
+    x = repeated(beta, decay, "kda")
     on_cpu(how)
     got, want = run(KDA, x), truth(KDA, x)
     for name, limit in limits.items():

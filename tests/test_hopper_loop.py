@@ -11,16 +11,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.triton.backend import for_backward
-from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
-from flash_delta.testing.accuracy import products_in, recurrence, run, truth
+from flash_delta.testing.accuracy import products_in, recurrence, truth
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
+from tests.repeated import repeated
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 BY_NAME = {case.name: case for case in CASES}
@@ -54,16 +53,10 @@ def on_cpu(monkeypatch):
             rates = None if makes_rates(p) else new_rates(p)
             c = make_call(p, x, ("test",))
             c = c._replace(shape=replace(c.shape, chip=Chip("interpreter", processors)))
-            saved = for_backward(p)
-            solved, factors, residual = (None,) * 3
-            if p.needs_grad:
-                solved, factors, _, residual = (*saved.views(), None, None, None)[:4]
             if rates is not None:
-                run_rates(c, o, rates, solved)
-            loop.run_loop(c, o, final, rates, solved and solved.A, tile, r=residual)
-            if residual is not None:
-                run_factor(c, solved, factors, follows=False)
-            return Outputs(o, final, (saved.buffer,) if p.needs_grad else ())
+                run_rates(c, o, rates)
+            loop.run_loop(c, o, final, rates, None, tile)
+            return Outputs(o, final)
 
         take_every_call(monkeypatch, forward)
 
@@ -115,21 +108,11 @@ def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
     MEMBERS["gdn"].op(**(x | {"cu_seqlens": bounds}))
 
 
-@pytest.mark.parametrize(
-    ("width", "tile"),
-    [*FORMS, (128, SAVING[128]), (64, SAVING[64])],
-    ids=["wide", "narrow", "slim", "saving", "saving-64"],
-)
-@pytest.mark.parametrize("name", ["packed", "in-kernel-packed"])
-def test_gradients_of_what_forward_has_saved(on_cpu, name, width, tile):
-    """By the Triton backend's kernels, which read what `solve` would have written, and with a form that saves it what
-    `factor` and `scan` would."""
-    member, dtype = MEMBERS["gdn"], torch.bfloat16
-    x = make_inputs(small(name, width), member, dtype) | {"disable_recompute": tile in SAVING.values()}
-    want = truth(member, x)
-    with products_in(dtype):
-        reference = run(member, x, "torch")
+@pytest.mark.parametrize(("width", "tile"), FORMS, ids=["wide", "narrow", "slim"])
+@torch.no_grad()
+def test_repeated_keys(on_cpu, width, tile):
+    """A chunk with a beta above 1 keeps what A loses by rounding. Without it o is off by more than 0.8."""
+    member, x = MEMBERS["gdn"], repeated(1.999, K=width)
     on_cpu(tile, 3)
-    got = run(member, x)
-    for tensor, value in want.items():
-        assert relative_error(got[tensor], value) <= allowed(relative_error(reference[tensor], value), dtype), tensor
+    (o, _), want = member.op(**x), truth(member, x)
+    assert relative_error(o, want["o"]) < 0.07

@@ -64,8 +64,8 @@ def channel_gradients(
     return p._replace(H=p.HV, needs_grad=True, g_dtype=g_dtype, l2norm=l2norm), x
 
 
-def training(width: int, *, saving: bool = False) -> tuple[Problem, Inputs]:
-    p, x = problem_of(RuleCase(width, raw=True))
+def training(width: int, *, saving: bool = False, raw: bool = True) -> tuple[Problem, Inputs]:
+    p, x = problem_of(RuleCase(width, raw=raw))
     return p._replace(needs_grad=True, disable_recompute=saving), x
 
 
@@ -97,13 +97,14 @@ CASES = {
     "packed-float16": partial(problem_of, RuleCase(dtype=torch.float16)),
     "batched": batched,
     "training": partial(training, 128),
+    "training-given": partial(training, 128, raw=False),
     "packed-64": partial(problem_of, RuleCase(64)),
     "training-64": partial(training, 64),
     "packed-256": partial(problem_of, RuleCase(256)),
     "training-256": partial(training, 256),
     "saving": partial(training, 128, saving=True),
+    "saving-given": partial(training, 128, saving=True, raw=False),
     "saving-64": partial(training, 64, saving=True),
-    "saving-256": partial(training, 256, saving=True),
 }
 CHANNELS = {
     "channel": partial(channels, packed=True, lower_bound=-5.0),

@@ -100,7 +100,7 @@ def describe(
     return Problem(
         "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5,
         g_dtype=None if x.g is None else x.g.dtype, lengths=None if packed else (T,) * B, packed=packed, l2norm=raw,
-        raw_gate=raw, lower_bound=lower_bound, raw_beta=raw,
+        raw_gate=raw, lower_bound=lower_bound, raw_beta=raw, most_beta=1.0 if raw else 2.0,
     )  # fmt: skip
 
 

@@ -14,9 +14,9 @@ again, and ``triton`` walks the states and their gradients. After that `chunk_ba
 chunk, or ``triton`` if it cannot (channel_backward/). Prompts on a pool are walked by a loop as well, or by `prepare`
 and `walk_channels` (channel/prefill.py).
 
-The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls the forward
-pass saves what the kernels of ``triton`` would save, and that backend runs the backward pass. It also runs everything
-that this backend cannot run.
+The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls with one
+decay per value head nothing is saved, and ``triton`` runs the backward pass, which computes everything again. It also
+runs everything that this backend cannot run.
 """
 
 from functools import partial
@@ -30,6 +30,7 @@ from flash_delta.kernels.hopper.boxes import as_taken, describable, described, p
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
+from flash_delta.kernels.hopper.forward.inverse_tiles import fine
 from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
@@ -168,7 +169,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return by_channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
-    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
+    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute, fine(p)
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])

@@ -6,8 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES as INVERSE
-from flash_delta.kernels.hopper.forward.inverse_tiles import load_inverse
+from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES, load_inverse, tiles_in
 from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
@@ -44,13 +43,14 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
     hv, row, start, size, token, index = where
     batches, heads, group = strides
     Q: gl.constexpr = 0 if q_desc is None else C * WIDTH * 2
-    A: gl.constexpr = 0 if a_desc is None else INVERSE
+    FINE: gl.constexpr = a_desc is not None and sa.shape[0] == 3 * sk.shape[0]
+    A: gl.constexpr = 0 if a_desc is None else BYTES * (3 if FINE else 2)
     R: gl.constexpr = 0 if r_desc is None else 8 * C * 4
-    BYTES: gl.constexpr = 0 if k_desc is None else C * WIDTH * 2 + Q + R + A
+    ALL: gl.constexpr = 0 if k_desc is None else C * WIDTH * 2 + Q + R + A
     if v_desc is None:
-        mbarrier.expect(bar, BYTES)
+        mbarrier.expect(bar, ALL)
     elif valued:
-        mbarrier.expect(bar, BYTES + C * VALUES * 2)
+        mbarrier.expect(bar, ALL + C * VALUES * 2)
         value, v_row = hv * heads[2] + column, row * batches[2] + start
         if sv2 is None:
             load_box(v_desc, v_row, size, token, value, bar, sv.index(s), VALUES)
@@ -58,7 +58,7 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
             load_box(v_desc, v_row, size, token, value, bar, sv.index(s), 64)
             load_box(v_desc, v_row, size, token, value + 64, bar, sv2.index(s), 64)
     else:
-        mbarrier.expect(bar, BYTES)
+        mbarrier.expect(bar, ALL)
     if k_desc is not None:
         h = hv // group
         load_box(k_desc, row * batches[1] + start, size, token, h * heads[1], bar, sk.index(s), WIDTH)
@@ -69,7 +69,7 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
                 gdc_wait()  # the kernels before this one have ended, and their results can be read
             load_rates(r_desc, index, bar, sr, s)
         if a_desc is not None:
-            load_inverse(a_desc, index, bar, sa, s)
+            load_inverse(a_desc, index, bar, tiles_in(sa, s, FINE), FINE)
 
 
 @gluon.jit

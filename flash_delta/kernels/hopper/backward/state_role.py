@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.backward.memory import FIXED, GROUP, THROUGH, WRITES
-from flash_delta.kernels.hopper.forward.inverse_tiles import halves, is_fine, times_transposed_inverse
+from flash_delta.kernels.hopper.forward.inverse_tiles import halves, is_fine, tiles_in, times_inverse_back
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, NARROW_ROWS, RAGGED, ROWS, TILE, C
@@ -65,6 +65,7 @@ def state_role(
     sq, sk, sdo1, sa, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
     cu_seqlens, T, length, N = work
+    FINE: gl.constexpr = sa.shape[0] == 3
     v: gl.constexpr = 64 * g
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
@@ -125,7 +126,7 @@ def state_role(
             if not GRADIENTS:
                 mbarrier.arrive(g_done, count=1)
             mbarrier.wait(a_full, ph)  # signalled by the copy engine: A is there
-            dV = times_transposed_inverse(halves(dU.to(ty)), sa, z, is_fine(sr, s))
+            dV = times_inverse_back(halves(dU.to(ty)), tiles_in(sa, z, FINE), is_fine(sr, s, FINE))
             mbarrier.arrive(a_free, count=1)
             dV *= rate(sr, s, 3).load(ROWS)
             erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)

@@ -43,8 +43,7 @@ from flash_delta.kernels.hopper import boxes
 from flash_delta.kernels.hopper.backward.gradient_role import gradient_role
 from flash_delta.kernels.hopper.backward.memory import Parts, Trace, count_lines
 from flash_delta.kernels.hopper.backward.state_role import state_role
-from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES as INVERSE
-from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, load_inverse
+from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES, fine, load_inverse, tiles_in
 from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
 from flash_delta.kernels.hopper.layouts import HALF, TILE, C
 from flash_delta.kernels.hopper.layouts import LINES as LINE
@@ -87,8 +86,8 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
         load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
         load_rates(r_desc, index, kq_full.index(s), sr, s)
         mbarrier.wait(a_free, ph ^ 1)  # signalled by the state groups: they have read A
-        mbarrier.expect(a_full, INVERSE)
-        load_inverse(a_desc, index, a_full, sa, z)
+        mbarrier.expect(a_full, BYTES * sa.shape[0])
+        load_inverse(a_desc, index, a_full, tiles_in(sa, z, sa.shape[0] == 3), sa.shape[0] == 3)
         if GRADIENTS:
             mbarrier.wait(mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
             mbarrier.expect(s_full, STATE)
@@ -105,7 +104,7 @@ def walk_back(
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, lines,
     rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
-    GRADIENTS: gl.constexpr, LINES: gl.constexpr, REGISTERS: gl.constexpr,
+    GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``after``: the gradient of the states at the ends of segments with ENDS, otherwise at the ends of sequences.
     Grid (slots of segments * HV,)."""
@@ -116,7 +115,7 @@ def walk_back(
     sq = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
     sdo = gl.allocate_shared_memory(ty, [1, C, WIDTH], TILE)
-    sa = gl.allocate_shared_memory(ty, [TILES, C, C // 2], HALF)
+    sa = gl.allocate_shared_memory(ty, [3 if FINE else 2, C, C // 2], HALF)
     sds = gl.allocate_shared_memory(ty, [GROUPS, 64, WIDTH], TILE)
     sp = gl.allocate_shared_memory(ty, [1, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINE)
@@ -216,5 +215,5 @@ def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, **constants:
         q, k, out, boxes.inverses(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
         p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), **constants)
+    constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), FINE=fine(p), **constants)
     launch_described(c, walk_back, DescribedPlan((count_slots(p, w.length) * p.HV, 1), arguments, constants))

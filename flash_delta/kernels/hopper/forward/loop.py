@@ -47,12 +47,13 @@ from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, save
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.inverse_tiles import (
-    TILES,
+    fine,
     finished,
     halves,
     is_fine,
     put_inverse,
     store_inverse,
+    tiles_in,
     times_inverse,
 )
 from flash_delta.kernels.hopper.forward.rate_role import rate_role
@@ -80,6 +81,7 @@ def factor_role(
     a_desc, tiles, bars, work = shared
     sq, sk, sr, sa, sp = tiles
     full, xfull, done = bars
+    FINE: gl.constexpr = sa.shape[0] == 3 * NX
     cu_seqlens, T, items, pool = work
     ty: gl.constexpr = sk.dtype
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
@@ -109,18 +111,18 @@ def factor_role(
                 sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
             if KEEP:
                 tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
-            sT = reinterpret(sa.index(TILES * x), gl.float16, [C, C // 2], HALF)
-            sM = reinterpret(sa.index(TILES * x + 1), gl.float16, [C, C // 2], HALF)
+            A = tiles_in(sa, x, FINE)
+            sT, sM = reinterpret(A[0], gl.float16, A[0].shape, HALF), reinterpret(A[1], gl.float16, A[1].shape, HALF)
             diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
             barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
-            fine = is_fine(sr, s)
-            put_inverse(sa, x, diagonal, below, fine)
+            fine = is_fine(sr, s, FINE)
+            put_inverse(A, diagonal, below, fine)
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
             if KEEP:
                 barrier()  # all warps of this factor group: A is whole in shared memory
                 if gl.program_id(1) == 0:  # two programs may walk the same state, and one of them writes
-                    store_inverse(a_desc, (first_slot(n, start, T, PACKED) + c) * HV + hv, sa, x, fine)
+                    store_inverse(a_desc, (first_slot(n, start, T, PACKED) + c) * HV + hv, A, fine)
             # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
             later = t + FACTORS
             # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
@@ -152,6 +154,7 @@ def state_role(
 ):  # fmt: skip
     o_desc, tiles, bars, initial, final, saved, kept, work, w = shared
     sq, sk, sv, sr, sa, sp = tiles
+    FINE: gl.constexpr = sa.shape[0] == 3 * NX
     full, vfull, xfull, pfull, done = bars
     cu_seqlens, T, items, pool = work
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
@@ -197,16 +200,16 @@ def state_role(
                 residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
-            R, fine = halves(R.to(ty)), is_fine(sr, s)
+            R, A, fine = halves(R.to(ty)), tiles_in(sa, x, FINE), is_fine(sr, s, FINE)
             mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
-            U, U2 = times_inverse(R, sa, x)
+            U, U2 = times_inverse(R, A)
             U, U2, O = warpgroup_mma_wait(3, deps=[U, U2, O])
             if SAVE:
                 send(saved[1], residual, head * C, w + v, so, t * SENT + PARTS, NO, True)
             O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
             weight = rate(sr, s, 6).load(ROWS)
-            U = finished(R, U, U2, sa, x, fine)
+            U = finished(R, U, U2, A, fine)
             written = (U * weight).to(ty)
             read = U.to(ty)
             if READS:  # this group's half of q k^T: 32 keys
@@ -252,8 +255,8 @@ def forward_loop(
     checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column,
     q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides, beta_strides, scale,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    KEEP: gl.constexpr, SAVE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
-    NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEP: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr,
+    NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` (prompt_list.py)
     the device counts the sequences, and this launch works only if there are ``least`` to ``most`` of them.
@@ -265,7 +268,7 @@ def forward_loop(
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sv = gl.allocate_shared_memory(ty, [NV, C, BV], TILE)
-    sa = gl.allocate_shared_memory(ty, [NX * TILES, C, C // 2], HALF)
+    sa = gl.allocate_shared_memory(ty, [NX * (3 if FINE else 2), C, C // 2], HALF)
     sp = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
@@ -363,7 +366,8 @@ def _run(
         )  # fmt: skip
         constants = constants_of(
             c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,
-            GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values, NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
+            FINE=fine(p), GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values, NX=t.maps, NO=t.outputs,
+            REGISTERS=t.registers,
         )  # fmt: skip
         grid = min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)
         plans.append(DescribedPlan(grid, arguments, constants))

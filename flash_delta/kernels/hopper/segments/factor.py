@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper.boxes import inverses, lines, ragged, token_stride
 from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, is_fine, put_inverse, store_inverse
+from flash_delta.kernels.hopper.forward.inverse_tiles import fine, is_fine, put_inverse, store_inverse, tiles_in
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates, rate
@@ -37,7 +37,7 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 @gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
 def factor_chunks(
     k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members,
-    WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     slot, hv = gl.program_id(0), gl.program_id(1) * members
@@ -47,7 +47,7 @@ def factor_chunks(
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [C, WIDTH], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [4, 1, 4 * C], LINES)
-    sa = gl.allocate_shared_memory(ty, [TILES, C, C // 2], HALF)
+    sa = gl.allocate_shared_memory(ty, [3 if FINE else 2, C, C // 2], HALF)
     sM = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sT = gl.allocate_shared_memory(gl.float16, [C, C // 2], HALF)
     sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
@@ -77,11 +77,11 @@ def factor_chunks(
         diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
         tma.store_wait(0)  # the copy engine has read A of the previous head
         barrier()  # all warps of the program: none writes earlier, and `invert` has ended in all of them
-        fine = is_fine(sr, s)
-        put_inverse(sa, 0, diagonal, below, fine)
+        A, fine = tiles_in(sa, 0, FINE), is_fine(sr, s, FINE)
+        put_inverse(A, diagonal, below, fine)
         fence_async_shared()
         barrier()  # all warps of the program: A is whole in shared memory
-        store_inverse(a_desc, at + member, sa, 0, fine)
+        store_inverse(a_desc, at + member, A, fine)
     tma.store_wait(0)
 
 
@@ -93,5 +93,5 @@ def run_factor_chunks(c: Call, rates: Tensor, w: Walk) -> None:
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
         p.HV, group, members,
     )  # fmt: skip
-    constants = constants_of(c, factor_chunks, arguments, KEEP=p.needs_grad)
+    constants = constants_of(c, factor_chunks, arguments, KEEP=p.needs_grad, FINE=fine(p))
     launch_described(c, factor_chunks, DescribedPlan((count_slots(p), p.HV // members), arguments, constants), **FACTOR)

@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow, lead
 from flash_delta.kernels.hopper.boxes import inverses, lines, ragged, rows, squares, states, strides
-from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, finished, halves, is_fine, times_inverse
+from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
@@ -63,6 +63,7 @@ def map_role(
     tiles, flags, bars, initial, B_desc, Phi_desc, work, lasting, HV = shared
     sk, sr, sa = tiles
     full, done = bars
+    FINE: gl.constexpr = sa.shape[0] == 3 * NS
     cu_seqlens, T, length, N = work
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
@@ -94,10 +95,10 @@ def map_role(
                 R += sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
-            R, fine = halves(R.to(ty)), is_fine(sr, s)
-            U, U2 = times_inverse(R, sa, s)
+            R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
+            U, U2 = times_inverse(R, A)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
-            U = finished(R, U, U2, sa, s, fine)
+            U = finished(R, U, U2, A, fine)
             U = (U * rate(sr, s, 6).load(ROWS)).to(ty)
             S = warpgroup_mma(gl.convert_layout(U, wide_operand), sk.index(s), S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S])
@@ -154,7 +155,7 @@ def find_maps(
     k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, length, N, T, k_batch, v_batch,
     heads, group, HV,
     WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
-    NS: gl.constexpr, REGISTERS: gl.constexpr,
+    FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments * HV, 2)."""
     GROUPS: gl.constexpr = WIDTH // 64
@@ -168,7 +169,7 @@ def find_maps(
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
-    sa = gl.allocate_shared_memory(ty, [NS * TILES, C, C // 2], NARROW)
+    sa = gl.allocate_shared_memory(ty, [NS * (3 if FINE else 2), C, C // 2], NARROW)
     so, sv2 = gl.allocate_shared_memory(ty, [1, C, C], TILE), None
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
@@ -252,7 +253,7 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), states(p, initial), rows(w.B), squares(w.Phi),
         rates, x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, **MAPS)
+    constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, FINE=fine(p), **MAPS)
     launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length) * p.HV, 2), values, constants))
 
 

@@ -41,9 +41,9 @@ from flash_delta.kernels.hopper import checkpoints
 from flash_delta.kernels.hopper.backward.memory import Trace
 from flash_delta.kernels.hopper.boxes import blocks, inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
-from flash_delta.kernels.hopper.forward.inverse_tiles import TILES, finished, halves, is_fine, times_inverse
+from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.layouts import HALF as NARROW
 from flash_delta.kernels.hopper.load_role import load_role
@@ -92,6 +92,7 @@ def state_role(
     o_desc, saved, tiles, sb, bars, starts, final, pool, kept, work, HV = shared
     sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
+    FINE: gl.constexpr = sa.shape[0] == 3 * NS
     cu_seqlens, T, length, N = work
     STAGED: gl.constexpr = WIDTH > 128  # registers do not suffice for S and for S as an operand
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
@@ -121,8 +122,6 @@ def state_role(
                 fence_async_shared()
                 barrier()  # all warps of this state group: S is whole in shared memory
                 before = sb
-                if SAVE:
-                    tma_store(saved[0], [((chunk + t) * HV + hv) * WIDTH + v, 0], sb)
             else:
                 before = gl.convert_layout(S.to(ty), operand)
             mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: the chunk's tiles arrived
@@ -148,8 +147,8 @@ def state_role(
                 residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
-            R, fine = halves(R.to(ty)), is_fine(sr, s)
-            U, U2 = times_inverse(R, sa, s)
+            R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
+            U, U2 = times_inverse(R, A)
             if STAGED:
                 O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             elif READS:
@@ -159,7 +158,7 @@ def state_role(
                 send(saved[1], residual, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
             if STAGED:
                 U, U2, O = warpgroup_mma_wait(0, deps=[U, U2, O])
-            U = finished(R, U, U2, sa, s, fine)
+            U = finished(R, U, U2, A, fine)
             written = (U * rate(sr, s, 6).load(ROWS)).to(ty)
             read = U.to(ty)
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
@@ -199,19 +198,19 @@ def walk_segments(
     q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
     checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
-    NS: gl.constexpr, REGISTERS: gl.constexpr,
+    FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     ty: gl.constexpr = k_desc.dtype
     sq, sp = None, None
     if q_desc is not None:
         sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
-        SCORES: gl.constexpr = 1 if SAVE or WIDTH > 128 else 2  # slots of the ring of P
+        SCORES: gl.constexpr = 1 if (SAVE and FINE) or WIDTH > 128 else 2  # slots of the ring of P
         sp = gl.allocate_shared_memory(ty, [SCORES, C, C], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
-    sa = gl.allocate_shared_memory(ty, [NS * TILES, C, C // 2], NARROW)
+    sa = gl.allocate_shared_memory(ty, [NS * (3 if FINE else 2), C, C // 2], NARROW)
     NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     full, done = barriers(NS, 1), barriers(NS, GROUPS)
@@ -307,7 +306,7 @@ def _run(
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
-        START_V_FIRST=w.starts is not None or p.state_v_first, **constants,
+        START_V_FIRST=w.starts is not None or p.state_v_first, FINE=fine(p), **constants,
     )  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length) * p.HV, p.V // (HALF * groups)), arguments, constants)
     launch_described(c, walk_segments, plan)
