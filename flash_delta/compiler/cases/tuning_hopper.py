@@ -42,7 +42,7 @@ def make(
 
 def call_of(made: Tensors) -> tuple[Problem, Inputs]:
     x = Inputs(*(made[name] for name in NAMES))
-    return describe(x, "channel" if x.g.dim() == 4 else "scalar"), x
+    return describe(x, "channel" if x.g.dim() == 4 else "scalar")._replace(most_beta=1.0), x
 
 
 def make_back(device: torch.device | str, **sizes: int) -> Tensors:

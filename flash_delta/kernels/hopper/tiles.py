@@ -148,6 +148,7 @@ def loop_parts(p: Problem, chip: Chip) -> int:
 
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
-WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # for each state group
+WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
+FINE_WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # where beta can pass 1
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)

@@ -50,7 +50,7 @@ from flash_delta.kernels.hopper.layouts import LINES as LINE
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, load_rates
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_chunks, place
 from flash_delta.kernels.hopper.segments.memory import Walk
-from flash_delta.kernels.hopper.tiles import FIND_ENDS, WALK_BACK
+from flash_delta.kernels.hopper.tiles import FIND_ENDS, FINE_WALK_BACK, WALK_BACK
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -196,7 +196,8 @@ def run_walk_back(
         state = boxes.rows(ends)
     start = None if d.initial_state is None else boxes.states(p, d.initial_state)
     given = (*saved, *gradients, state, start, parts.lines)
-    _run(c, rates, w, do, given, ENDS=ends is not None, GRADIENTS=True, **WALK_BACK[K])
+    registers = (FINE_WALK_BACK if fine(p) else WALK_BACK)[K]
+    _run(c, rates, w, do, given, ENDS=ends is not None, GRADIENTS=True, **registers)
 
 
 def run_find_ends(c: Call, rates: Tensor, w: Walk, do: Tensor, after: Tensor | None, D: Tensor) -> None:

@@ -128,6 +128,7 @@ def product_back(R, own, below, left, right, ADD: gl.constexpr):
     """dU^T A, as `product` returns it, but finished."""
     first, second = R
     left = warpgroup_mma(first, own.slice(0, 32, 0), left, use_acc=ADD, is_async=True)
+    left = warpgroup_mma_wait(0, deps=[left])
     left = warpgroup_mma(second, below, left, is_async=True)
     right = warpgroup_mma(second, own.slice(32, 32, 0), right, use_acc=ADD, is_async=True)
     return warpgroup_mma_wait(0, deps=[left, right])
