@@ -38,7 +38,7 @@ KDA = {"gate": "channel", "raw_gate": True, "lower_bound": -5.0, "g_dtype": torc
 def problem(**changes) -> Problem:
     described = Problem(
         "chunk_gated_delta_rule", 1, 8192, 16, 32, 128, 128, 4, torch.bfloat16, torch.device("cuda", 0), "scalar",
-        "decayed", 1.0, packed=True,
+        "decayed", 1.0, packed=True, most_beta=1.0,
     )  # fmt: skip
     return described._replace(**changes)
 
@@ -118,6 +118,8 @@ def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
 
 def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(problem()) is None
+    said = backend.remark(problem(most_beta=2.0))
+    assert said == "where a beta is above 1, it keeps the inverse of a chunk in two parts"
     assert backend.remark(problem(needs_grad=True)) is None
     wide = backend.remark(problem(needs_grad=True, K=256, V=256))
     assert wide == "its backward pass is that of 'triton': K and V have to be 64 or 128, both; they are 256 and 256"

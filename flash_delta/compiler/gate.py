@@ -131,7 +131,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/*-narrow/forward_loop", HOPPER, "spill", "the same, with 136", 220),
     Allowed(f"{BY_HAND}/saving-given-narrow/forward_loop", HOPPER, "spill", "the same, with 128", 270, "3.9"),
     Allowed(f"{BY_HAND}/batched-narrow/forward_loop", HOPPER, "spill", "addresses of `rate_role`", 200, "3.9"),
-    Allowed(f"{BY_HAND}/*-slim/forward_loop", HOPPER, "spill", "the same, with 144", 100, "3.9"),
+    Allowed(f"{BY_HAND}/*-slim/forward_loop", HOPPER, "spill", "the same, with 144", 100),
     Allowed(f"{BY_HAND}/pool-*wide/forward_loop", HOPPER, "spill", "the same, with a pool", 490, "3.9"),
     Allowed(f"{BY_HAND}/pool-64*slim/forward_loop", HOPPER, "spill", "the same", 140),
     Allowed(f"{BY_HAND}/channel*/channel_loop", HOPPER, "spill", "addresses, beside two halves of a state", 40),

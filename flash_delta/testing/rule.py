@@ -31,7 +31,7 @@ class Standard:
     """What the results of a case are compared with, and what is allowed.
 
     Errors are relative to the result's norm. Gradients of gates sum terms that may cancel, each with its own roundings,
-    so their errors are relative to the norm of these terms (:func:`sizes_of_terms`).
+    so their errors are relative to the norm of these terms (`sizes_of_terms`).
 
     * A hard case allows three times the error of rounding q and k, or its floor.
     * The torch backend may be off by `ALLOWED`. ``kernels``: another backend was called, which may round operands of

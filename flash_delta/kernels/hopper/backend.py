@@ -333,7 +333,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 
 
 def remark(p: Problem) -> str | None:
-    """What `explain` says: whether sequences are split, and which backend runs the backward pass."""
+    """What `explain` says: whether sequences are split, which backend runs the backward pass, and how fine A is."""
     if p.gate == "channel":
         return by_channel.remark(p) if p.pool is None else channel_prefill.remark(p)
     wide, said = padded(p), []
@@ -354,6 +354,8 @@ def remark(p: Problem) -> str | None:
             said.append(f"its backward pass is that of 'triton': {reason}")
         elif back is not None:
             said.append(f"its backward pass walks segments of {back} tokens")
+    if fine(p) and p.pool is None:
+        said.append("where a beta is above 1, it keeps the inverse of a chunk in two parts")
     return "; ".join(said) or None
 
 

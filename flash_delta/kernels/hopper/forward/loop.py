@@ -19,8 +19,8 @@ Barriers, and who completes them:
     pfull    both state groups: their halves of P are there
     done     all state groups: they have read all tiles of a chunk, so that its slots are free
 
-With KEEP, A also goes to memory for the backward pass. Then A is (I + diag(b) L)^{-1}, as `solve` writes it, and R is
-multiplied by b instead. With SAVE the state groups also write what `scan` of the ``triton`` backend saves: S0 of every
+With KEEP, A also goes to memory for the backward pass. Then A is (I + diag(b) L)^{-1}, and R is multiplied by b
+instead. inverse_tiles.py says how A is kept. With SAVE the state groups also write what that pass needs: S0 of every
 chunk, R (without b) and U.
 
 Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way. Otherwise ptxas
