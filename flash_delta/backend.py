@@ -243,4 +243,5 @@ register(
     takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET")),
 )
 register("hopper", f"{PACKAGE}.kernels.hopper.backend", f"{PACKAGE}.kernels.triton.around.backend")
-register("torch", f"{PACKAGE}.reference.backend", AROUND_IN_TORCH, takes_cpu=lambda: True)
+TORCH = "torch"  # PyTorch's own operations
+register(TORCH, f"{PACKAGE}.reference.backend", AROUND_IN_TORCH, takes_cpu=lambda: True)

@@ -7,7 +7,7 @@ An argument that a model may pass and that changes the result has a name here. O
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -218,12 +218,7 @@ def _separated(
 
 def _at_most_one(rule: Callable[..., Result]) -> Callable[..., Result]:
     """The rule for modelling code whose beta is a sigmoid."""
-
-    @wraps(rule)
-    def stated(*args: Any, **kwargs: Any) -> Result:
-        return rule(*args, allow_neg_eigval=False, **kwargs)
-
-    return stated
+    return update_wrapper(partial(rule, allow_neg_eigval=False), rule)  # without a frame of Python in decoding
 
 
 RULES = {

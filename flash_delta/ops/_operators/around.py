@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.backend import is_seen_through
+from flash_delta.backend import TORCH, is_seen_through
 from flash_delta.ops._backend import choose_backend, load_modules, refuse_disabled, wished
 from flash_delta.ops._check.around import describe_convolution, describe_gate, describe_norm, describe_token
 from flash_delta.ops._known_calls import look_at
@@ -46,7 +46,7 @@ def takes(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
     if on_gpu if wish is None else not is_seen_through(wish):
         refuse_transforms(p.op, x._fields, x)
         return True
-    refuse_disabled(p.op, wish or "torch")
+    refuse_disabled(p.op, wish or TORCH)
     return False
 
 
