@@ -198,6 +198,12 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.t, offset + self.at)
 
+    def add_to(self, value):
+        """One number; what it was before."""
+        before = self.load()
+        self.store(before + value)
+        return before
+
     def memory(self):
         """From the tensor's first number on, in the order of addresses."""
         first = self.t.storage_offset()
@@ -313,7 +319,13 @@ def smallest(x, axis):
 
 
 def assembled(code, constraints, arguments, dtype, is_pure, pack):
-    """What kernels write in assembly: float16 without infinities, and the bits of bfloat16 where a mask is 0."""
+    """What kernels write in assembly: float16 without infinities, and the bits of bfloat16 where a mask is 0; and the
+    two ends of a hand-over. Programs run one after the other, so a flag that is not there would never come."""
+    if "cp.async.bulk.wait_group" in code:
+        return arguments[0]
+    if "ld.acquire" in code:
+        assert (arguments[0].load().t != 0).all(), "a program waits for one that has not started"
+        return arguments[0]
     assert "cvt.rn.satfinite.f16x2.f32" in code
     most = torch.finfo(torch.float16).max
     half = arguments[0].t.clamp(-most, most).half()
@@ -336,6 +348,7 @@ LANGUAGE = {
     "sum": total, "join": lambda a, b: Value(torch.stack((a.t, b.t), -1)),
     "broadcast": lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.t, b.t))),
     "convert_layout": lambda x, layout: x, "permute": lambda x, order: x.permute(order),
+    "atomic_add": lambda p, x: p.add_to(x),
     "store": lambda p, x, **mask: p.store(x, **mask), "load": lambda p, **mask: p.load(**mask),
     "log2": lambda x: Value(x.t.log2()),
     "minimum": minimum, "maximum": maximum, "max": largest, "min": smallest, "abs": lambda x: Value(x.t.abs()),

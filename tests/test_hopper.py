@@ -352,14 +352,14 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     assert step.kernel[:5] == ("loop", 7, 128, 8, True)
     assert step.grid == (1, 2, 1)
     kinds = re.sub(r"M(i+)(q+)", "M", step.kernel.letters.decode().replace("(", "").replace(")", ""))
-    assert kinds == "MMMMMxxxxMMPxx" + 12 * "i" + "iii" + "i" + 14 * "x"
+    assert kinds == "MMMMMxxxxMMxxPxx" + 12 * "i" + "iii" + "i" + 15 * "x"
     maps = [value for value in step.values if isinstance(value, tuple) and isinstance(value[0], tuple)]
     described = [c.x.q, c.x.k, c.x.v, o, rates, c.x.initial_state, final]
     assert all(m[0][1] is t for m, t in zip(maps, described, strict=True))
     assert [m[0][0] for m in maps] == [[1, 1, 64, 64 + n] for n in range(7)]
     ragged = boxes.ragged(c.x.k, 128)
     assert maps[1][1:] == (*ragged.shape, *ragged.strides)
-    assert step.values[11] is c.x.cu_seqlens
+    assert step.values[13] is c.x.cu_seqlens
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -16,9 +16,10 @@ from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
-from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.loop import new_pool_tape, run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
@@ -124,6 +125,7 @@ GRADIENTS = {
     "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0, g_dtype=torch.bfloat16),
     "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0, l2norm=False),
 }
+TAPES = "packed", "batched"
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF, "-parts": CHANNEL_WHOLE}
@@ -135,9 +137,15 @@ def call_rates(case: str) -> None:
     run_rates(c, o, rates, solved)
 
 
-def call_loop(case: str, t: LoopTile) -> None:
+def call_loop(case: str, t: LoopTile, *, taped: bool) -> None:
     c, o, final, rates, solved, residual = described(case)
-    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual)
+    tape = new_tape(c.p, 1, t.pace) if taped else None
+    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual, tape=tape)
+
+
+def call_tape(case: str, *, follows: bool) -> None:
+    c = described(case)[0]
+    run_lay_tape(c, new_tape(c.p, 1, WIDE.pace), follows=follows)
 
 
 def call_channels(case: str, form: str) -> None:
@@ -174,9 +182,9 @@ def call_channel_back(case: str, *, rest: bool) -> None:
 def call_pool(case: str, t: LoopTile) -> None:
     p, x, slots = POOLS[case]()
     c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
-    o, rates, walks = torch.empty_like(x.v), new_rates(p), new_walks(p)
-    run_rates(c, o, rates, None, walks, slots)
-    run_pool_loops(c, o, rates, walks, slots, t)
+    o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p), new_pool_tape(p, c.shape.chip)
+    run_rates(c, o, rates, None, walks, slots, tape)
+    run_pool_loops(c, o, rates, walks, tape, slots, t)
 
 
 def call_prompt(case: str, *, back: bool) -> None:
@@ -207,11 +215,13 @@ def launches(target: str) -> Iterator[Launch]:
         return
     for case in RATES:
         yield Launch(case, partial(call_rates, case))
+    yield from (Launch(f"{case}-tape", partial(call_tape, case, follows=case != "batched")) for case in TAPES)
     for case, made in CASES.items():
         p = made()[0]
         width, forms = p.K, SAVING_FORMS if p.disable_recompute else FORMS
         for form, t in forms[width].items():
-            yield Launch(f"{case}-{form}", partial(call_loop, case, t))
+            yield Launch(f"{case}-{form}", partial(call_loop, case, t, taped=False))
+            yield Launch(f"{case}-{form}-tape", partial(call_loop, case, t, taped=True))
         yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
         if p.needs_grad and width != 256:
             for form in ("back", "back-segments", "back-ends"):

@@ -31,9 +31,11 @@ from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine
-from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.loop import new_loop_tape, new_pool_tape, run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.lost import check_states
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.padding import (
     Found,
     Padded,
@@ -53,6 +55,7 @@ from flash_delta.kernels.hopper.segments.plan import (
 )
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.tiles import Pace
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
@@ -169,6 +172,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return by_channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
+    check_states(p.op)
     kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute, fine(p)
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
@@ -188,25 +192,39 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
     walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
     rates = None if makes and walk is None else new_rates(p)
+    tape = None if walk is not None else new_loop_tape(wide, chip_of(p.device), saving=residual is not None)
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
         w, r = _every_walk(wide, processors) if every(c) else (walk, rates)
         parts = [] if saved is None else c.parts(saved)
+        laid = new_tape(wide, 1, Pace(1)) if every(c) else tape
         if w is not None or not makes:
             run_rates(c, o_wide, r, parts[0] if parts else None)
         if w is None or (every(c) and wide.K != WHOLE):
-            run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual)
+            if laid is not None:
+                run_lay_tape(c, laid, follows=not makes)
+            run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual, tape=laid)
         if w is not None:
             run_walk(c, o_wide, final_wide, r, w, residual)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, length))
+        call = make_call(p, x, kind, known=known, name=(*kind, length, tape is None))
         handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
+        handed = (*handed, *(() if tape is None else tape.memory))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
-        run(call, kernels, o, final, *kept, *planned, spare=(rates, *handed, *made), later=later)
+        run(
+            call,
+            kernels,
+            o,
+            final,
+            *kept,
+            *planned,
+            spare=(rates, *handed, *made, *(() if tape is None else tape.memory)),
+            later=later,
+        )
     remember(call, given, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
 
@@ -261,10 +279,12 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
     if p.N * p.T == 0:  # there is nothing to walk: at most states are copied or zeros written
         return triton.prefill(p, x, s, around, known)
+    check_states(p.op)
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    rates, walks, processors = new_rates(p), new_walks(p), chip_of(p.device).processors
+    chip = chip_of(p.device)
+    rates, walks, tape, processors = new_rates(p), new_walks(p), new_pool_tape(p, chip), chip.processors
     alone, convolved = new_prompt(p, split_prompt(p, processors)), new_convolved(p)
 
     def kernels(c: Call) -> None:
@@ -276,9 +296,9 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
             prompt = new_prompt(p._replace(T=1), split_endless(p, processors))
         if prompt is not None:
             run_hand_over(rule, prompt, slots, back=False)
-        run_rates(rule, o, rates, None, walks, slots)
+        run_rates(rule, o, rates, None, walks, slots, tape)
         if prompt is None or every(c):
-            run_pool_loops(rule, o, rates, walks, slots)
+            run_pool_loops(rule, o, rates, walks, tape, slots)
         if prompt is not None:
             run_prompt(rule, o, rates, prompt, slots)
             run_hand_over(rule, prompt, slots, back=True)
@@ -291,7 +311,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(rates, walks, *_memory(alone), *convolved))
+        run(call, kernels, o, spare=(rates, walks, *tape.memory, *_memory(alone), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o
 
@@ -326,8 +346,9 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     if p.gate == "channel":
         return channel_prefill.workspace_bytes(p, x)
-    nowhere, length = p._replace(device=torch.device("meta")), split_prompt(p, chip_of(p.device).processors)
-    own = new_rates(nowhere), new_walks(nowhere), *_memory(new_prompt(nowhere, length))
+    chip, nowhere = chip_of(p.device), p._replace(device=torch.device("meta"))
+    length, tape = split_prompt(p, chip.processors), new_pool_tape(nowhere, chip)
+    own = new_rates(nowhere), new_walks(nowhere), *tape.memory, *_memory(new_prompt(nowhere, length))
     copied = () if p.taps else (t for t in x[:3] if not describable(t))
     return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
 

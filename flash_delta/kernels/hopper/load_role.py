@@ -7,15 +7,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES, load_inverse, tiles_in
-from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
+from flash_delta.kernels.hopper.forward.work_items import find_piece, find_pieces
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
 from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot, place, without_faded
 
 
 @gluon.jit
-def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
-    """The chunks of an item of work: value head, batch row, the sequence's first token and length, the first chunk's
+def find_work(i, pieces, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
+    """The chunks of piece i: value head, batch row, the sequence's first token and length, the first chunk's
     token in the sequence, the number of chunks, the first chunk's slot; and whether v is needed."""
     if SEGMENTS:
         cu_seqlens, T, length, N = work
@@ -27,12 +27,11 @@ def find_work(item, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexp
             token, chunks, slot, _ = without_faded(token, chunks, slot, keys, flags[1])
         return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
     else:
-        cu_seqlens, T, _, pool = work
-        n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-        row, slot = n, first_slot(n, start, T, PACKED)
+        _, n, hv, start, size, begin, end = find_piece(i, pieces, work, HV, PACKED)
+        row, slot = n, first_slot(n, start, work[1], PACKED) + begin
         if PACKED:
             row = n * 0
-        return hv, row, start, size, n * 0, (size + C - 1) // C, slot, n * 0 == 0
+        return hv, row, start, size, begin * C, end - begin, slot, n * 0 == 0
 
 
 @gluon.jit
@@ -92,8 +91,7 @@ def load_role(
     ``sv2``, it gets the second 64 of these columns.
 
     given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
-    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise (cu_seqlens, T, items,
-    pool), as in work_items.py.
+    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise as in work_items.py.
     strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
     key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
@@ -101,12 +99,13 @@ def load_role(
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars
-    first, items, step = 0, 1, 1
+    count, pieces = 1, None
     if not SEGMENTS:
-        first, items, step = gl.program_id(0), count_items(work[2], work[3], HV), gl.num_programs(0)
+        pieces = find_pieces(work, HV)
+        count = pieces[0]
     t = 0
-    for item in range(first, items, step):
-        hv, row, start, size, token, chunks, slot, valued = find_work(item, work, flags, HV, PACKED, SEGMENTS)
+    for i in range(count):
+        hv, row, start, size, token, chunks, slot, valued = find_work(i, pieces, work, flags, HV, PACKED, SEGMENTS)
         c, going = chunks * 0, chunks > 0
         while going:
             s = t % SLOTS

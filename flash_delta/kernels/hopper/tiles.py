@@ -5,11 +5,20 @@ warp groups share. Other tiles than these fail the compile gate or do not fit.""
 
 from typing import NamedTuple
 
+from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime import chip as triton
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
 from flash_delta.kernels.runtime.segment_plan import sequences_of
 from flash_delta.problem import Problem
+
+
+class Pace(NamedTuple):
+    """How long the loop takes on an H200, in quarters of a microsecond (tape.py)."""
+
+    chunk: int
+    item: int = 12  # its first and last state
+    cut: int = 28  # handing a state over
 
 
 class LoopTile(NamedTuple):
@@ -20,13 +29,14 @@ class LoopTile(NamedTuple):
     maps: int  # slots in the ring of A and P
     outputs: int  # buffers of o per state group
     registers: int  # for each of two state groups, or of two factor groups; the other group gets the rest
+    pace: Pace
 
 
-WIDE, NARROW = LoopTile(2, 1, 4, 2, 2, 1, 200), LoopTile(1, 2, 4, 3, 2, 2, 136)
-SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144)  # for heads of 64: one warp group has a whole state
+WIDE, NARROW = LoopTile(2, 1, 4, 2, 2, 1, 200, Pace(10)), LoopTile(1, 2, 4, 3, 2, 2, 136, Pace(7))
+SLIM = LoopTile(1, 2, 4, 4, 4, 1, 144, Pace(6))  # for heads of 64: one warp group has a whole state
 # What is saved for every chunk (SAVE in loop.py) goes to memory through o's buffers. So there are more of these, and
 # fewer slots in other rings. WIDE has neither the memory nor the registers for this (Triton 3.9: C7512).
-SAVING = {64: LoopTile(1, 2, 4, 4, 4, 4, 144), 128: LoopTile(1, 2, 4, 2, 2, 3, 128)}
+SAVING = {64: LoopTile(1, 2, 4, 4, 4, 4, 144, Pace(7)), 128: LoopTile(1, 2, 4, 2, 2, 3, 128, Pace(9))}
 RATES = triton.Tile(1, 3)  # `rates` with gates only
 RATES_OF_ROWS = triton.Tile(4, 3)  # also with whole rows: of q and k for norms, or wide rows of zeros
 
@@ -38,8 +48,8 @@ def compose_tile(p: Problem, chip: Chip) -> triton.Tile:
 
 
 def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
-    """The tiles of the loop. A program has half a state as long as all programs can run at once. On an H200 a chunk
-    then takes 1.8 us, and with a whole state 3.1 us.
+    """The tiles of the loop. A program has half a state as long as two halves take less time than a whole state on as
+    many multiprocessors as there are states.
 
     every: the tiles that any number of states may select. saving: the loop writes what the backward pass needs.
     """
@@ -49,8 +59,26 @@ def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple
         return (SLIM,)
     if every:
         return WIDE, NARROW
-    programs = 2 * p.N * p.HV
-    return (NARROW if programs <= chip.processors else WIDE,)
+    halves = 2 * NARROW.pace.chunk * p.N * p.HV <= WIDE.pace.chunk * chip.processors
+    return (NARROW if halves else WIDE,)
+
+
+def count_programs(p: Problem, chip: Chip, t: LoopTile, sequences: int) -> int:
+    """The number of programs of the loop per block of value columns, for so many sequences."""
+    return min(sequences * p.HV, max(1, chip.processors * 64 * t.groups // p.V))
+
+
+def needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
+    """Whether programs share items (tape.py). They do so if there are more items than programs, unless the host knows
+    that whole rounds of equal items take hardly longer: 3 %, and the time of a cut."""
+    items, chunks = p.N * p.HV, p.N * -(-p.T // C) if not p.packed else p.T // C + p.N
+    if items <= programs or pace.item * items + pace.chunk * chunks * p.HV >= 2**31:
+        return False
+    if p.packed and p.lengths is None:
+        return True
+    ticks = [pace.item + pace.chunk * -(-n // C) for n in (p.lengths or (p.T,))]
+    share, rounds = sum(ticks) * items // (len(ticks) * programs), -(-items // programs) * ticks[0]
+    return min(ticks) < max(ticks) or rounds - rounds // 32 > share + pace.cut
 
 
 def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[PoolLaunch, ...]:

@@ -29,6 +29,7 @@ kernel (C7512, see ``flash-delta compile``).
 """
 
 from collections.abc import Iterable
+from itertools import product
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -43,8 +44,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, saved, states, strides
+from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.inverse_tiles import (
     fine,
@@ -58,19 +60,21 @@ from flash_delta.kernels.hopper.forward.inverse_tiles import (
 )
 from flash_delta.kernels.hopper.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.forward.work_items import bounds, count_items, ends
+from flash_delta.kernels.hopper.forward.tape import Tape, new_tape
+from flash_delta.kernels.hopper.forward.work_items import ends, enter, find_piece, find_pieces
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
-from flash_delta.kernels.hopper.tiles import LoopTile, pool_loops, tiles
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, LoopTile, count_programs, needs_tape, pool_loops, tiles
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Residual
-from flash_delta.problem import Slots
+from flash_delta.problem import Problem, Slots
 
 
 @gluon.jit
@@ -78,19 +82,19 @@ def factor_role(
     sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
     KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    a_desc, tiles, bars, work = shared
+    a_desc, tiles, bars, work, w = shared
     sq, sk, sr, sa, sp = tiles
     full, xfull, done = bars
     FINE: gl.constexpr = sa.shape[0] == 3 * NX
-    cu_seqlens, T, items, pool = work
     ty: gl.constexpr = sk.dtype
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
     zero = gl.zeros([C, C], gl.float32, ROWS)
     first = 0
-    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-        chunks = (length + C - 1) // C
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces[0]):
+        _, n, hv, start, _, entry, end = find_piece(piece, pieces, work, HV, PACKED)
+        chunks = end - entry
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
         # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
@@ -121,8 +125,9 @@ def factor_role(
             mbarrier.arrive(xfull.index(x), count=1)
             if KEEP:
                 barrier()  # all warps of this factor group: A is whole in shared memory
-                if gl.program_id(1) == 0:  # two programs may walk the same state, and one of them writes
-                    store_inverse(a_desc, (first_slot(n, start, T, PACKED) + c) * HV + hv, A, fine)
+                if w == 0:  # two programs may walk the same state, and one of them writes
+                    slot = first_slot(n, start, work[1], PACKED) + entry + c
+                    store_inverse(a_desc, slot * HV + hv, A, fine)
             # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
             later = t + FACTORS
             # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
@@ -152,11 +157,11 @@ def state_role(
     V_FIRST: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
     NX: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    o_desc, tiles, bars, initial, final, saved, kept, work, w = shared
+    o_desc, tiles, bars, initial, final, handed, saved, kept, work, w = shared
     sq, sk, sv, sr, sa, sp = tiles
     FINE: gl.constexpr = sa.shape[0] == 3 * NX
     full, vfull, xfull, pfull, done = bars
-    cu_seqlens, T, items, pool = work
+    T, pool, share = work[1], work[3], work[4]
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -167,11 +172,17 @@ def state_role(
     BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
-    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces[0]):
+        item, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if pool is not None:
             first, last = ends(item, pool, HV)
+        if share is not None and begin > 0:
+            lost = take_over(flag_of(share, share[1] - 1, (w + v) // 64), share)
+            before = (share[1] - 1) * WIDTH
+            S = load_state(handed, None, before, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
+        elif pool is not None:
             S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
         elif INITIAL:
             S = load_state(initial, None, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
@@ -179,7 +190,7 @@ def state_role(
         if not PACKED:
             row += n * T
         offset = find_offset(kept, n, length)
-        for token in range(0, length, C):
+        for token in range(begin * C, end * C, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
             # Signalled by the copy engine, and by the rate role if it makes rates: q, k and rates are there.
@@ -236,7 +247,10 @@ def state_role(
                 slot = find_checkpoint(kept, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
-        if pool is not None:
+        if share is not None and end * C < length:
+            store_state(handed, S, None, share[1] * WIDTH, w + v, so, WIDTH, True, BUFFERS)
+            hand_over(flag_of(share, share[1], (w + v) // 64))
+        elif pool is not None:
             if last >= 0:
                 store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
             else:
@@ -251,19 +265,25 @@ NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "grou
 
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def forward_loop(
-    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, cu_seqlens, walks,
-    checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column,
-    q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides, beta_strides, scale,
+    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, handed, tape, cu_seqlens,
+    walks, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
+    checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
+    beta_strides, scale,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    KEEP: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr,
-    NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEP: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr,
+    FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` (prompt_list.py)
     the device counts the sequences, and this launch works only if there are ``least`` to ``most`` of them.
     K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
-    w = gl.program_id(1) * BV
+    block, share = gl.program_id(1), None
+    if tape is not None:
+        u, block = enter(tape)
+        share = (tape, u)
+    w = block * BV
     sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
@@ -276,7 +296,8 @@ def forward_loop(
     full, done = barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
     vfull, xfull = barriers(NV, 1), barriers(NX, 1)
     made, pfull, sbar, sbar2 = (full, done, vfull, xfull), None, None, None
-    if INITIAL:
+    LOADS_STATES: gl.constexpr = INITIAL or tape is not None
+    if LOADS_STATES:
         sbar = barriers(NO, 1)
         made += (sbar,)
     saved, pool, kept = (s_desc, e_desc, u_desc), None, None
@@ -287,9 +308,9 @@ def forward_loop(
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
             kept += (offsets,)
-    work, strides = (cu_seqlens, T, items, pool), ((q_batch, k_batch, v_batch), heads, group)
+    work, strides = (cu_seqlens, T, items, pool, share), ((q_batch, k_batch, v_batch), heads, group)
     # What the groups of a role share.
-    factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work)
+    factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work, w)
     gates = ((g, beta, o), (g_batch, g_strides, beta_batch, beta_strides, scale), sr, (full, done), work)
     keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
     values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
@@ -297,13 +318,13 @@ def forward_loop(
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         pfull = barriers(NX, GROUPS)
         made += (pfull,)
-        if INITIAL:
+        if LOADS_STATES:
             sbar2 = barriers(NO, 1)
             made += (sbar2,)
     if FACTORS == 2:
         sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
     tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
-    state = (o_desc, tiles, bars, initial, final, saved, kept, work, w)
+    state = (o_desc, tiles, bars, initial, final, handed, saved, kept, work, w)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     # The first role gets the registers that the others do not ask for.
@@ -328,47 +349,66 @@ def forward_loop(
     end_barriers(made)
 
 
-def run_pool_loops(c: Call, o: Tensor, rates: Tensor, walks: Tensor, slots: Slots, *choice: LoopTile) -> None:
+def new_loop_tape(p: Problem, chip: Chip, *, saving: bool = False) -> Tape | None:
+    """Memory for the tape of `run_loop`, or None if programs walk whole items."""
+    (t,) = tiles(p, chip, every=False, saving=saving)
+    programs = count_programs(p, chip, t, p.N)
+    return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
+
+
+def new_pool_tape(p: Problem, chip: Chip) -> Tape:
+    """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
+    t = SLIM if p.K == 64 else WIDE
+    return new_tape(p, count_programs(p, chip, t, max(1, p.N)), t.pace)
+
+
+def run_pool_loops(
+    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, slots: Slots, *choice: LoopTile
+) -> None:
     """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
     p = c.p
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
     states, kept = pool(p, slots.state_pool), checkpoint_arguments(p, slots)
-    _run(c, o, rates, launches, (*(None,) * 4, states, states), (walks, *kept), initial=True)
+    taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
+    _run(c, o, rates, taped, (*(None,) * 4, states, states), (walks, *kept), initial=True)
 
 
 def run_loop(
     c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *choice: LoopTile,
-    r: Residual | None = None,
+    r: Residual | None = None, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches the loop, with at most one program per multiprocessor and block of value columns. A program walks
     several states. Without ``rates`` the loop makes them. ``A`` and ``r`` are written for the backward pass."""
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
+    tapes = (None, tape) if every(c) else (tape,)
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else inverses(A), *saved(r), *ends)
-    _run(c, o, rates, launches, stored, (None, *checkpoints.NONE), initial=initial is not None)
+    _run(c, o, rates, product(launches, tapes), stored, (None, *checkpoints.NONE), initial=initial is not None)
 
 
 def _run(
-    c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[PoolLaunch], stored: tuple, on_pool: tuple, *,
-    initial: bool,
+    c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[tuple[PoolLaunch, Tape | None]], stored: tuple,
+    on_pool: tuple, *, initial: bool,
 ) -> None:  # fmt: skip
-    """``stored``: descriptors of A, of what is saved of chunks, and of the first and final states. ``on_pool``: the
-    arguments for a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from ``slots`` on."""
+    """``launches``: each with its tape. ``stored``: descriptors of A, of what is saved of chunks, and of the first and
+    final states. ``on_pool``: the arguments for a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from
+    ``slots`` on."""
     p, x, plans = c.p, c.x, []
-    q, k, box, rows = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
+    q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)
     numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
-    for t, sequences, least, most, _ in launches:
+    for (t, sequences, least, most, _), tape in launches:
+        shared = (None, None) if tape is None else (rows(tape.handed), tape.table)
         arguments = (
-            q, k, ragged(x.v, 64 * t.groups), box, rows, *stored, x.cu_seqlens, *on_pool[:3], p.N * p.HV, p.T,
-            least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
+            q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *shared, x.cu_seqlens, *on_pool[:3], p.N * p.HV,
+            p.T, least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
         )  # fmt: skip
         constants = constants_of(
             c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,
-            FINE=fine(p), GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values, NX=t.maps, NO=t.outputs,
-            REGISTERS=t.registers,
+            FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values,
+            NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
         )  # fmt: skip
-        grid = min(sequences * p.HV, c.shape.chip.processors), p.V // (64 * t.groups)
+        grid = count_programs(p, c.shape.chip, t, sequences), p.V // (64 * t.groups)
         plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, forward_loop, *plans, launch_pdl=rates is not None)

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flash_delta.kernels.hopper.forward.work_items import bounds, count_items
+from flash_delta.kernels.hopper.forward.work_items import find_piece, find_pieces
 from flash_delta.kernels.hopper.layouts import TOKENS, C
 from flash_delta.kernels.hopper.rings import rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import load_bound
@@ -79,19 +79,19 @@ def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, P
     g_token, g_head = g_strides
     beta_token, beta_head = beta_strides
     full, done = bars
-    cu_seqlens, T, items, pool = work
     i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
     if PACKED:
-        clear_padding(o, cu_seqlens, items // HV, T, i, gl.program_id(0), gl.num_programs(0), HV * WIDTH)
+        clear_padding(o, work[0], work[2] // HV, work[1], i, gl.program_id(0), gl.num_programs(0), HV * WIDTH)
     t = 0
-    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces[0]):
+        _, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
         rows = (i * 0).to(gl.int64)
         if not PACKED:
             rows += n
         g_row, beta_row = rows * g_batch + hv * g_head, rows * beta_batch + hv * beta_head
-        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, i, length)
-        for token in range(0, length, C):
+        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin * C + i, length)
+        for token in range(begin * C, end * C, C):
             s = t % NS
             found = find_rates(x, b, i, scale)
             wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot

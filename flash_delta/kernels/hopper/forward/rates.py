@@ -25,8 +25,8 @@ That pass runs this kernel again (BACK). Rates take a quarter of the memory of A
 again. Then row 2 is r_k / (scale r_q). The kernel reads ``norms``, of which the forward pass has left two vectors per
 key head. With a raw gate it writes the log decays to ``decays``.
 
-On a pool (``walks``) the first program lists the sequences that the loop walks. The kernel writes zeros to o of
-padding, and nothing for sequences that `decode` runs.
+On a pool (``walks``) the first program lists the sequences that the loop walks, and lays the tape (tape.py). The
+kernel writes zeros to o of padding, and nothing for sequences that `decode` runs.
 
 Grid (slots, HV / HEADS). A program has HEADS value heads; with a norm they are those of one key head.
 """
@@ -40,6 +40,8 @@ from flash_delta.kernels.device.activation import gate_parameters, log_decay, st
 from flash_delta.kernels.device.channel_gate import BITS, LEAST
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
+from flash_delta.kernels.hopper.forward.tape import NUMBERS as OF_TAPE
+from flash_delta.kernels.hopper.forward.tape import Tape, lay, most_programs
 from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
@@ -48,7 +50,7 @@ from flash_delta.kernels.runtime.workspace import Walked
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
-NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "g_batch", "beta_batch"]
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "g_batch", "beta_batch", *OF_TAPE]
 SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # the least |b|: to divide by, to erase in its chunk
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
@@ -56,12 +58,13 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decod
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, decays, walks, read_indices, write_indices,
-    has_initial_state, N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides,
-    k_strides, g_batch, g_strides, beta_batch, beta_strides,
+    has_initial_state, table, marks, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, N, T, slots,
+    null_slot, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch, g_strides, beta_batch,
+    beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr, SHORT: tl.constexpr, DIVIDES: tl.constexpr, BACK: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr, DIVIDES: tl.constexpr, BACK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
@@ -69,6 +72,8 @@ def rates(
     slots = (slots, null_slot)
     if walks is not None and slot + first == 0:
         list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+        numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
+        lay(table, marks, numbers, cu_seqlens, walks, N, T, HV, C, PACKED, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if token >= stop:
         return
@@ -154,28 +159,30 @@ def new_walks(p: Problem) -> Tensor:
 
 
 def run_rates(
-    c: Call, o: Tensor, out: Tensor, saved: Walked | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS
-) -> None:
-    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``: the list, on a pool with ``slots``."""
+    c: Call, o: Tensor, out: Tensor, saved: Walked | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS,
+    tape: Tape | None = None,
+) -> None:  # fmt: skip
+    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``, ``tape``: on a pool with ``slots``."""
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     written = (o, out, None if saved is None else saved.norms, None)
-    _run(c, (walks, slots, tables), written, DIVIDES=saved is not None, BACK=False)
+    _run(c, (walks, slots, tables, tape), written, DIVIDES=saved is not None, BACK=False)
 
 
 def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | None) -> None:
     """Launches `rates` for the backward pass by hand. ``norms``: as the forward pass has left them."""
-    _run(c, (None, NO_SLOTS, (None,) * 3), (None, out, norms, decays), DIVIDES=True, BACK=True)
+    _run(c, (None, NO_SLOTS, (None,) * 3, None), (None, out, norms, decays), DIVIDES=True, BACK=True)
 
 
 def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:
-    p, x, (walks, slots, tables) = c.p, c.x, on_pool
+    p, x, (walks, slots, tables, tape) = c.p, c.x, on_pool
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
-    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, walks, *tables)
+    of_tape, numbers = ((None, None), (0,) * len(OF_TAPE)) if tape is None else ((tape.table, tape.marks), tape.numbers)
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, walks, *tables, *of_tape)
     tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
-        p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot, *(table(t)[0] for t in tables), p.scale,
-        p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta), HEADS=heads,
-        BH=columns, **form,
+        *numbers, p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot,
+        *(table(t)[0] for t in tables), p.scale, p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g),
+        batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns, PROGRAMS=most_programs(c.shape.chip.processors), **form,
     )  # fmt: skip

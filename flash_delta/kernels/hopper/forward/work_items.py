@@ -1,5 +1,11 @@
-"""The loop's items of work. An item is one value head of one sequence. On a pool an earlier kernel has listed the
-sequences and the slots of their states (prompt_list.py)."""
+"""The loop's items of work, and the pieces of them that a program walks.
+
+An item is one value head of one sequence. On a pool an earlier kernel has listed the sequences and the slots of their
+states (prompt_list.py). A piece is a run of chunks of an item. Without a tape every piece is a whole item, and programs
+take items in turns. With a tape (tape.py) a program's first piece may end early, and its last piece may begin late.
+
+The functions take ``work``: (cu_seqlens, T, items, pool, share). pool: the list, and the ``least`` and the ``most``
+prompts that this launch walks, or None. share: the tape's table and the program's number, or None."""
 
 from typing import NamedTuple
 
@@ -8,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from flash_delta.kernels.hopper.layouts import C
 from flash_delta.kernels.hopper.segments.bounds import extent
 
 
@@ -43,6 +50,47 @@ def bounds(item, cu_seqlens, pool, T, HV: gl.constexpr, PACKED: gl.constexpr):
         n = gl.load(pool[0] + 3 * n + 1)
     start, stop = extent(n, cu_seqlens, T, PACKED)
     return n, hv, start, stop - start
+
+
+@gluon.jit
+def enter(tape):
+    """A program's number on the tape, and which block of value columns it has. Programs get numbers in the order in
+    which they start."""
+    gdc_wait()  # the tape is there
+    number = gl.atomic_add(tape, 1).to(gl.int32)
+    return number % gl.num_programs(0), number // gl.num_programs(0)
+
+
+@gluon.jit
+def find_pieces(work, HV: gl.constexpr):
+    """A program's pieces: their number, the first one's item, the step from one item to the next, the chunk with which
+    the last piece begins, and the chunk before which the first one ends (0: it ends with its item)."""
+    _, _, items, pool, share = work
+    items = count_items(items, pool, HV)
+    if share is None:
+        first, step = gl.program_id(0), gl.num_programs(0)
+        return gl.maximum(items - first + step - 1, 0) // step, first, step, items * 0, items * 0
+    else:
+        border = share[0] + 3 + 2 * share[1]
+        low, entry = gl.load(border).to(gl.int32), gl.load(border + 1).to(gl.int32)
+        high, leave = gl.load(border + 2).to(gl.int32), gl.load(border + 3).to(gl.int32)
+        first = gl.where(leave > 0, high, high - 1)
+        return gl.where(items > 0, first - low + 1, 0), first, items * 0 - 1, entry, leave
+
+
+@gluon.jit
+def find_piece(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
+    """Piece i of a program: its item, sequence and value head; the sequence's first token in its batch row, and its
+    length; the piece's first chunk in the sequence, and the chunk after its last."""
+    count, first, step, entry, leave = pieces
+    cu_seqlens, T, _, pool, share = work
+    item = first + i * step
+    n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+    begin, end = n * 0, (length + C - 1) // C
+    if share is not None:
+        begin = gl.where(i == count - 1, entry, begin)
+        end = gl.where((i == 0) & (leave > 0), gl.minimum(leave, end), end)
+    return item, n, hv, start, length, begin, end
 
 
 @gluon.jit
