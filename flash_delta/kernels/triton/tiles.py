@@ -192,7 +192,7 @@ DECODE = {
 ONE_TOKEN_REGISTERS = 64
 # For few rows with a decay per head, K from 65 to 128 and V over 64. Programs are smaller, so that all run at once. By
 # the bytes of a number in the pool; and the most columns per multiprocessor for which this holds.
-FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, {4: 128, 2: 32}
+FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
@@ -205,7 +205,7 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
         usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
     if channel or not usual_heads or p.V <= 64:
         return (usual,)
-    few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS[size] * chip.processors
+    few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS * chip.processors
     return (FEW[size], usual) if every else (FEW[size] if few else usual,)
 
 
