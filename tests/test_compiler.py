@@ -219,17 +219,33 @@ def variants_of_decode():
     bare = [(case, *form) for case in (serving.Decoding(), draft) for form in forms]
     bare += [(case, *form) for case in (tree, draft._replace(write=draft.dtype)) for form in forms[:2]]
     around = [{}, {"tokens": 1}, {"rolling": True}, {"packed": True}, {"write": draft.dtype}, {"tree": True}]
-    groups = [[computed(*variant)[0] for variant in [*bare, (draft._replace(packed=True), True, True)]]]
+    bare.append((draft._replace(packed=True), True, True))
+    groups = [[computed(case, counted=counted, written=written)[0] for case, counted, written in bare]]
     return groups + [list(kernel) for kernel in zip(*[computed(whole._replace(**x)) for x in around], strict=True)]
 
 
-def computed(case, counted=True, written=True):
+def computed(case, *choice, counted=True, written=True):
     from flash_delta.compiler.cases import serving
     from flash_delta.compiler.offline import offline
 
     with offline("sm_90a") as compiled:
-        serving.call_decode(case, counted=counted, written=written)
+        serving.call_decode(case, *choice, counted=counted, written=written)
     return [arithmetic(c.kernel.asm["ttgir"]) for c in compiled]
+
+
+def tiles_of_decode():
+    """What `decode` computes with the tile for few rows and with that for many, but not for how many columns."""
+    from flash_delta.compiler.cases import serving
+    from flash_delta.kernels.triton.tiles import DECODE, FEW
+
+    groups = []
+    for dtype, tokens in product((torch.float32, torch.bfloat16), (1, 4)):
+        tiles = FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1]
+        found = [computed(serving.Decoding(dtype=dtype, tokens=tokens), t)[0] for t in tiles]
+        groups.append([
+            [re.sub(rf"<{t.BV}x", "<BVx", line) for line in lines] for t, lines in zip(tiles, found, strict=True)
+        ])  # fmt: skip
+    return groups
 
 
 def variants_of_offsets():
@@ -285,6 +301,14 @@ def test_variants_of_decoding_compute_the_same(process):
     for (first, *others), least in zip(groups, (20, 8, 20, 8), strict=True):  # `decode`; convolution, `decode`, norm
         assert len(first) > least
         assert all(other == first for other in others)
+
+
+@needs_triton
+def test_tiles_of_decoding_compute_the_same(process):
+    """A row has the same bits beside any number of rows."""
+    for few, usual in process.submit(tiles_of_decode).result():
+        assert len(few) > 20
+        assert few == usual
 
 
 @needs_triton

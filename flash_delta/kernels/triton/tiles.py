@@ -192,12 +192,12 @@ DECODE = {
 ONE_TOKEN_REGISTERS = 64
 # For few rows with a decay per head, K from 65 to 128 and V over 64. Programs are smaller, so that all run at once. By
 # the bytes of a number in the pool; and the most columns per multiprocessor for which this holds.
-FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(2, 1, 8)}, {4: 128, 2: 32}
+FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The tiles of decoding. ``every``: all tiles that other batch sizes may choose. A row's bits do not depend on the
-    tile, since a tile of 4 rows has its sums over the same threads as a wider one."""
+    tile, since a tile of few rows has as many warps as a wider one, and its sums go over the same threads."""
     channel, size = p.gate == "channel", max(p.pool.itemsize, (p.write_pool or p.pool).itemsize)
     usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
     usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
@@ -205,7 +205,7 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
         usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
     if channel or not usual_heads or p.V <= 64:
         return (usual,)
-    few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS[size] * chip.processors
+    few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS * chip.processors
     return (FEW[size], usual) if every else (FEW[size] if few else usual,)
 
 
