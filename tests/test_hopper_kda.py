@@ -13,6 +13,8 @@ from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend, tiles
 from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, walk
 from flash_delta.kernels.hopper.channel_backward import gradients
+from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.accuracy import run as run_op
@@ -177,6 +179,30 @@ def test_pieces(on_cpu, falling):
     assert set(ends) == (set() if falling == "a token" else {8, 16, 24, 32})
     for o, exact, rounded in zip(got, want, reference, strict=True):
         assert relative_error(o, exact) <= allowed(relative_error(rounded, exact), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("options", "decay"), [(RAW, "mild"), (FREE, "strong")])
+@torch.no_grad()
+def test_no_bit_depends_on_borders(on_cpu, monkeypatch, options, decay):
+    """Programs of the loop hand states over (forward/tape.py)."""
+    case = replace(PACKED, T=700, lengths=(300, 0, 130, 70, 200), options=options, decay=decay)
+    x, cuts = inputs_of(case), []
+    on_cpu("loop")
+    monkeypatch.setattr(run, "needs_tape", lambda *given: False)
+    want = KDA.op(**x)
+
+    def noted(c, o, final, t, *more, tape):
+        launched(c, o, final, t, *more, tape=tape)
+        cuts.append(int(tape.table[5 + 2 * tape.programs : 5 + 4 * tape.programs].sum()))
+
+    for module in (run, calls):
+        monkeypatch.setattr(module, "chip_of", lambda device: Chip("interpreter", 3))
+    launched = run.run_channel_loop
+    monkeypatch.setattr(run, "run_channel_loop", noted)
+    monkeypatch.setattr(run, "needs_tape", lambda *given: True)
+    got = KDA.op(**x)
+    assert cuts[0] > 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("options", [RAW, {}])

@@ -12,6 +12,7 @@ from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
 from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
 from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
+from flash_delta.kernels.hopper.forward.tape import new_channel_tape
 from flash_delta.kernels.hopper.forward.work_items import Listed
 from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, ChannelTile
 from flash_delta.kernels.runtime.calls import make_call
@@ -54,9 +55,10 @@ def call_prompts(case: str, t: ChannelTile | None) -> None:
     """``t``: of the loop, or None for `prepare` and the walk."""
     p, x, slots = PROMPTS[case]()
     c, o, walks = make_call(p, x, ("launches",), *slots)._replace(direct=False), torch.empty_like(x.v), new_walks(p)
-    run_list_prompts(c, o, walks, slots)
+    tape = new_channel_tape(p, c.shape.chip)
+    run_list_prompts(c, o, walks, tape, slots)
     if t is not None:
-        return run_channel_prompts(c, o, walks, slots, [PoolLaunch(t, p.N)])
+        return run_channel_prompts(c, o, walks, tape, slots, [PoolLaunch(t, p.N)])
     (w,), listed = Workspace(p, Prepared).views(), Listed(walks, 0, p.N)
     run_prepare(c, w, None, listed=listed)
     run_walk_prompts(c, w, o, slots, listed, p.N)

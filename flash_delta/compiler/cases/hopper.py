@@ -23,7 +23,16 @@ from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SAVING, SLIM, WIDE, LoopTile
+from flash_delta.kernels.hopper.tiles import (
+    CHANNEL_HALF,
+    CHANNEL_PACE,
+    CHANNEL_WHOLE,
+    NARROW,
+    SAVING,
+    SLIM,
+    WIDE,
+    LoopTile,
+)
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
@@ -128,7 +137,13 @@ GRADIENTS = {
 TAPES = "packed", "batched"
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
-CHANNEL_FORMS = {"": None, "-loop": CHANNEL_WHOLE, "-loop-half": CHANNEL_HALF, "-parts": CHANNEL_WHOLE}
+CHANNEL_FORMS = {
+    "": None,
+    "-loop": CHANNEL_WHOLE,
+    "-loop-half": CHANNEL_HALF,
+    "-parts": CHANNEL_WHOLE,
+    "-tape": CHANNEL_WHOLE,
+}
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
@@ -157,7 +172,7 @@ def call_channels(case: str, form: str) -> None:
         run_find_forgetting(c, forgets, 2)
         return run_channel_loop(c, o, final, t, forgets, 2)
     if t is not None:
-        return run_channel_loop(c, o, final, t)
+        return run_channel_loop(c, o, final, t, tape=new_tape(p, 1, CHANNEL_PACE) if form == "-tape" else None)
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o, None, None, forgets)
     run_walk_channels(c, w, o, final, forgets)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper import layouts
+from flash_delta.kernels.hopper.forward.tape import Tape
 from flash_delta.kernels.runtime.descriptors import Descriptor
 from flash_delta.kernels.runtime.workspace import Residual
 from flash_delta.kernels.triton.backend import with_contiguous_vectors
@@ -107,3 +108,8 @@ def rows(t: Tensor) -> Descriptor:
     """Describes transposed states by row and column."""
     width = t.shape[-1]
     return Descriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
+
+
+def handed_by(tape: Tape | None) -> tuple[Descriptor | None, Tensor | None]:
+    """The states that programs hand over, and the tape's table."""
+    return (None, None) if tape is None else (rows(tape.handed), tape.table)

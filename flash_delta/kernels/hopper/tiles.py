@@ -115,6 +115,9 @@ class ChannelTile(NamedTuple):
 CHANNEL_WHOLE, CHANNEL_HALF = ChannelTile(2, 128, 104), ChannelTile(1, 168, 136)
 
 
+CHANNEL_PACE = Pace(19, 14)  # with whole states
+
+
 def channel_tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[ChannelTile, ...]:
     """The tiles of the loop with a decay per channel. A program has half a state as long as all programs can run at
     once. On an H100 8,192 tokens then take 0.54 ms, and with a whole state 0.65 ms. every: the tiles that any number of

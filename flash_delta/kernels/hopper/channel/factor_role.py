@@ -10,9 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_delta.kernels.hopper.channel.gate_role import is_last
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
-from flash_delta.kernels.hopper.forward.work_items import count_items
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
 
@@ -64,8 +63,9 @@ def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, P
     NX: gl.constexpr = rows.shape[0]
     zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
     t = 0
-    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
-        _, _, _, _, token, _, end, _ = find_part(item, work, HV, PACKED)
+    pieces = find_work(work, HV)
+    for piece in range(pieces[0]):
+        _, _, _, _, _, token, _, end = find_part(piece, pieces, work, HV, PACKED)
         while token < end:
             x = t % NX
             mbarrier.wait(tiled.index(x), (t // NX) & 1)  # signalled by the gate group: rows and columns are there

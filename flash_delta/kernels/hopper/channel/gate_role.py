@@ -23,9 +23,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flash_delta.kernels.hopper.channel.gates import BITS, FADED, add, gate_constants, log_decays, rest_living
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
-from flash_delta.kernels.hopper.forward.work_items import count_items
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import THREADS
 from flash_delta.kernels.hopper.rings import wait_free
@@ -220,8 +219,9 @@ def gate_role(
     NR: gl.constexpr = sq.shape[0]
     NX: gl.constexpr = made[0].shape[0]
     y, t = 0, 0
-    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
-        n, hv, start, length, begin, _, stop, _ = find_part(item, work, HV, PACKED)
+    pieces = find_work(work, HV)
+    for piece in range(pieces[0]):
+        _, n, hv, start, length, begin, _, stop = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0
         constants = head_parameters(hv, numbers, RAW_GATE, BOUNDED)

@@ -40,18 +40,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_delta.kernels.hopper.boxes import ragged, states, strides
+from flash_delta.kernels.hopper.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.channel.factor_role import factor_role
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
 from flash_delta.kernels.hopper.checkpoints import find_checkpoint, find_offset
+from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.forward.rate_role import clear_padding
 from flash_delta.kernels.hopper.forward.state_copies import apart, ask_for_state, store_state, take_state
-from flash_delta.kernels.hopper.forward.work_items import count_items, ends
+from flash_delta.kernels.hopper.forward.tape import Tape
+from flash_delta.kernels.hopper.forward.work_items import ends, enter
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import (
     BOX,
@@ -84,8 +86,9 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
     batches, heads, group = places
     NR: gl.constexpr = tiles[0].shape[0]
     t = 0
-    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
-        n, hv, start, size, first, _, end, _ = find_part(item, work, HV, PACKED)
+    pieces = find_work(work, HV)
+    for piece in range(pieces[0]):
+        _, n, hv, start, size, first, _, end = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0
         h = hv // group
@@ -104,19 +107,20 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
 def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr, PACKED: gl.constexpr):
     """The role that loads v."""
     vfull, vdone = bars
-    v_batch, v_heads = places
+    v_batch, v_heads, block = places
     NV: gl.constexpr = sv.shape[0]
     V: gl.constexpr = sv.shape[2]
     t = 0
-    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
-        n, hv, start, size, first, _, end, _ = find_part(item, work, HV, PACKED)
+    pieces = find_work(work, HV)
+    for piece in range(pieces[0]):
+        _, n, hv, start, size, first, _, end = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0
         for token in range(first, end, STEP):
             s = t % NV
             wait_free(vdone, t, NV, NS)  # signalled by the state group, which has read the tokens in this slot
             mbarrier.expect(vfull.index(s), STEP * V * 2)
-            column = hv * v_heads + gl.program_id(1) * V
+            column = hv * v_heads + block * V
             load_box(desc, n * v_batch + start, size, token, column, vfull.index(s), sv.index(s), V)
             t += 1
 
@@ -124,7 +128,7 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
 @gluon.jit
 def clear_role(o, work, HV: gl.constexpr, PACKED: gl.constexpr):
     """Writes zeros to o after the last sequence. On a pool `list_prompts` does this."""
-    cu_seqlens, T, parts, items, pool = work
+    cu_seqlens, T, parts, items, pool, _ = work
     if PACKED and pool is None:
         N, program = items // HV, gl.program_id(0)
         if parts is not None:
@@ -155,10 +159,10 @@ def state_role(
     PACKED: gl.constexpr,
 ):  # fmt: skip
     so, sbar, so2, sbar2 = buffers
-    o_desc, sv, made, bars, initial, final, kept, work = shared
+    o_desc, sv, made, bars, initial, final, handed, kept, work, block = shared
     rows, columns, maps, norms, strengths, lead, trail, flags = made
     vfull, ready, done, vdone = bars
-    _, T, parts, _, pool = work
+    _, T, parts, _, pool, share = work
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = rows.dtype
@@ -167,10 +171,11 @@ def state_role(
     HALVES: gl.constexpr = sv.shape[2] // 64
     NO: gl.constexpr = so.shape[0]  # buffers
     zero = gl.zeros([64, 2 * STEP], gl.float32, ROWS)
-    v, step, t = gl.program_id(1) * 64 * HALVES, 0, 0
-    for item in range(gl.program_id(0), count_items(work[3], work[4], HV), gl.num_programs(0)):
-        n, hv, start, length, token, begin, end, begins = find_part(item, work, HV, PACKED)
-        row, state = start + length, (item if parts is None else item // parts) * K
+    v, step, t = block * 64 * HALVES, 0, 0
+    pieces = find_work(work, HV)
+    for piece in range(pieces[0]):
+        item, n, hv, start, length, token, begin, end = find_part(piece, pieces, work, HV, PACKED)
+        row, state = start + length, item * K
         source, target = None, None
         if pool is not None:
             source, target = ends(item, pool, HV)
@@ -180,8 +185,17 @@ def state_role(
         if not PACKED:
             row += n * T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
+        if share is not None:  # noqa: SIM102 (a constant)
+            if begin > 0:
+                lost, before = take_over(flag_of(share, share[1] - 1, block), share), (share[1] - 1) * K
+                ask_for_state(handed, None, before, v, so, sbar, K, True, NO)
+                if HALVES == 2:
+                    ask_for_state(handed, None, before, 64, so2, sbar2, K, True, NO)
+                S = take_state(handed, None, before, v, so, sbar, K, True, NO, WIDE_ROWS) + lost
+                if HALVES == 2:
+                    S2 = take_state(handed, None, before, 64, so2, sbar2, K, True, NO, WIDE_ROWS) + lost
         if INITIAL:  # noqa: SIM102 (a constant)
-            if begins:
+            if begin == 0:
                 ask_for_state(initial, source, state, v, so, sbar, K, V_FIRST, NO)
                 if HALVES == 2:
                     ask_for_state(initial, source, state, 64, so2, sbar2, K, V_FIRST, NO)
@@ -258,9 +272,15 @@ def state_role(
             if not BOUNDED:
                 fresh = last
             t += 1
-        is_end = True if parts is None else (begins | (begin < end)) & (end == length)
+        is_end = ((begin == 0) | (begin < end)) & (end == length)
+        if share is not None:  # noqa: SIM102 (a constant)
+            if not is_end:
+                store_state(handed, S, None, share[1] * K, v, so, K, True, NO)
+                if HALVES == 2:
+                    store_state(handed, S2, None, share[1] * K, 64, so, K, True, NO)
+                hand_over(flag_of(share, share[1], block))
         if pool is not None:
-            is_end = target >= 0
+            is_end = is_end & (target >= 0)
         if is_end:
             store_state(final, S, target, state, v, so, K, V_FIRST, NO)
             if HALVES == 2:
@@ -269,19 +289,19 @@ def state_role(
 
 @gluon.jit
 def run_roles(
-    descs, kept, work, forgets, o, numbers, places, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
-    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
-    NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr,
-    FACTORS: gl.constexpr,
+    descs, kept, work, tape, forgets, o, numbers, places, HV: gl.constexpr, INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
+    HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
     """Divides a program's shared memory, and starts its roles.
 
-    descs: of q, k, v, g and o, and of the first and final states.
+    descs: of q, k, v, g and o, of the first and final states, and of those that are handed over.
     kept: as in checkpoints.py.
     numbers, work: as in `gate_role`.
     places: the tokens between batch rows of q, k, g and v; the strides between heads of each; the value heads per key
     head."""
-    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final = descs
+    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed = descs
     q_batch, k_batch, g_batch, v_batch, heads, group = places
     ty: gl.constexpr = q_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
@@ -303,7 +323,7 @@ def run_roles(
     ready, done, tiled = barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
     made_bars, vdone, flags = (gfull, full, left, vfull, ready, done, tiled), done, None
     so2, sbar, sbar2 = None, None, None
-    if INITIAL:
+    if INITIAL or tape is not None:
         sbar = barriers(NO, 1)
         made_bars += (sbar,)
         if HALVES == 2:
@@ -314,22 +334,27 @@ def run_roles(
         made_bars += (vdone,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
+    block, share = gl.program_id(1), None
+    if tape is not None:
+        u, block = enter(tape)
+        share = (tape, u)
+    cu_seqlens, T, parts, items, pool = work
     if forgets is not None:
-        cu_seqlens, T, parts, items, _ = work
         items = gl.where(all_forget(forgets, items - items // parts), items, 0)
-        work = (cu_seqlens, T, parts, items, None)
+    work = (cu_seqlens, T, parts, items, pool, share)
     given, made = (sq, sk, sg), (rows, columns, maps, norms, strengths, lead, trail, flags)
     factor_bars = (gfull, full, left, tiled, ready, done)
     gate = (totals, given, made, factor_bars, numbers, work)
-    state = (o_desc, sv, made, (vfull, ready, done, vdone), initial, final, kept, work)
+    state = (o_desc, sv, made, (vfull, ready, done, vdone), initial, final, handed, kept, work, block)
     places = ((q_batch, k_batch, g_batch), (heads[0], heads[1], heads[2]), group)
+    of_v = (v_batch, heads[3], block)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
         (state_role, ((so, sbar, so2, sbar2), state, HV, INITIAL, V_FIRST, BOUNDED, PACKED)),
         (gate_role, (gate, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA, PACKED)),
         (factor_role, (sD, made, factor_bars, work, HV, BOUNDED, PACKED)),
         (load_keys, ((q_desc, k_desc, g_desc), given, (gfull, full, left), places, work, HV, PACKED)),
-        (load_values, (v_desc, sv, (vfull, vdone), (v_batch, heads[3]), work, NX if BOUNDED else NV, HV, PACKED)),
+        (load_values, (v_desc, sv, (vfull, vdone), of_v, work, NX if BOUNDED else NV, HV, PACKED)),
         (clear_role, (o, work, HV, PACKED)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
     end_barriers(made_bars)
@@ -337,39 +362,43 @@ def run_roles(
 
 @gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
 def channel_loop(
-    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, cu_seqlens, o, beta, A_log, dt_bias, forgets, T, parts,
-    items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed, tape, cu_seqlens, o, beta, A_log, dt_bias, forgets,
+    T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch,
+    beta_strides,
     HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
     NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
-    PARTED: gl.constexpr,
+    PARTED: gl.constexpr, TAPED: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. If PARTED, ``items`` counts the
     parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
-    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, initial, final)
+    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
     work, forgets = (cu_seqlens, T, parts if PARTED else None, items, None), forgets if PARTED else None
     numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
     places = (q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
-        descs, None, work, forgets, o, numbers, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
+        descs, None, work, tape, forgets, o, numbers, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
         BOUNDED, NR, NV, NX, NO, HALVES, GATES, FACTORS,
     )  # fmt: skip
 
 
 def run_channel_loop(
-    c: Call, o: Tensor, final: Tensor, t: ChannelTile, forgets: Tensor | None = None, parts: int = 1
-) -> None:
-    """With ``forgets`` sequences have several ``parts``, and the kernel works only if gates forget."""
+    c: Call, o: Tensor, final: Tensor, t: ChannelTile, forgets: Tensor | None = None, parts: int = 1,
+    tape: Tape | None = None,
+) -> None:  # fmt: skip
+    """With ``forgets`` sequences have several ``parts``, and the kernel works only if gates forget. With a ``tape``
+    they have none."""
     p, x, initial = c.p, c.x, c.x.initial_state
     widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.g_dtype == torch.float32 else 3
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (
         *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
-        states(p, final if initial is None else initial), states(p, final), x.cu_seqlens, o, x.beta, x.A_log,
-        x.dt_bias, forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
+        states(p, final if initial is None else initial), states(p, final), *handed_by(tape),
+        x.cu_seqlens, o, x.beta, x.A_log, x.dt_bias,
+        forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
         p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None}
+    own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
     constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)
     grid = min(p.N * p.HV * parts, c.shape.chip.processors), 2 // t.HALVES
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)

@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flash_delta.kernels.hopper.forward.work_items import bounds
+from flash_delta.kernels.hopper.forward.work_items import bounds, find_piece, find_pieces
+from flash_delta.kernels.hopper.layouts import C
 
 STEP = gl.constexpr(32)  # tokens that the loop walks at a time
 EARLY = gl.constexpr(128)  # tokens before a part that are walked, too
@@ -16,21 +17,30 @@ def part_length(size, parts):
 
 
 @gluon.jit
-def find_part(item, work, HV: gl.constexpr, PACKED: gl.constexpr):
-    """What a program of the loop walks: the sequence, value head, the sequence's first token and length; in the
-    sequence the first token to walk, the first one with outputs, and the one after the last; and whether this is the
-    first part.
+def find_work(work, HV: gl.constexpr):
+    """A program's pieces, as in work_items.py.
 
-    work: (cu_seqlens, T, parts, items, pool). ``parts``: how many each sequence has, or None if no sequence is cut.
-    ``pool``: as in work_items.py. On a pool no sequence is cut."""
-    cu_seqlens, T, parts, _, pool = work
+    work: (cu_seqlens, T, parts, items, pool, share), as there. ``parts``: how many each sequence has, or None if no
+    sequence has parts. On a pool and with a tape there are none."""
+    return find_pieces((work[0], work[1], work[3], work[4], work[5]), HV)
+
+
+@gluon.jit
+def find_part(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
+    """What a program of the loop walks as its piece i: the state's number; the sequence, value head, the sequence's
+    first token and length; in the sequence the first token to walk, the first one with outputs, and the one after the
+    last."""
+    cu_seqlens, T, parts, items, pool, share = work
     if parts is None:
-        n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-        return n, hv, start, size, size * 0, size * 0, size, True
+        own = (cu_seqlens, T, items, pool, share)
+        item, n, hv, start, size, begin, end = find_piece(i, pieces, own, HV, PACKED)
+        return item, n, hv, start, size, begin * C, begin * C, gl.minimum(end * C, size)
     else:
+        item = pieces[1] + i * pieces[2]
         n, hv, start, size = bounds(item // parts, cu_seqlens, None, T, HV, PACKED)
         part, length = item % parts, part_length(size, parts)
         begin = part * length
         end = gl.minimum(begin + length, size)
         first = gl.where(part > 0, begin - EARLY, 0)
-        return n, hv, start, size, gl.where(begin < end, first, end), begin, end, part == 0
+        begin = gl.maximum(begin, gl.minimum(part, 1))  # of a sequence without tokens only the first part begins at 0
+        return item // parts, n, hv, start, size, gl.where(begin < end, first, end), begin, end

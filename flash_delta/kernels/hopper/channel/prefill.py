@@ -9,6 +9,7 @@ from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
 from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
 from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
+from flash_delta.kernels.hopper.forward.tape import new_channel_tape
 from flash_delta.kernels.hopper.forward.work_items import Listed
 from flash_delta.kernels.hopper.tiles import channel_pool_launches
 from flash_delta.kernels.runtime.arguments import every
@@ -52,7 +53,7 @@ def remark(p: Problem) -> str:
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, for calls with tokens and sequences. `decode` runs short sequences beside the others."""
     o, walks, convolved, chip = triton.output_of(p, s), new_walks(p), new_convolved(p), chip_of(p.device)
-    planned = channel_pool_launches(p, chip, every=False)
+    planned, tape = channel_pool_launches(p, chip, every=False), new_channel_tape(p, chip)
     handed = _new_handed(p, planned)
 
     def kernels(c: Call) -> None:
@@ -60,11 +61,12 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         slots, launches = Slots(*rule.more), channel_pool_launches(p, chip, every=True) if every(c) else planned
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
-        run_list_prompts(rule, o, walks, slots)
+        run_list_prompts(rule, o, walks, tape, slots)
         for launch in launches:
             if launch.tile is None:
                 _prepare_and_walk(rule, handed or Workspace(p._replace(N=1, T=1), Prepared), o, walks, slots, launch)
-        run_channel_prompts(rule, o, walks, slots, [launch for launch in launches if launch.tile is not None])
+        looped = [launch for launch in launches if launch.tile is not None]
+        run_channel_prompts(rule, o, walks, tape, slots, looped)
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
@@ -74,7 +76,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         given = triton.with_contiguous_vectors(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(walks, *(() if handed is None else (handed.buffer,)), *convolved))
+        run(call, kernels, o, spare=(walks, *tape.memory, *(() if handed is None else (handed.buffer,)), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o
 
@@ -100,5 +102,6 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """As `backend.workspace_bytes`."""
     nowhere, copied = p._replace(device=torch.device("meta")), (x.g,) if p.taps else (*x[:3], x.g)
     handed = _new_handed(nowhere, channel_pool_launches(p, chip_of(p.device), every=False))
-    own = new_walks(nowhere).nbytes + (0 if handed is None else handed.buffer.nbytes)
+    own = sum(t.nbytes for t in (new_walks(nowhere), *new_channel_tape(nowhere, chip_of(p.device)).memory))
+    own += 0 if handed is None else handed.buffer.nbytes
     return own + sum(t.nbytes for t in copied if not describable(t)) + convolved_bytes(p)

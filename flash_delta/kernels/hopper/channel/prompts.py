@@ -11,11 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import pool, ragged, strides
+from flash_delta.kernels.hopper.boxes import handed_by, pool, ragged, strides
 from flash_delta.kernels.hopper.channel.loop import run_roles
 from flash_delta.kernels.hopper.channel.parts import STEP
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments
-from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP
+from flash_delta.kernels.hopper.forward.tape import Tape
+from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, CHANNEL_WHOLE
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -27,12 +28,12 @@ NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "gr
 
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def channel_prompts(
-    q_desc, k_desc, v_desc, g_desc, o_desc, states, cu_seqlens, walks, checkpoints, offsets, o, beta, A_log, dt_bias, T,
-    least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch, k_batch, v_batch,
-    g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    q_desc, k_desc, v_desc, g_desc, o_desc, states, handed, tape, cu_seqlens, walks, checkpoints, offsets, o, beta,
+    A_log, dt_bias, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch,
+    k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
-    HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
+    HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr, TAPED: gl.constexpr,
 ):  # fmt: skip
     """This launch works only if ``walks`` has ``least`` to ``most`` sequences."""
     gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
@@ -41,29 +42,33 @@ def channel_prompts(
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
             kept += (offsets,)
-    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, states, states)
+    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
     work = (cu_seqlens, T, None, 0, (walks, least, most))
     numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
     places = (q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
-        descs, kept, work, None, o, numbers, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED, NR, NV,
-        NX, NO, HALVES, GATES, FACTORS,
+        descs, kept, work, tape, None, o, numbers, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED,
+        NR, NV, NX, NO, HALVES, GATES, FACTORS,
     )  # fmt: skip
 
 
-def run_channel_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots, launches: Iterable[PoolLaunch]) -> None:
-    """Launches the loop, once for every tile that the number of prompts may select."""
+def run_channel_prompts(
+    c: Call, o: Tensor, walks: Tensor, tape: Tape, s: Slots, launches: Iterable[PoolLaunch]
+) -> None:
+    """Launches the loop, once for every tile that the number of prompts may select. With halves of states there is a
+    program for every item, so they need no tape."""
     p, x, plans = c.p, c.x, []
     states, kept = pool(p, s.state_pool), checkpoint_arguments(p, s)
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     q, k, g, out = (ragged(y, width, STEP.value) for y, width in ((x.q, p.K), (x.k, p.K), (x.g, p.K), (o, 64)))
     for t, sequences, least, most, _ in launches:
+        laid = tape if t == CHANNEL_WHOLE else None
         arguments = (
-            q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, x.cu_seqlens, walks, *kept[:2], o, x.beta,
-            x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
-            p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+            q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, *handed_by(laid), x.cu_seqlens, walks,
+            *kept[:2], o, x.beta, x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch,
+            heads, p.HV // p.H, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
         )  # fmt: skip
-        own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.g_dtype == torch.float32 else 3}
+        own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.g_dtype == torch.float32 else 3, "TAPED": laid is not None}
         constants = constants_of(c, channel_prompts, arguments, **own)
         grid = min(sequences * p.HV, c.shape.chip.processors), 2 // t.HALVES
         plans.append(DescribedPlan(grid, arguments, constants))

@@ -16,11 +16,14 @@ from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
+from flash_delta.kernels.hopper.forward.tape import new_channel_tape, new_tape, run_lay_tape
 from flash_delta.kernels.hopper.tiles import (
+    CHANNEL_PACE,
     CHANNEL_WHOLE,
     channel_tiles,
     loop_parts,
     loops_channels,
+    needs_tape,
     walks_by_hand,
 )
 from flash_delta.kernels.runtime.arguments import every
@@ -87,11 +90,18 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     handed = None if looped or p.writes_states else Workspace(p, Prepared)
     segments = None if looped else new_segmented_scan(p, split)
     parting = Parting(new_forgets(p), _parts(p, split))
+    taped = looped and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
+    tape = new_channel_tape(p, chip_of(p.device)) if taped else None
 
     def kernels(c: Call) -> None:
         if can_loop(p) and (looped or every(c)):
             for t in channel_tiles(p, chip_of(p.device), every=every(c)):
-                run_channel_loop(c, o, final, t)
+                if tape is None or every(c):
+                    run_channel_loop(c, o, final, t)
+            laid = new_tape(p, 1, CHANNEL_PACE) if every(c) else tape
+            if laid is not None:
+                run_lay_tape(c, laid, follows=False)
+                run_channel_loop(c, o, final, CHANNEL_WHOLE, tape=laid)
         if parting.parts > 1 or (every(c) and _may_part(p)):
             run_find_forgetting(c, *parting)
             run_channel_loop(c, o, final, CHANNEL_WHOLE, *parting)
@@ -101,9 +111,10 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             _prepare_and_walk(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None, parting)
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, split, looped))
+        call = make_call(p, x, kind, known=known, name=(*kind, split, looped, tape is None))
         handed_on = () if handed is None else (handed.buffer,)
-        spare = () if looped else (parting.forgets, *handed_on, *(segments or ())[1:])
+        laid = () if tape is None else tape.memory
+        spare = laid if looped else (parting.forgets, *handed_on, *(segments or ())[1:])
         later = partial(_later_call, p, x) if p.needs_grad else None
         run(call, kernels, o, final, *buffers, spare=spare, later=later)
     remember(call, given, known, (p.lengths, *kind))

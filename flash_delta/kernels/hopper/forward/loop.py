@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, rows, saved, states, strides
+from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, pool, ragged, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.forward.inverse import invert
@@ -399,10 +399,9 @@ def _run(
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)
     numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
     for (t, sequences, least, most, _), tape in launches:
-        shared = (None, None) if tape is None else (rows(tape.handed), tape.table)
         arguments = (
-            q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *shared, x.cu_seqlens, *on_pool[:3], p.N * p.HV,
-            p.T, least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
+            q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *handed_by(tape), x.cu_seqlens, *on_pool[:3],
+            p.N * p.HV, p.T, least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
         )  # fmt: skip
         constants = constants_of(
             c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,

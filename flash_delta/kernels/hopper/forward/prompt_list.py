@@ -2,21 +2,24 @@
 sequences that are not padding and have more than SHORT tokens. `decode` runs the shorter ones. With SHORT 0 it runs
 none.
 
-With a decay per channel there is no `rates`, and `list_prompts` does this instead. It also writes zeros to o of padding
-and after the last sequence. Its grid is (slots), and a program looks at one chunk of all heads."""
+With a decay per channel there is no `rates`, and `list_prompts` does this instead. It also lays the tape, and writes
+zeros to o of padding and after the last sequence. Its grid is (slots), and a program looks at one chunk of all heads.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, find_chunk, lead, rows_of, store_tile
+from flash_delta.kernels.hopper.forward.tape import NUMBERS as OF_TAPE
+from flash_delta.kernels.hopper.forward.tape import Tape, lay, most_programs
 from flash_delta.kernels.runtime.arguments import launch_rule, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.triton.forward.scan import load_slots
 from flash_delta.problem import Slots
 
-NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", *OF_TAPE]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
 
@@ -65,8 +68,9 @@ def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def list_prompts(
-    cu_seqlens, o, walks, read_indices, write_indices, has_initial_state, N, T, slots, null_slot, read_row, write_row,
-    has_row, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr,
+    cu_seqlens, o, walks, read_indices, write_indices, has_initial_state, table, marks, programs, word, patience,
+    chunk_ticks, item_ticks, cut_ticks, N, T, slots, null_slot, read_row, write_row, has_row, HV: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot = tl.program_id(0)
@@ -74,6 +78,8 @@ def list_prompts(
     slots = (slots, null_slot)
     if slot == 0:
         list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+        numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
+        lay(table, marks, numbers, cu_seqlens, walks, N, T, HV, C, True, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, True)
     if (token >= stop) | is_short(n, cu_seqlens, N, T, SHORT):
         return
@@ -86,9 +92,10 @@ def list_prompts(
         store_tile(rows_of(o, strides, row, row + hv), strides, zeros, token, stop, 0, V, C, V)
 
 
-def run_list_prompts(c: Call, o: Tensor, walks: Tensor, s: Slots) -> None:
+def run_list_prompts(c: Call, o: Tensor, walks: Tensor, tape: Tape, s: Slots) -> None:
     p, tables = c.p, (s.read_indices, s.write_indices, s.has_initial_state)
     launch_rule(
-        c, list_prompts, (c.x.cu_seqlens, o, walks, *tables), (count_slots(p), 1, 1), Tile(4, 1),
-        p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in tables),
+        c, list_prompts, (c.x.cu_seqlens, o, walks, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
+        Tile(4, 1), *tape.numbers, p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in tables),
+        PROGRAMS=most_programs(c.shape.chip.processors),
     )  # fmt: skip

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow, lead
 from flash_delta.kernels.hopper.forward.lost import word_of
-from flash_delta.kernels.hopper.tiles import Pace
+from flash_delta.kernels.hopper.tiles import CHANNEL_PACE, Pace
 from flash_delta.kernels.runtime.arguments import NO_TILE, launch_rule
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import next_power_of_2
+from flash_delta.kernels.runtime.chip import Chip, next_power_of_2
 from flash_delta.problem import Problem
 
 PATIENCE = 2**24  # looks, of about a microsecond each
@@ -71,6 +71,11 @@ def new_tape(p: Problem, programs: int, pace: Pace) -> Tape:
     table, marks = numbers(4 * programs + 5, torch.int64, 32), numbers(p.N + 1, torch.int32, 64)
     handed = torch.empty(programs * p.V, p.K, dtype=torch.float32, device=p.device)
     return Tape(table, marks, handed, programs, pace)
+
+
+def new_channel_tape(p: Problem, chip: Chip) -> Tape:
+    """Memory for the tape of the loop with a decay per channel, with a whole state per program."""
+    return new_tape(p, max(1, min(p.N * p.HV, chip.processors)), CHANNEL_PACE)
 
 
 @triton.jit
