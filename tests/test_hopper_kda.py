@@ -185,7 +185,7 @@ def test_pieces(on_cpu, falling):
 @torch.no_grad()
 def test_no_bit_depends_on_borders(on_cpu, monkeypatch, options, decay):
     """Programs of the loop hand states over (forward/tape.py)."""
-    case = replace(PACKED, T=700, lengths=(300, 0, 130, 70, 200), options=options, decay=decay)
+    case = replace(PACKED, T=730, lengths=(330, 0, 130, 70, 200), options=options, decay=decay)
     x, cuts = inputs_of(case), []
     on_cpu("loop")
     monkeypatch.setattr(run, "needs_tape", lambda *given: False)
