@@ -55,7 +55,7 @@ def call_prompts(case: str, t: ChannelTile | None) -> None:
     """``t``: of the loop, or None for `prepare` and the walk."""
     p, x, slots = PROMPTS[case]()
     c, o, walks = make_call(p, x, ("launches",), *slots)._replace(direct=False), torch.empty_like(x.v), new_walks(p)
-    tape = new_channel_tape(p, c.shape.chip)
+    tape = new_channel_tape(p, c.shape.chip, p.N)
     run_list_prompts(c, o, walks, tape, slots)
     if t is not None:
         return run_channel_prompts(c, o, walks, tape, slots, [PoolLaunch(t, p.N)])

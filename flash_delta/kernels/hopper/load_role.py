@@ -28,10 +28,10 @@ def find_work(i, pieces, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.con
         return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
     else:
         _, n, hv, start, size, begin, end = find_piece(i, pieces, work, HV, PACKED)
-        row, slot = n, first_slot(n, start, work[1], PACKED) + begin
+        row, slot = n, first_slot(n, start, work[1], PACKED) + begin // C
         if PACKED:
             row = n * 0
-        return hv, row, start, size, begin * C, end - begin, slot, n * 0 == 0
+        return hv, row, start, size, begin, (end - begin + C - 1) // C, slot, n * 0 == 0
 
 
 @gluon.jit
@@ -99,12 +99,11 @@ def load_role(
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars
-    count, pieces = 1, None
+    pieces = (0, 1, 1)
     if not SEGMENTS:
         pieces = find_pieces(work, HV)
-        count = pieces[0]
     t = 0
-    for i in range(count):
+    for i in range(pieces[0], pieces[1], pieces[2]):
         hv, row, start, size, token, chunks, slot, valued = find_work(i, pieces, work, flags, HV, PACKED, SEGMENTS)
         c, going = chunks * 0, chunks > 0
         while going:

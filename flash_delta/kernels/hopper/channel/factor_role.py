@@ -64,7 +64,7 @@ def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, P
     zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
     t = 0
     pieces = find_work(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         _, _, _, _, _, token, _, end = find_part(piece, pieces, work, HV, PACKED)
         while token < end:
             x = t % NX

@@ -220,7 +220,7 @@ def gate_role(
     NX: gl.constexpr = made[0].shape[0]
     y, t = 0, 0
     pieces = find_work(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         _, n, hv, start, length, begin, _, stop = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0

@@ -87,7 +87,7 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
     NR: gl.constexpr = tiles[0].shape[0]
     t = 0
     pieces = find_work(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         _, n, hv, start, size, first, _, end = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0
@@ -112,7 +112,7 @@ def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr
     V: gl.constexpr = sv.shape[2]
     t = 0
     pieces = find_work(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         _, n, hv, start, size, first, _, end = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0
@@ -173,7 +173,7 @@ def state_role(
     zero = gl.zeros([64, 2 * STEP], gl.float32, ROWS)
     v, step, t = block * 64 * HALVES, 0, 0
     pieces = find_work(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         item, n, hv, start, length, token, begin, end = find_part(piece, pieces, work, HV, PACKED)
         row, state = start + length, item * K
         source, target = None, None
@@ -194,8 +194,14 @@ def state_role(
                 S = take_state(handed, None, before, v, so, sbar, K, True, NO, WIDE_ROWS) + lost
                 if HALVES == 2:
                     S2 = take_state(handed, None, before, 64, so2, sbar2, K, True, NO, WIDE_ROWS) + lost
+        begins, is_end = True, True
+        if parts is not None:
+            begins = piece % parts == 0
+            is_end = (begins | (begin < end)) & (end == length)
+        if share is not None:
+            begins, is_end = begin == 0, end == length
         if INITIAL:  # noqa: SIM102 (a constant)
-            if begin == 0:
+            if begins:
                 ask_for_state(initial, source, state, v, so, sbar, K, V_FIRST, NO)
                 if HALVES == 2:
                     ask_for_state(initial, source, state, 64, so2, sbar2, K, V_FIRST, NO)
@@ -272,7 +278,6 @@ def state_role(
             if not BOUNDED:
                 fresh = last
             t += 1
-        is_end = ((begin == 0) | (begin < end)) & (end == length)
         if share is not None:  # noqa: SIM102 (a constant)
             if not is_end:
                 store_state(handed, S, None, share[1] * K, v, so, K, True, NO)

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.hopper.forward.work_items import bounds, find_piece, find_pieces
-from flash_delta.kernels.hopper.layouts import C
 
 STEP = gl.constexpr(32)  # tokens that the loop walks at a time
 EARLY = gl.constexpr(128)  # tokens before a part that are walked, too
@@ -34,13 +33,11 @@ def find_part(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
     if parts is None:
         own = (cu_seqlens, T, items, pool, share)
         item, n, hv, start, size, begin, end = find_piece(i, pieces, own, HV, PACKED)
-        return item, n, hv, start, size, begin * C, begin * C, gl.minimum(end * C, size)
+        return item, n, hv, start, size, begin, begin, end
     else:
-        item = pieces[1] + i * pieces[2]
-        n, hv, start, size = bounds(item // parts, cu_seqlens, None, T, HV, PACKED)
-        part, length = item % parts, part_length(size, parts)
+        n, hv, start, size = bounds(i // parts, cu_seqlens, None, T, HV, PACKED)
+        part, length = i % parts, part_length(size, parts)
         begin = part * length
         end = gl.minimum(begin + length, size)
         first = gl.where(part > 0, begin - EARLY, 0)
-        begin = gl.maximum(begin, gl.minimum(part, 1))  # of a sequence without tokens only the first part begins at 0
-        return item // parts, n, hv, start, size, gl.where(begin < end, first, end), begin, end
+        return i // parts, n, hv, start, size, gl.where(begin < end, first, end), begin, end

@@ -53,7 +53,8 @@ def remark(p: Problem) -> str:
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, for calls with tokens and sequences. `decode` runs short sequences beside the others."""
     o, walks, convolved, chip = triton.output_of(p, s), new_walks(p), new_convolved(p), chip_of(p.device)
-    planned, tape = channel_pool_launches(p, chip, every=False), new_channel_tape(p, chip)
+    planned = channel_pool_launches(p, chip, every=False)
+    tape = new_channel_tape(p, chip, planned[-1].sequences)
     handed = _new_handed(p, planned)
 
     def kernels(c: Call) -> None:
@@ -101,7 +102,9 @@ def _new_handed(p: Problem, launches: tuple[PoolLaunch, ...]) -> Workspace | Non
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """As `backend.workspace_bytes`."""
     nowhere, copied = p._replace(device=torch.device("meta")), (x.g,) if p.taps else (*x[:3], x.g)
-    handed = _new_handed(nowhere, channel_pool_launches(p, chip_of(p.device), every=False))
-    own = sum(t.nbytes for t in (new_walks(nowhere), *new_channel_tape(nowhere, chip_of(p.device)).memory))
+    chip = chip_of(p.device)
+    planned = channel_pool_launches(p, chip, every=False)
+    handed, tape = _new_handed(nowhere, planned), new_channel_tape(nowhere, chip, planned[-1].sequences)
+    own = sum(t.nbytes for t in (new_walks(nowhere), *tape.memory))
     own += 0 if handed is None else handed.buffer.nbytes
     return own + sum(t.nbytes for t in copied if not describable(t)) + convolved_bytes(p)

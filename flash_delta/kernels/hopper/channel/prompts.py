@@ -70,6 +70,7 @@ def run_channel_prompts(
         )  # fmt: skip
         own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.g_dtype == torch.float32 else 3, "TAPED": laid is not None}
         constants = constants_of(c, channel_prompts, arguments, **own)
-        grid = min(sequences * p.HV, c.shape.chip.processors), 2 // t.HALVES
+        programs = min(sequences * p.HV, c.shape.chip.processors) if laid is None else laid.programs
+        grid = programs, 2 // t.HALVES
         plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, channel_prompts, *plans)

@@ -91,7 +91,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     segments = None if looped else new_segmented_scan(p, split)
     parting = Parting(new_forgets(p), _parts(p, split))
     taped = looped and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
-    tape = new_channel_tape(p, chip_of(p.device)) if taped else None
+    tape = new_channel_tape(p, chip_of(p.device), p.N) if taped else None
 
     def kernels(c: Call) -> None:
         if can_loop(p) and (looped or every(c)):

@@ -92,9 +92,9 @@ def factor_role(
     zero = gl.zeros([C, C], gl.float32, ROWS)
     first = 0
     pieces = find_pieces(work, HV)
-    for piece in range(pieces[0]):
-        _, n, hv, start, _, entry, end = find_piece(piece, pieces, work, HV, PACKED)
-        chunks = end - entry
+    for piece in range(pieces[0], pieces[1], pieces[2]):
+        _, n, hv, start, _, first_token, end = find_piece(piece, pieces, work, HV, PACKED)
+        chunks = (end - first_token + C - 1) // C
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
         # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
@@ -126,7 +126,7 @@ def factor_role(
             if KEEP:
                 barrier()  # all warps of this factor group: A is whole in shared memory
                 if w == 0:  # two programs may walk the same state, and one of them writes
-                    slot = first_slot(n, start, work[1], PACKED) + entry + c
+                    slot = first_slot(n, start, work[1], PACKED) + first_token // C + c
                     store_inverse(a_desc, slot * HV + hv, A, fine)
             # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
             later = t + FACTORS
@@ -173,7 +173,7 @@ def state_role(
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
     pieces = find_pieces(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         item, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if pool is not None:
@@ -190,7 +190,7 @@ def state_role(
         if not PACKED:
             row += n * T
         offset = find_offset(kept, n, length)
-        for token in range(begin * C, end * C, C):
+        for token in range(begin, end, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
             # Signalled by the copy engine, and by the rate role if it makes rates: q, k and rates are there.
@@ -247,7 +247,7 @@ def state_role(
                 slot = find_checkpoint(kept, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
-        if share is not None and end * C < length:
+        if share is not None and end < length:
             store_state(handed, S, None, share[1] * WIDTH, w + v, so, WIDTH, True, BUFFERS)
             hand_over(flag_of(share, share[1], (w + v) // 64))
         elif pool is not None:
@@ -359,7 +359,7 @@ def new_loop_tape(p: Problem, chip: Chip, *, saving: bool = False) -> Tape | Non
 def new_pool_tape(p: Problem, chip: Chip) -> Tape:
     """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
     t = SLIM if p.K == 64 else WIDE
-    return new_tape(p, count_programs(p, chip, t, max(1, p.N)), t.pace)
+    return new_tape(p, count_programs(p, chip, t, pool_loops(p, chip, every=False)[-1].sequences), t.pace)
 
 
 def run_pool_loops(
@@ -408,6 +408,7 @@ def _run(
             FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values,
             NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
         )  # fmt: skip
-        grid = count_programs(p, c.shape.chip, t, sequences), p.V // (64 * t.groups)
+        programs = count_programs(p, c.shape.chip, t, sequences) if tape is None else tape.programs
+        grid = programs, p.V // (64 * t.groups)
         plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, forward_loop, *plans, launch_pdl=rates is not None)

@@ -84,14 +84,14 @@ def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, P
         clear_padding(o, work[0], work[2] // HV, work[1], i, gl.program_id(0), gl.num_programs(0), HV * WIDTH)
     t = 0
     pieces = find_pieces(work, HV)
-    for piece in range(pieces[0]):
+    for piece in range(pieces[0], pieces[1], pieces[2]):
         _, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
         rows = (i * 0).to(gl.int64)
         if not PACKED:
             rows += n
         g_row, beta_row = rows * g_batch + hv * g_head, rows * beta_batch + hv * beta_head
-        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin * C + i, length)
-        for token in range(begin * C, end * C, C):
+        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin + i, length)
+        for token in range(begin, end, C):
             s = t % NS
             found = find_rates(x, b, i, scale)
             wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot

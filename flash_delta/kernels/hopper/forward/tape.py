@@ -73,9 +73,9 @@ def new_tape(p: Problem, programs: int, pace: Pace) -> Tape:
     return Tape(table, marks, handed, programs, pace)
 
 
-def new_channel_tape(p: Problem, chip: Chip) -> Tape:
+def new_channel_tape(p: Problem, chip: Chip, sequences: int) -> Tape:
     """Memory for the tape of the loop with a decay per channel, with a whole state per program."""
-    return new_tape(p, max(1, min(p.N * p.HV, chip.processors)), CHANNEL_PACE)
+    return new_tape(p, min(sequences * p.HV, chip.processors), CHANNEL_PACE)
 
 
 @triton.jit

@@ -63,34 +63,36 @@ def enter(tape):
 
 @gluon.jit
 def find_pieces(work, HV: gl.constexpr):
-    """A program's pieces: their number, the first one's item, the step from one item to the next, the chunk with which
-    the last piece begins, and the chunk before which the first one ends (0: it ends with its item)."""
+    """A program's pieces. The first three results say how to go through them: from, to, step. With a tape they are
+    followed by the first piece's item, the chunk with which the last piece begins, and the chunk before which the first
+    one ends (0: it ends with its item)."""
     _, _, items, pool, share = work
     items = count_items(items, pool, HV)
     if share is None:
-        first, step = gl.program_id(0), gl.num_programs(0)
-        return gl.maximum(items - first + step - 1, 0) // step, first, step, items * 0, items * 0
+        return gl.program_id(0), items, gl.num_programs(0)
     else:
         border = share[0] + 3 + 2 * share[1]
         low, entry = gl.load(border).to(gl.int32), gl.load(border + 1).to(gl.int32)
         high, leave = gl.load(border + 2).to(gl.int32), gl.load(border + 3).to(gl.int32)
         first = gl.where(leave > 0, high, high - 1)
-        return gl.where(items > 0, first - low + 1, 0), first, items * 0 - 1, entry, leave
+        return 0, gl.where(items > 0, first - low + 1, 0), 1, first, entry, leave
 
 
 @gluon.jit
 def find_piece(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
     """Piece i of a program: its item, sequence and value head; the sequence's first token in its batch row, and its
-    length; the piece's first chunk in the sequence, and the chunk after its last."""
-    count, first, step, entry, leave = pieces
+    length; the piece's first token in the sequence, and the token after its last."""
     cu_seqlens, T, _, pool, share = work
-    item = first + i * step
-    n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-    begin, end = n * 0, (length + C - 1) // C
-    if share is not None:
-        begin = gl.where(i == count - 1, entry, begin)
-        end = gl.where((i == 0) & (leave > 0), gl.minimum(leave, end), end)
-    return item, n, hv, start, length, begin, end
+    if share is None:
+        n, hv, start, length = bounds(i, cu_seqlens, pool, T, HV, PACKED)
+        return i, n, hv, start, length, length * 0, length
+    else:
+        _, count, _, first, entry, leave = pieces
+        item = first - i
+        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+        begin = gl.where(i == count - 1, entry * C, 0)
+        end = gl.where((i == 0) & (leave > 0), gl.minimum(leave * C, length), length)
+        return item, n, hv, start, length, begin, end
 
 
 @gluon.jit
