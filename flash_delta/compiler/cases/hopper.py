@@ -24,7 +24,17 @@ from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_han
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import (
+    Chain,
+    Channels,
+    Deep,
+    Prepared,
+    Residual,
+    Solved,
+    Trace,
+    Walked,
+    Workspace,
+)
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -136,8 +146,8 @@ def call_rates(case: str) -> None:
 
 
 def call_loop(case: str, t: LoopTile) -> None:
-    c, o, final, rates, solved, residual = described(case)
-    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual)
+    c, o, final, rates, solved, trace = described(case)
+    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, trace=trace)
 
 
 def call_channels(case: str, form: str) -> None:
@@ -189,17 +199,17 @@ def call_prompt(case: str, *, back: bool) -> None:
 
 
 def call_walk(case: str) -> None:
-    c, *outputs, _, residual = described(case)
-    run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
+    c, *outputs, _, trace = described(case)
+    run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), trace)
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Walked | None, Residual | None]:
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Walked | None, Trace | None]:
     """The call, o, the final states, rates, and the tensors for the backward pass."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     solved = Workspace(p, Walked).views()[0] if p.needs_grad and not unsupported(p) else None
-    residual = Workspace(p, Residual).views()[0] if p.disable_recompute and not unsupported(p) else None
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, residual
+    trace = Workspace(p, Trace).views()[0] if p.disable_recompute and not unsupported(p) else None
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, trace
 
 
 def launches(target: str) -> Iterator[Launch]:
