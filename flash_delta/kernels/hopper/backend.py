@@ -164,7 +164,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return by_channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
-    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute, fine(p)
+    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])

@@ -16,7 +16,6 @@ from flash_delta.kernels.hopper.backward.memory import (
     new_parts,
 )
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
-from flash_delta.kernels.hopper.forward.inverse_tiles import fine
 from flash_delta.kernels.hopper.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.padding import (
     WIDTHS,
@@ -91,7 +90,7 @@ def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
 
 
 def _kind(p: Problem) -> tuple:
-    return "hopper", "backward", p.disable_recompute, fine(p)
+    return "hopper", "backward", p.disable_recompute
 
 
 def prepare_back(
