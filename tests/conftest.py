@@ -27,8 +27,6 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_compiled_models.py::test_layers[kda-packed]",
     "test_compiled_models.py::test_models[batch-mixers0-aot_eager]",
     "test_examples.py::test_a_row_over_two_ranks[kda]",
-    "test_hopper_segments.py::test_gradients_of_what_forward_has_saved[256-False]",
-    "test_hopper_segments.py::test_gradients_of_what_forward_has_saved[256-True]",
     "test_parallel.py::test_ranks_equal_one_device[4]",
     "test_prefill.py::test_batch_invariance[kda-triton]",
     "test_prefill.py::test_checkpoints[kda-raw-False-triton]",

@@ -100,7 +100,7 @@ def forward_by_hand(p, x, how):
     c = make_call(p, x, ("test",))
     run_rates(c, o, rates, walked)
     if isinstance(how, LoopTile):
-        loop.run_loop(c, o, final, rates, walked.A, how, r=kept[0] if kept else None)
+        loop.run_loop(c, o, final, rates, walked.A, how, trace=kept[0] if kept else None)
     else:
         run_walk(c, o, final, rates, new_walk(p, length, walked.A, left), *kept)
     return Outputs(o, final, (saved.buffer,), planned=() if left is None else (left,))

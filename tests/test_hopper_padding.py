@@ -40,6 +40,7 @@ CELLS = {  # member, case, dtype, tokens of a segment
     "keys-128-values-72": ("gdn", replace(PACKED, K=128, V=72), torch.bfloat16, None),
     "no-initial-state": ("gdn", replace(ROWS, initial_state=False), torch.bfloat16, None),
     "kept": ("gdn", replace(PACKED, options=RAW | {"disable_recompute": True}), torch.bfloat16, None),
+    "kept-float16": ("gdn", replace(ROWS, T=70, options={"disable_recompute": True}), torch.float16, None),
     "float16": ("gdn", replace(PACKED, T=150, HV=4, lengths=(0, 75, 0, 64, 8), options=RAW), torch.float16, None),
     "scale": ("gdn", replace(ROWS, options={"scale": 0.3}), torch.float16, None),
 }

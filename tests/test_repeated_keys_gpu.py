@@ -26,9 +26,6 @@ ROUNDED = pytest.mark.xfail(
     strict=True,
     reason="Hopper's inference rounds A diag(b) to bfloat16 where no beta of a chunk is above 1 (docs/notes)",
 )
-GROWN = pytest.mark.xfail(
-    strict=True, reason="Triton keeps X = A^T Kd in bfloat16: 0.13 off after 1,024 tokens, and 1.2 after 16,384"
-)
 
 
 def known(request, fault, *cells):
@@ -104,9 +101,8 @@ def test_float16(name, case, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ["one-key-1.999", "signs-1.999", "16-keys-1.9"])
 @pytest.mark.parametrize("name", ["gdn", "kda"])
-def test_nothing_diverges(request, name, case, backend):
+def test_nothing_diverges(name, case, backend):
     """After 16,384 tokens results are off by at most four times as much as after 1,024."""
-    known(request, GROWN, "gdn-one-key-1.999-triton", "gdn-signs-1.999-triton")
     long, member = replace(BY_NAME[case], T=16384, floors=Floors(0, 0)), MEMBERS[name]
     x = make_inputs(long, member, torch.bfloat16, "cuda")
     errors = []

@@ -32,7 +32,7 @@ CELLS = [
     ("in-kernel-strong", "bfloat16", {"HV": 3, "T": 24}),  # dA_log of one head is one number, which scatters
     ("lower-bound", "bfloat16", {"HV": 1, "T": 66}),
     ("lower-bound", "float16", {"HV": 3, "T": 24}),
-    ("lower-bound", "float16", {"HV": 2, "T": 66}),
+    ("lower-bound", "float16", {"HV": 2, "T": 66}),  # not one head, as above
     ("promised-bound", "float32", {"HV": 1, "T": 40}),
     ("promised-bound", "bfloat16", {"HV": 1, "T": 40}),
     ("strong-decay", "float16", {"HV": 2, "T": 24}),

@@ -34,7 +34,17 @@ from flash_delta.kernels.hopper.tiles import (
     LoopTile,
 )
 from flash_delta.kernels.runtime.calls import Call, make_call
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Prepared, Residual, Solved, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import (
+    Chain,
+    Channels,
+    Deep,
+    Prepared,
+    Residual,
+    Solved,
+    Trace,
+    Walked,
+    Workspace,
+)
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem, Slots
 
@@ -153,9 +163,9 @@ def call_rates(case: str) -> None:
 
 
 def call_loop(case: str, t: LoopTile, *, taped: bool) -> None:
-    c, o, final, rates, solved, residual = described(case)
+    c, o, final, rates, solved, trace = described(case)
     tape = new_tape(c.p, 1, t.pace) if taped else None
-    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, r=residual, tape=tape)
+    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, trace=trace, tape=tape)
 
 
 def call_tape(case: str, *, follows: bool) -> None:
@@ -212,17 +222,17 @@ def call_prompt(case: str, *, back: bool) -> None:
 
 
 def call_walk(case: str) -> None:
-    c, *outputs, _, residual = described(case)
-    run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), residual)
+    c, *outputs, _, trace = described(case)
+    run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), trace)
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Walked | None, Residual | None]:
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Walked | None, Trace | None]:
     """The call, o, the final states, rates, and the tensors for the backward pass."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     solved = Workspace(p, Walked).views()[0] if p.needs_grad and not unsupported(p) else None
-    residual = Workspace(p, Residual).views()[0] if p.disable_recompute and not unsupported(p) else None
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, residual
+    trace = Workspace(p, Trace).views()[0] if p.disable_recompute and not unsupported(p) else None
+    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, trace
 
 
 def launches(target: str) -> Iterator[Launch]:

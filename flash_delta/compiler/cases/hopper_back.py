@@ -6,7 +6,7 @@ import torch
 
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.hopper.backward.finish import run_finish
-from flash_delta.kernels.hopper.backward.memory import Trace, new_ends, new_gates, new_parts, new_trace
+from flash_delta.kernels.hopper.backward.memory import new_ends, new_gates, new_parts
 from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.rates import run_rates_back
@@ -14,6 +14,7 @@ from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.workspace import Trace, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem
 
@@ -28,7 +29,7 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
     p, x = made()
     c = make_call(p, x, ("launches",))._replace(direct=False)
     walked, *kept = for_backward(p).views()
-    trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
+    (trace,) = kept or Workspace(p, Trace).views()
     do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
     parts, gates = new_parts(p), new_gates(p)
     length = None if form == "back" else 128

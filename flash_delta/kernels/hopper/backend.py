@@ -96,11 +96,6 @@ def unsupported(problem: Problem) -> str | None:
     if wide.K not in WIDTHS or wide.V % wide.K or wide.V > MOST_VALUES:
         widths = f"K has to be one of {', '.join(map(str, WIDTHS))}, and V a multiple of it up to {MOST_VALUES}"
         return f"{widths}, or both up to 128 without a pool; they are {problem.K} and {problem.V}"
-    if problem.needs_grad and problem.disable_recompute:
-        if wide.V != wide.K:
-            return "with disable_recompute K and V have to be the same"
-        if wide is not problem and by_hand.unsupported(problem):  # `triton` would expect the given width
-            return f"with disable_recompute it pads heads in torch.bfloat16 only, the tensors are {problem.dtype}"
     if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {triton.DECODED}"
     if problem.pool is not None and (problem.K == WHOLE or problem.V != problem.K):
@@ -173,7 +168,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
     check_states(p.op)
-    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute, fine(p)
+    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
@@ -189,10 +184,10 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     maps = new_maps(wide, length) if length is not None and length == back else None
     planned = () if maps is None else (maps,)
     views = [] if saved is None else saved.views()
-    A, residual = views[0].A if views else None, views[-1] if len(views) > 1 else None
+    A, trace = views[0].A if views else None, views[-1] if len(views) > 1 else None
     walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
     rates = None if makes and walk is None else new_rates(p)
-    tape = None if walk is not None else new_loop_tape(wide, chip_of(p.device), saving=residual is not None)
+    tape = None if walk is not None else new_loop_tape(wide, chip_of(p.device), saving=trace is not None)
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
     def kernels(given: Call) -> None:
@@ -205,9 +200,9 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         if w is None or (every(c) and wide.K != WHOLE):
             if laid is not None:
                 run_lay_tape(c, laid, follows=not makes)
-            run_loop(c, o_wide, final_wide, None if makes else r, A, r=residual, tape=laid)
+            run_loop(c, o_wide, final_wide, None if makes else r, A, trace=trace, tape=laid)
         if w is not None:
-            run_walk(c, o_wide, final_wide, r, w, residual)
+            run_walk(c, o_wide, final_wide, r, w, trace)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
@@ -372,7 +367,7 @@ def remark(p: Problem) -> str | None:
     if p.needs_grad:
         reason = by_hand.unsupported(p)
         if reason:
-            said.append(f"its backward pass is that of 'triton': {reason}")
+            said.append(f"its backward pass is that of 'triton', for which it saves nothing: {reason}")
         elif back is not None:
             said.append(f"its backward pass walks segments of {back} tokens")
     if fine(p) and p.pool is None:

@@ -7,7 +7,7 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper import layouts
 from flash_delta.kernels.hopper.forward.tape import Tape
 from flash_delta.kernels.runtime.descriptors import Descriptor
-from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.kernels.triton.backend import with_contiguous_vectors
 from flash_delta.problem import Inputs, Problem
 
@@ -77,9 +77,9 @@ def inverses(t: Tensor) -> Descriptor:
     return Descriptor(t, [t.numel() * 2 // C, C // 2], [C // 2, 1], [C, C // 2], layouts.HALF.value)
 
 
-def saved(r: Residual | None, keys: int = C) -> tuple[Descriptor | None, ...]:
-    """Describes what is saved for the backward pass. States are written ``keys`` columns at a time."""
-    return (None, None, None) if r is None else (blocks(r.states, keys), blocks(r.R, C), blocks(r.U, C))
+def saved(trace: Trace | None) -> tuple[Descriptor | None, ...]:
+    """Describes what is saved for the backward pass."""
+    return (None, None) if trace is None else (blocks(trace.states, C), blocks(trace.U, C))
 
 
 def blocks(t: Tensor, columns: int, height: int = C) -> Descriptor:

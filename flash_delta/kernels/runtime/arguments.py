@@ -64,6 +64,7 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
         "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
+        "REFLECTS": p.most_beta > 1,
     }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ Flags = NamedTuple(
         ("kind", tuple),
         *marked(Problem, Compiled).items(),
         ("bounded", bool),  # Problem.lower_bound is there
+        ("reflects", bool),  # Problem.most_beta is above 1
         ("alone", bool),  # decoding with one token per row
     ],
 )
@@ -70,7 +71,7 @@ def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
 
 
 def flags_of(p: Problem, kind: tuple) -> Flags:
-    return Flags(kind, *_compiled(p), p.lower_bound is not None, kind in (DECODE, STEP) and alone(p))
+    return Flags(kind, *_compiled(p), p.lower_bound is not None, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
 
 
 def module_flags_of(p: AroundProblem, kind: tuple) -> NamedTuple:

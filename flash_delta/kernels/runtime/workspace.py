@@ -65,6 +65,13 @@ class Factors(NamedTuple):
     rates: Any  # [slots, HV, 4, C] float32
 
 
+class Trace(NamedTuple):
+    """What the backward pass of `hopper` needs of every chunk. Either pass writes it."""
+
+    states: Any  # [slots, HV, V'', K']
+    U: Any  # [slots, HV, C, V']
+
+
 class Residual(NamedTuple):
     """The tensors that `scan` writes for the backward pass."""
 
@@ -175,6 +182,7 @@ def _layout(
         Channels: channels if gate == "channel" else (None,) * 7,
         Prepared: (keys, keys, keys, square, fine, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
+        Trace: (state, rows),
         Residual: (state, rows, rows),
         Chain: (state, rows),
         Scores: (square, square, vectors if gate == "scalar" else None),

@@ -33,13 +33,6 @@ class Gates(NamedTuple):
     decays: Any  # [slots, HV, C] float32: log decays; None without a raw gate
 
 
-class Trace(NamedTuple):
-    """What the forward pass had computed of every chunk."""
-
-    before: Tensor  # [slots, HV, V, K]: the state that it starts from
-    U: Tensor  # [slots, HV, C, V]
-
-
 class Parts(NamedTuple):
     """What `walk_back` leaves for `sum_heads` and `finish`."""
 
@@ -58,12 +51,6 @@ class Ends(NamedTuple):
 def new_gates(p: Problem) -> Gates:
     decays = torch.empty(count_slots(p), p.HV, C, dtype=torch.float32, device=p.device) if p.raw_gate else None
     return Gates(new_rates(p), decays)
-
-
-def new_trace(p: Problem) -> Trace:
-    slots = count_slots(p)
-    shapes = (slots, p.HV, p.V, p.K), (slots, p.HV, C, p.V)
-    return Trace(*(torch.empty(*shape, dtype=p.dtype, device=p.device) for shape in shapes))
 
 
 def new_parts(p: Problem) -> Parts:

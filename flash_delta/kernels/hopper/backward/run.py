@@ -11,14 +11,11 @@ from flash_delta.kernels.hopper.backward.memory import (
     Ends,
     Gates,
     Parts,
-    Trace,
     new_ends,
     new_gates,
     new_parts,
-    new_trace,
 )
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
-from flash_delta.kernels.hopper.forward.inverse_tiles import fine
 from flash_delta.kernels.hopper.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.padding import (
     WIDTHS,
@@ -37,7 +34,7 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
-from flash_delta.kernels.runtime.workspace import Residual, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import Trace, Walked, Workspace
 from flash_delta.kernels.triton.backend import new_gradients, with_contiguous_vectors
 from flash_delta.problem import Inputs, KnownCall, Problem
 
@@ -60,7 +57,7 @@ def unsupported(p: Problem) -> str | None:
 
 def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
     """What the forward pass saves for this backward pass. With ``disable_recompute`` also states and U of chunks."""
-    return Workspace(p, Walked, *((Residual,) if p.disable_recompute else ()), buffer=buffer)
+    return Workspace(p, Walked, *((Trace,) if p.disable_recompute else ()), buffer=buffer)
 
 
 def run_backward(
@@ -93,7 +90,7 @@ def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
 
 
 def _kind(p: Problem) -> tuple:
-    return "hopper", "backward", p.disable_recompute, fine(p)
+    return "hopper", "backward", p.disable_recompute
 
 
 def prepare_back(
@@ -107,7 +104,8 @@ def prepare_back(
     forward, maps = for_backward(p, saved[0]), saved[1:]
     walked, *kept = forward.views()
     gates, parts, between = new_gates(p), new_parts(p), new_ends(p, length)
-    trace = Trace(kept[-1].states, kept[-1].U) if kept else new_trace(p)
+    anew = () if kept else (Workspace(p, Trace),)
+    (trace,) = kept or anew[0].views()
     walk = Walk(length, walked.A, None, *maps_in(p, length, *maps)) if maps else new_walk(p, length, walked.A)
 
     def kernels(c: Call) -> None:
@@ -124,7 +122,7 @@ def prepare_back(
         run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
-    spare = *gates, *parts, *(() if maps else walk[2:]), *between, *(() if kept else trace), *made
+    spare = *gates, *parts, *(() if maps else walk[2:]), *between, *(t.buffer for t in anew), *made
     return kernels, spare
 
 

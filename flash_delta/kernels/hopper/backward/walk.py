@@ -41,7 +41,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper import boxes
 from flash_delta.kernels.hopper.backward.gradient_role import gradient_role
-from flash_delta.kernels.hopper.backward.memory import Parts, Trace, count_lines
+from flash_delta.kernels.hopper.backward.memory import Parts, count_lines
 from flash_delta.kernels.hopper.backward.state_role import state_role
 from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES, fine, load_inverse, tiles_in
 from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
@@ -54,6 +54,7 @@ from flash_delta.kernels.hopper.tiles import FIND_ENDS, FINE_WALK_BACK, WALK_BAC
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Inputs
 
 
@@ -189,7 +190,7 @@ def run_walk_back(
     """Launches `walk_back` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient of
     the states at the ends of segments, or None if sequences are not split."""
     p, K = c.p, c.p.K
-    saved = boxes.blocks(trace.before, K, K), boxes.blocks(trace.U, K)
+    saved = boxes.blocks(trace.states, K, K), boxes.blocks(trace.U, K)
     gradients = boxes.ragged(parts.dq, K), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
     state = None if after is None else boxes.states(p, after)
     if ends is not None:

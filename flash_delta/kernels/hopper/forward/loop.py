@@ -20,8 +20,7 @@ Barriers, and who completes them:
     done     all state groups: they have read all tiles of a chunk, so that its slots are free
 
 With KEEP, A also goes to memory for the backward pass. Then A is (I + diag(b) L)^{-1}, and R is multiplied by b
-instead. inverse_tiles.py says how A is kept. With SAVE the state groups also write what that pass needs: S0 of every
-chunk, R (without b) and U.
+instead. inverse_tiles.py says how A is kept. With SAVE the state groups also write S0 and U of every chunk for it.
 
 Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way. Otherwise ptxas
 waits for all of them. And no role may need more registers than it has. Otherwise ptxas waits after every wgmma of the
@@ -73,7 +72,7 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
-from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Problem, Slots
 
 
@@ -167,7 +166,7 @@ def state_role(
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     PARTS: gl.constexpr = WIDTH // 64
-    SENT: gl.constexpr = PARTS + 3 if SAVE else 1  # tiles of a chunk that go to memory through ``so``
+    SENT: gl.constexpr = PARTS + 2 if SAVE else 1  # tiles of a chunk that go to memory through ``so``
     NO: gl.constexpr = so.shape[0]  # buffers
     BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
     zero = gl.zeros([64, C], gl.float32, ROWS)
@@ -207,16 +206,12 @@ def state_role(
             E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
-            if SAVE:
-                residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, x, FINE), is_fine(sr, s, FINE)
             mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
             U, U2 = times_inverse(R, A)
             U, U2, O = warpgroup_mma_wait(3, deps=[U, U2, O])
-            if SAVE:
-                send(saved[1], residual, head * C, w + v, so, t * SENT + PARTS, NO, True)
             O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
             weight = rate(sr, s, 6).load(ROWS)
@@ -235,7 +230,7 @@ def state_role(
                 mbarrier.wait(pfull.index(x), (t // NX) & 1)  # signalled by both state groups: P is whole
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
-                send(saved[2], read, head * C, w + v, so, t * SENT + PARTS + 1, NO, True)
+                send(saved[1], read, head * C, w + v, so, t * SENT + PARTS, NO, True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
             mbarrier.arrive(done.index(s), count=1)
@@ -265,7 +260,7 @@ NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "grou
 
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def forward_loop(
-    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, e_desc, u_desc, initial, final, handed, tape, cu_seqlens,
+    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, u_desc, initial, final, handed, tape, cu_seqlens,
     walks, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
     checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
     beta_strides, scale,
@@ -300,7 +295,7 @@ def forward_loop(
     if LOADS_STATES:
         sbar = barriers(NO, 1)
         made += (sbar,)
-    saved, pool, kept = (s_desc, e_desc, u_desc), None, None
+    saved, pool, kept = (s_desc, u_desc), None, None
     if walks is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
         pool = (walks, least, most)
@@ -370,20 +365,20 @@ def run_pool_loops(
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
     states, kept = pool(p, slots.state_pool), checkpoint_arguments(p, slots)
     taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
-    _run(c, o, rates, taped, (*(None,) * 4, states, states), (walks, *kept), initial=True)
+    _run(c, o, rates, taped, (*(None,) * 3, states, states), (walks, *kept), initial=True)
 
 
 def run_loop(
     c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *choice: LoopTile,
-    r: Residual | None = None, tape: Tape | None = None,
+    trace: Trace | None = None, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches the loop, with at most one program per multiprocessor and block of value columns. A program walks
-    several states. Without ``rates`` the loop makes them. ``A`` and ``r`` are written for the backward pass."""
+    several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for the backward pass."""
     p, initial = c.p, c.x.initial_state
-    launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=r is not None)]
+    launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=trace is not None)]
     tapes = (None, tape) if every(c) else (tape,)
     ends = states(p, final if initial is None else initial), states(p, final)
-    stored = (None if A is None else inverses(A), *saved(r), *ends)
+    stored = (None if A is None else inverses(A), *saved(trace), *ends)
     _run(c, o, rates, product(launches, tapes), stored, (None, *checkpoints.NONE), initial=initial is not None)
 
 

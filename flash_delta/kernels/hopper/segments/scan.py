@@ -20,8 +20,8 @@ For a prompt on a pool the state groups also store checkpoints (checkpoints.py).
 the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.
 
 With KEEP, A does not contain b, and R is multiplied by b instead. With SAVE the state groups also write S0 of every
-chunk, R (without b) and U to memory, as in the loop. The backward pass computes S0 and U again with this kernel
-(`run_retrace`). Then there is neither q nor O, no score group, and R is not written.
+chunk and U to memory, as in the loop. The backward pass computes S0 and U again with this kernel (`run_retrace`). Then
+there is neither q nor O, and no score group. Nothing is saved of heads of 256.
 """
 
 from torch import Tensor
@@ -38,8 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.backward.memory import Trace
-from flash_delta.kernels.hopper.boxes import blocks, inverses, lines, pool, ragged, rows, saved, states, strides
+from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
@@ -54,7 +53,7 @@ from flash_delta.kernels.hopper.tiles import RETRACE, WALKS
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
-from flash_delta.kernels.runtime.workspace import Residual
+from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Slots
 
 NOWHERE = (None, *checkpoints.NONE)  # no pool, and no checkpoints
@@ -104,9 +103,8 @@ def state_role(
     n, row, start, size, token, chunks, chunk, _, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
     row = row * T + start + size
     READS: gl.constexpr = o_desc is not None
-    KEEP_R: gl.constexpr = SAVE and saved[1] is not None
-    PARTS: gl.constexpr = 0 if STAGED else WIDTH // 64  # tiles of a saved state that go to memory through ``so``
-    SENT: gl.constexpr = PARTS + 1 + KEEP_R + READS if SAVE else 1
+    PARTS: gl.constexpr = WIDTH // 64
+    SENT: gl.constexpr = PARTS + 1 + READS if SAVE else 1  # tiles of a chunk that go to memory through ``so``
     NO: gl.constexpr = so.shape[0]  # number of buffers
     SCORES: gl.constexpr = sp.shape[0] if READS else 1
     gdc_wait()  # earlier kernels have ended: ``starts`` can be read, and this kernel's outputs can be written
@@ -143,8 +141,6 @@ def state_role(
                     E = warpgroup_mma_wait(0, deps=[E])
             R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
-            if KEEP_R:
-                residual = R.to(ty)
             if KEEP:
                 R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
@@ -154,8 +150,6 @@ def state_role(
             elif READS:
                 O *= rate(sr, s, 5).load(ROWS)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
-            if KEEP_R:
-                send(saved[1], residual, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
             if STAGED:
                 U, U2, O = warpgroup_mma_wait(0, deps=[U, U2, O])
             U = finished(R, U, U2, A, fine)
@@ -168,7 +162,7 @@ def state_role(
                 mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
                 O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
-                send(saved[2], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS + KEEP_R, NO, True)
+                send(saved[1], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
             if READS:
                 O, S = warpgroup_mma_wait(0, deps=[O, S])
             else:
@@ -194,7 +188,7 @@ NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
 
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def walk_segments(
-    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, e_desc, u_desc, starts, final, cu_seqlens, length, N, T,
+    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, cu_seqlens, length, N, T,
     q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
     checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
@@ -211,7 +205,7 @@ def walk_segments(
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
     sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
     sa = gl.allocate_shared_memory(ty, [NS * (3 if FINE else 2), C, C // 2], NARROW)
-    NO: gl.constexpr = 2 if SAVE and WIDTH <= 128 else 1
+    NO: gl.constexpr = 2 if SAVE else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     full, done = barriers(NS, 1), barriers(NS, GROUPS)
     made, pfull, sbar, sbar2 = (full, done), None, None, None
@@ -235,7 +229,7 @@ def walk_segments(
     bars, work = (full, pfull, done), (cu_seqlens, T, length, N)
     strides = ((q_batch, k_batch, v_batch), heads, group)
     score = ((sq, sk, sr, sp), bars, work, HV)
-    saved, kept = (s_desc, e_desc, u_desc), None
+    saved, kept = (s_desc, u_desc), None
     if checkpoints is not None:
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
@@ -274,26 +268,24 @@ def walk_segments(
 
 
 def run_walk_segments(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, residual: Residual | None, slots: Slots | None
+    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None, slots: Slots | None
 ) -> None:
     """Launches the walk. ``slots``: those of a pool, for checkpoints."""
-    kept = saved(residual, c.p.K) if w.starts is None else saved(residual)
     on_pool = NOWHERE
     if slots is not None and slots.checkpoint_indices is not None:
         on_pool = pool(c.p, slots.state_pool), *checkpoint_arguments(c.p, slots)
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, kept, *ends, on_pool, KEEP=c.p.needs_grad, SAVE=residual is not None, **WALKS[c.p.K])
+    _run(c, rates, w, trace, *ends, on_pool, KEEP=c.p.needs_grad, **WALKS[c.p.K])
 
 
 def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
-    kept = blocks(trace.before, C.value), None, blocks(trace.U, C.value)
-    _run(c, rates, w, kept, None, None, None, NOWHERE, KEEP=True, SAVE=True, **RETRACE)
+    _run(c, rates, w, trace, None, None, None, NOWHERE, KEEP=True, **RETRACE)
 
 
 def _run(
-    c: Call, rates: Tensor, w: Walk, kept: tuple, q: Descriptor | None, o: Descriptor | None, final: Descriptor | None,
-    on_pool: tuple, **constants: int,
+    c: Call, rates: Tensor, w: Walk, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
+    final: Descriptor | None, on_pool: tuple, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
     groups = 2 if p.K == 128 else 1
@@ -301,12 +293,12 @@ def _run(
     if w.starts is None and x.initial_state is not None:
         starts = states(p, x.initial_state)
     arguments = (
-        q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *kept, starts, final, x.cu_seqlens,
-        w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
+        q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *saved(trace), starts, final,
+        x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
-        START_V_FIRST=w.starts is not None or p.state_v_first, FINE=fine(p), **constants,
+        START_V_FIRST=w.starts is not None or p.state_v_first, SAVE=trace is not None, FINE=fine(p), **constants,
     )  # fmt: skip
     plan = DescribedPlan((count_slots(p, w.length) * p.HV, p.V // (HALF * groups)), arguments, constants)
     launch_described(c, walk_segments, plan)

@@ -156,7 +156,7 @@ def key_gradients(
             part, first = parts + head * 4 * C, vectors + head * 4 * C
             high, low = tl.load(first + C - 1) - tl.load(first + i), tl.load(first + 2 * C - 1) - tl.load(first + C + i)
             e_k = rk * tl.exp(high + low)
-        e_p = tl.load(rate + C + i) * tl.load(rate + 2 * C + i)  # b e^H r_p
+        e_p = tl.load(rate + C + i) * tl.load(vectors + head * 4 * C + 2 * C + i)  # b e^H r_p
         erased = zp if OWN_P else z
         t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else erased
         for w in range(0, V, BV):

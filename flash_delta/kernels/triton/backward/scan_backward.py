@@ -40,7 +40,7 @@ from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, s
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.forward.products import times_inverse
+from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import copies, maps, readers
 from flash_delta.kernels.triton.tiles import scan_tiles
@@ -52,8 +52,8 @@ def scan_backward(
     length, unit, q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
-    RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr, TMA: tl.constexpr,
-    GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    REFLECTS: tl.constexpr, RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr,
+    TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
@@ -81,6 +81,7 @@ def scan_backward(
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
     ROWS: tl.constexpr = whole_rows(V)
+    DITHERED: tl.constexpr = ERASE and REFLECTS and not CHANNEL and ty == tl.bfloat16  # as in factor
     k_matrix, v_matrix, c_matrix = (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
     Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
@@ -119,6 +120,7 @@ def scan_backward(
         qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
         s = dS.to(ty)
         if not ENDS:
+            by = load_dither(rates, head + j * HV, C, DITHERED)
             store_tile(dSs, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
         of_q, of_p = e_q, e_p * b
         if CHANNEL:
@@ -138,6 +140,8 @@ def scan_backward(
             pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
             dS = tl.dot(-(lam * of_p[None, :]).to(ty), pp, dS, input_precision=PRECISION)
         if not ENDS:
+            if DITHERED:
+                lam *= 1.0 / by
             store_tile(dUs, v_matrix, tl.trans(lam.to(ty)), at, rows, w, VP, C, BV, TMA)
         e_q, e_p, b, gamma = load_rates(rates, gammas, head + tl.maximum(j - 1, 0) * HV, i, c, chunks, C, K, CHANNEL)
     if CHANNEL:

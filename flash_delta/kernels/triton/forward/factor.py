@@ -9,6 +9,10 @@ Writes X ``[slots, HV, C, K']`` and Y ``[slots, HV, C, C]`` in the dtype of k. A
 applies to accumulators, ``rates [slots, HV, 4, C]``: scale e^G for rows that read, e^H for rows that erase, b, and
 gamma. The first two include norms. Grid (slots, H): q k^T is computed once for all value heads of a key head. (With a
 decay per channel this kernel does not run: `scan` uses P, Kd and A directly.)
+
+If the same key comes back in every chunk, X is the same in every chunk, and so are its rounding errors. With beta near
+2 the state stays as large as it was, and these errors add up. So for such a chunk X, Y and b are c X, c Y and b / c in
+bfloat16, with a number c of the chunk's own (`dither`). Then the errors differ. Elsewhere c is 1. It comes after gamma.
 """
 
 import triton
@@ -19,7 +23,7 @@ from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Factors, Solved
-from flash_delta.kernels.triton.forward.products import times_inverse, unit_of
+from flash_delta.kernels.triton.forward.products import dither, times_inverse, unit_of
 from flash_delta.kernels.triton.forward.solve import MOST
 from flash_delta.kernels.triton.tiles import tile
 
@@ -43,12 +47,19 @@ def load_gate(vectors, i, C: tl.constexpr, UNDECAYED: tl.constexpr):
     return high, low, high_p, low_p, tl.load(vectors + C - 1), tl.load(vectors + 2 * C - 1)
 
 
+@triton.jit
+def reflects(b):
+    """Whether a chunk in which each token has the same key keeps more than half of the state, with a beta above 1."""
+    kept = tl.log2(tl.maximum(tl.abs(1.0 - b), 1e-30))
+    return tl.sum(tl.where(b > 1.0, kept, kept - 1.0 / b.shape[0])) > -1.0
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def factor(
     q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, SHORT: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, REFLECTS: tl.constexpr,
+    SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
@@ -59,6 +70,7 @@ def factor(
     i, c = tl.arange(0, C), tl.arange(0, BK)
     ty: tl.constexpr = k.dtype.element_ty
     KP: tl.constexpr = pitch(K)
+    DITHER: tl.constexpr = ERASE and REFLECTS and ty == tl.bfloat16
     square = i[:, None] * C + i[None, :]
     qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
@@ -76,6 +88,8 @@ def factor(
             unit, inverse = unit_of(tl.max(tl.abs(keys)))
             keys *= inverse
         keys = keys.to(A.dtype.element_ty)
+    if DITHER:
+        own = dither(rows_of(q, q_strides, row, h) + token.to(tl.int64) * q_strides[1], q_strides[3])
     for member in range(HV // H):
         head = first + member
         v = vectors + head * 4 * C
@@ -92,17 +106,21 @@ def factor(
         at = rates + head * 4 * C + i
         tl.store(at, e_q)
         tl.store(at + C, e_p)
-        tl.store(at + 2 * C, b)
-        tl.store(at + 3 * C, gamma)
+        by = 1.0
+        if DITHER:
+            by = tl.where(reflects(b), own, 1.0)
+        tl.store(at + 2 * C, b / by)
+        tl.store(at + 3 * C, tl.where(i == 1, by, gamma))
         if ERASE:
             a = tl.load(A + head * C * C + square)
-            y = times_inverse(y, a, False, PRECISION)
+            y = times_inverse(y, a, False, PRECISION, by)
         tl.store(Y + head * C * C + square, y.to(ty))
         if ERASE:
             decayed = (a * e_k[:, None]).to(a.dtype)  # decays are applied to A, which has fewer numbers
             x = tl.dot(tl.trans(decayed), keys, input_precision=PRECISION)
             if not NORM and a.dtype == tl.float16:
                 x *= unit
+            x *= by
         else:
             x = keys * e_k[:, None]
         tl.store(X + (head * C + i[:, None]) * KP + c[None, :], x.to(ty), mask=(c < KP)[None, :])

@@ -58,7 +58,7 @@ from flash_delta.kernels.runtime.arguments import (
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.forward.products import times_inverse
+from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, walked, walks
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
@@ -281,7 +281,8 @@ def walk(
             if OUTPUT:
                 O *= e_q[None, :]
             if ERASE and (SAVE or CHANNEL):
-                U = times_inverse(R, tl.trans(load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA)), CHANNEL, PRECISION)
+                a = tl.trans(load_tile(As, c_matrix, at, rows, 0, C, C, C, TMA))
+                U = times_inverse(R, a, CHANNEL, PRECISION, load_dither(rates, head + j * HV, C, SAVE and not CHANNEL))
                 u, written = U.to(ty), (U * e_p[None, :]).to(ty) if CHANNEL else written
             S = tl.dot(written, x, S * gamma, input_precision=PRECISION)
             if OUTPUT:
