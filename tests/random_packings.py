@@ -209,7 +209,7 @@ class Round:
     def _prefill(self, call, first, last, backend):
         op = flash_delta.prefill_kda if self.form.member == "kda" else flash_delta.prefill_gated_delta_rule
         call |= activations(self.workload) | {"has_initial_state": self.tensor(self.has[first:last], torch.bool)}
-        call |= {"read_indices": self.read[first:last], "write_indices": self.write[first:last]}
+        call |= {"read_indices": self.read[first:last].clone(), "write_indices": self.write[first:last].clone()}
         if not self.form.batch_invariant and self.draw.random() < 0.5:
             call["max_prompts"] = sum(length > 16 for length in self.lengths[first:last])
         if self.form.checkpoints:
@@ -230,7 +230,7 @@ class Round:
         sums = torch.zeros(len(self.lengths), device=self.device)
         sums.index_add_(0, self.of_token, (o[0] != 0).sum((1, 2)).float())
         errors[zeros & (sums > 0)] = torch.inf
-        judged = [("o", range(len(self.lengths)), errors, self.o_limits)]
+        judged = [("o", range(len(self.lengths)), errors, self.o_limits.masked_fill(zeros, 1.0))]
         if self.form.pool is None:
             real = (~self.between).nonzero().flatten()
             judged.append(("final state", real.tolist(), relative(states, self.final[real]), self.state_limits[real]))
@@ -238,7 +238,8 @@ class Round:
             judged += self._judge_pool(states)
         wrong, worst = [], 0.0
         for name, sequences, off, limits in judged:
-            ratios = off / limits.nan_to_num(1e-3)  # the torch backend makes NaN of what is between draws
+            assert limits.isfinite().all()
+            ratios = off / limits
             worst = max(worst, float(ratios.max())) if len(ratios) else worst
             for i in (ratios > 1).nonzero().flatten().tolist():
                 wrong.append(self._told(name, sequences[i], float(off[i]), float(limits[i])))
