@@ -14,13 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.bench import Group, Result, changes, runner, select, taking_part
+from flash_delta.bench.contestants import load
+from flash_delta.bench.contestants.flash_delta import prefill
 from flash_delta.bench.entry import Costs, Entry, Lengths, Samples, drawn
 from flash_delta.bench.floor import Ceilings, floor
 from flash_delta.bench.page import write_benchmarks
 from flash_delta.bench.speed import SpeedUp, chart, fullest, speed_ups, summary
-from flash_delta.bench.tables import bandwidth, eager, number, of, refusals, remarks, times
+from flash_delta.bench.tables import bandwidth, choices, eager, number, of, refusals, remarks, times
 from flash_delta.bench.timing import Spread
-from flash_delta.bench.workloads import GROUPS, WORKLOADS
+from flash_delta.bench.workloads import GROUPS, WORKLOADS, documents
 from flash_delta.cli.app import app
 from flash_delta.integrations.transformers import disable
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
@@ -84,6 +86,8 @@ def rows(group):
         ("decode", "16/32 batch 128", 0.125),
         ("decode", "16/32 batch 128, bfloat16 states", 0.0629),
         ("kda-decode", "32/32 batch 128", 0.126),
+        ("gdn-pools", "2/4 batch 64", 0.0078),
+        ("gdn-pools", "4/8 16x1000", 0.0270),
         ("serving", "16/32 batch 32, drafts of 4", 0.0788),
         ("serving", "16/32 batch 32, drafts of 1 to 7", 0.0788),
         ("serving", "16/32 batch 32, trees of 4", 0.0788),
@@ -598,12 +602,78 @@ def test_decoding_is_measured_by_the_copy_rate(group):
     )
 
 
+def test_a_copy_of_the_rows_own_bytes_stands_beside_the_copy_rate():
+    """16.8 MB of states come and go in 10 us: 3.37 of 4.2 TB/s. A copy of as many bytes takes 9 us."""
+    workload = rows("gdn-pools")["2/4 batch 64"]
+    results = [Result(workload, "flash_delta", graph_ms=Spread(0.01, 0.01, 0.01), costs=Costs(5.0, 1.0, None, 0.009))]
+    table = bandwidth(Group("gdn-pools", {}, {"flash_delta": "1.0"}, H200, results))
+    assert table.head == ["share of the copy rate", "flash_delta", "a copy of as many bytes"]
+    assert table.rows == [["decode 2/4 batch 64", "80%", "89%"]]
+
+
+def test_the_chosen_backend_is_compared_with_those_by_name():
+    """They are no peers: no mean, chart or summary counts them."""
+    workload = rows("gdn-pools")["4/8 1x32768"]
+    times_ms = {"flash_delta": 0.6, "flashinfer": 0.3, "hopper": 0.2, "triton": 0.7}
+    results = [Result(workload, name, graph_ms=Spread(ms, ms, ms)) for name, ms in times_ms.items()]
+    pools = Group("gdn-pools", {"gpu": "NVIDIA H200"}, dict.fromkeys(times_ms, "1.0"), H200, results)
+    assert choices(pools).rows == [["prefill 4/8 1x32768", "hopper", "3.00x"]]
+    assert times(pools).rows[0][-1] == "0.50x"
+    assert speed_ups(pools) == {"prefill": {"flashinfer": [SpeedUp(0.5, False)]}}
+    assert "hopper" not in chart([pools], "light")
+    pools.results = results[:2]
+    assert choices(pools).rows == []
+
+
+POOLS = [
+    Workload("pools", "prefill", "gdn", 2, 4, 3, 70, "float32", lengths=(1, 70, 20), l2norm=True, raw=True, K=16, V=24),
+    Workload("pools", "prefill", "kda", 2, 2, 2, 70, "float32", l2norm=True, raw=True, gates="unbounded", K=16, V=24),
+]
+
+
+@pytest.mark.parametrize("workload", POOLS, ids=lambda w: w.member)
+def test_a_backend_by_name_runs_the_row_or_says_why_not(workload, monkeypatch):
+    """On a CPU it is the torch backend by name: `hopper` and `triton` refuse, and their refusal is a result."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in ("hopper", "triton"):
+        with pytest.raises(ValueError, match="needs a GPU"):
+            Entry(name, CPU).prepare(workload)
+    assert "prompts only" in load("hopper").unsupported(replace(workload, kind="decode"), CPU)
+    call = prefill(workload, make_tensors(workload, CPU), "torch")
+    entry = Entry("flash_delta", CPU)
+    _, errors = entry.prepare(workload)
+    assert max(error for error, _ in errors.values()) < 2e-6
+    assert torch.equal(call.run()[0], entry.first_o)
+
+
+@pytest.mark.parametrize("member", ["gdn", "kda"])
+def test_lengths_that_only_the_device_knows_are_not_given(member):
+    known = Workload("packed", "forward", member, 2, 2, 3, 70, lengths=(1, 70, 20), l2norm=True, raw=True, K=16, V=16)
+    hidden = replace(known, on_device=True)
+    assert hidden.name == "2/2 1x1 + 1x70 + 1x20, K = 16, V = 16, lengths on the device"
+    for workload in (known, hidden):
+        call = load("flash_delta").prepare(workload, make_tensors(workload, CPU))
+        assert ("cu_seqlens_cpu" in call.inputs) == (workload is known)
+
+
+def test_random_documents_are_the_same_ones_again():
+    lengths = documents(37, 20000)
+    assert len(lengths) == 37
+    assert sum(lengths) == 20000
+    assert lengths == documents(37, 20000) != documents(37, 20000, seed=2)
+    assert list(lengths) not in (sorted(lengths), sorted(lengths, reverse=True))
+    assert "16/32 37x76 to 1981" in rows("gdn-packed")
+
+
 def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("serving", group.versions).keys() == {"flash_delta", "plain"}
     assert taking_part("decode", group.versions) == group.versions
     installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "flash_kda", "transformers"), "1.0")
     assert taking_part("kda-gates", installed) == installed
     assert "flash_kda" not in taking_part("gdn-prefill", installed)
+    assert taking_part("gdn-packed", installed).keys() == installed.keys() - {"flash_kda"}
+    assert taking_part("kda-pools", installed).keys() == installed.keys() | {"hopper", "triton"}
+    assert taking_part("gdn-pools", {"fla": "1.0"}) == {"fla": "1.0"}
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert taking_part("kda-steps", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert eager(group).rows == []

@@ -11,7 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from flash_delta import chunk_kda, decode_gated_delta_rule, decode_kda, fused_recurrent_gated_delta_rule
+from flash_delta import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    decode_gated_delta_rule,
+    decode_kda,
+    fused_recurrent_gated_delta_rule,
+)
 from flash_delta.bench.contestants import NAMES, load
 from flash_delta.bench.contestants.call import NO_CHOICE
 from flash_delta.bench.runner import PEERS_ALLOWED
@@ -242,6 +248,24 @@ def test_fla_decodes_steps(monkeypatch):
     judged_steps("fla", STEPS[0])
 
 
+def test_flashinfer_gets_decays_and_strengths(monkeypatch):
+    """Those of raw activations, too, and no length that only the device knows."""
+    seen = []
+
+    def chunk(q, k, v, g, beta, cu_seqlens, max_seqlen, **chosen):
+        seen.append(max_seqlen)
+        assert g.dtype == beta.dtype == torch.float32
+        x = (t.unsqueeze(0) for t in (q, k, v, g.log(), beta))
+        o, state = chunk_gated_delta_rule(*x, cu_seqlens=cu_seqlens, state_v_first=True, **chosen)
+        return o.squeeze(0), state
+
+    library(monkeypatch, "flashinfer.gdn_prefill", "chunk_gated_delta_rule", chunk)
+    row = Workload("t", "prefill", "gdn", 2, 4, 2, 70, l2norm=True, raw=True, K=16, V=16)
+    for given in (row, replace(row, kind="forward", raw=False, on_device=True)):
+        assert judged("flashinfer", given) < PEERS_ALLOWED
+    assert seen == [70, 70, None, None]
+
+
 def test_cula_gets_what_it_documents(monkeypatch):
     monkeypatch.setenv("FLA_USE_FAST_OPS", "1")  # which the adapter would set for good
     prefill = partial(chunk_kda, state_v_first=True)
@@ -301,6 +325,10 @@ OF_128 = {  # of these groups' rows, those that peers without other widths run
     ("flash_qla", "gdn", "training"),
     ("flashinfer", "gdn", "forward"),
     ("cudnn", "kda", "training"),
+}
+UNEQUAL = {  # rows of the groups -packed and -pools that each runs; ours and fla run all
+    *(("flashinfer", "gdn", kind) for kind in ("forward", "prefill", "decode")),
+    *((name, "kda", "forward") for name in ("cudnn", "cudnn_bfloat16", "flash_kda", "cula")),
 }
 KEPT = {
     ("gdn", "fla"),
@@ -364,6 +392,9 @@ def test_what_runs_on_hopper(name, monkeypatch):
             assert (reason is None) == (workload.K == 128 and (name, workload.member, workload.kind) in OF_128)
         elif workload.group == "kda-gates":
             assert (reason is None) == (workload.gates in GATES.get(name, ()))
+        elif workload.group.endswith(("-packed", "-pools")):
+            runs = name in ("flash_delta", "fla") or (name, workload.member, workload.kind) in UNEQUAL
+            assert (reason is None) == runs
         elif workload.group in HOPPER[name]:
             assert reason is None
             small = unsupported(replace(workload, K=64), device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_delta.bench import contestants, timing
 from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.floor import floor
 from flash_delta.testing import (
     Workload,
     first_line,
@@ -48,6 +49,7 @@ class Costs(NamedTuple):
     host_us: float | None
     peak_mb: float | None  # on a GPU
     saved_mb: float | None  # for backward, with kind "training"
+    copy_ms: float | None = None  # a copy of the bytes that the row must move, with kind "decode" on a GPU
 
 
 class Lengths(NamedTuple):
@@ -128,7 +130,9 @@ class Entry:
             return Costs(None, None, saved)
         calls = self._repeats()
         host = min(timing.host_us(self.run, self.device, calls) for _ in range(3))
-        return Costs(host, timing.peak_bytes(self.run, self.device) / 1e6, saved)
+        decode = self.workload.kind == "decode"
+        copy = timing.copy_ms(floor(self.workload).bytes, self.device) if decode else None
+        return Costs(host, timing.peak_bytes(self.run, self.device) / 1e6, saved, copy)
 
     def lengths(self) -> Lengths:
         """Calls with up to 16 sequences of random lengths, 8192 tokens at most (decoding: batch sizes up to 256)."""

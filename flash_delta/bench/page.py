@@ -27,6 +27,11 @@ row take turns; a time of another run is marked.
 * **Compare within a row.** An absolute time holds for its machine only.
 * **Serving** rows name the length of every sequence. `plain` is this library without the option: rows of one token go
   to a decoding call and the others to a prefill call, and a draft takes one call per token.
+* **Pools** rows have the heads of one rank: 16/32 over 2, 4 or 8 ranks. States are read from slots of a pool and
+  written to others, and only the device knows the lengths. Peers get the states of the batch: nothing is gathered or
+  scattered in their time. `hopper` and `triton` are this library on a backend that the call names.
+* **Packed** rows name the least and the greatest length if there are many. The host knows the lengths unless the row
+  says that they are on the device.
 * **Prompts** rows time all that a layer does between its projections. Others than `flash_delta` run their rule alone;
   convolution, norm, and copies from and to the pools are calls of this library and of PyTorch.
 * **Layer** rows time the layer of transformers: `flash_delta` after `enable()`, `transformers` on its own PyTorch code,
@@ -47,14 +52,18 @@ TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
     "gdn-long": "Gated DeltaNet, forward of one long sequence",
     "gdn-mixed": "Gated DeltaNet, forward of one long sequence, alone and among short ones",
+    "gdn-packed": "Gated DeltaNet, packed sequences of unequal length, and states that fill no whole rounds",
     "gdn-training": "Gated DeltaNet, forward and backward",
     "kda-forward": "Kimi Delta Attention, forward; norm, bounded gate and sigmoid in the op",
+    "kda-packed": "Kimi Delta Attention, packed sequences of unequal length, and states that fill no whole rounds",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "kda-gates": "Kimi Delta Attention, forward with other gates",
     "gdn-widths": "Gated DeltaNet, heads of other widths",
     "kda-widths": "Kimi Delta Attention, forward and backward, heads of other widths",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
     "kda-decode": "Kimi Delta Attention, decoding one token per sequence; norm, bounded gate and sigmoid in the op",
+    "gdn-pools": "Gated DeltaNet, prompts and decoding rows on a pool, with the heads of one rank",
+    "kda-pools": "Kimi Delta Attention, prompts on a pool, with gates that have no bound",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
     "prompts": "Gated DeltaNet, prompts on a pool with their convolution and output norm",
     "steps": "Gated DeltaNet, decoding one token per sequence with its convolution and output norm",

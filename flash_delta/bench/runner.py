@@ -48,7 +48,7 @@ def run_group(
                 if keep_caches:
                     result.cold, result.first_call_s = False, None
                 if result.reason is None:
-                    varied = name != contestants.PLAIN and (workload.of_fla or not workload.hidden)
+                    varied = name not in contestants.AGAIN and (workload.of_fla or not workload.hidden)
                     with_lengths = number == 0 and device.type == "cuda" and varied and not keep_caches
                     _finish(workers[name], result, with_lengths)
                 _drop(workers[name])
@@ -122,6 +122,6 @@ def _drop(worker: Worker) -> None:
 
 def _limit(contestant: str, workload: Workload, reference_error: float) -> float:
     """The allowed error. Ours is that of the accuracy tests. Peers only have to compute the same function."""
-    if contestant in (contestants.OURS, contestants.PLAIN):
+    if contestant in (contestants.OURS, *contestants.AGAIN):
         return allowed(reference_error, getattr(torch, workload.dtype))
     return PEERS_ALLOWED

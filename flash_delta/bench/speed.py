@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from textwrap import wrap
 from typing import NamedTuple
 
-from flash_delta.bench.contestants import OURS, PLAIN
+from flash_delta.bench.contestants import AGAIN, OURS, PLAIN
 from flash_delta.bench.results import Group
 from flash_delta.bench.tables import APART, apart
 from flash_delta.page import render
@@ -27,6 +27,10 @@ NAMES = {
     "kda-training": "KDA training",
     "kda-gates": "KDA gates",
     "gdn-mixed": "GDN mixed",
+    "gdn-packed": "GDN packed",
+    "kda-packed": "KDA packed",
+    "gdn-pools": "GDN pools",
+    "kda-pools": "KDA pools",
     "gdn-widths": "GDN widths",
     "kda-widths": "KDA widths",
     "decode": "GDN decode",
@@ -96,7 +100,7 @@ def _fullness(group: Group) -> tuple[int, str]:
 def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
     """Yields each row's kind and its peers. Rows that compare this library with plain calls of itself are left out."""
     for results in group.rows().values() if PLAIN not in group.versions else ():
-        timed = {r.contestant: r for r in results if r.ms}
+        timed = {r.contestant: r for r in results if r.ms and r.contestant not in AGAIN}
         ours = timed.pop(OURS, None)
         if ours and timed:
             peers = {name: SpeedUp(r.ms.median / ours.ms.median, apart(r, ours)) for name, r in timed.items()}
@@ -176,7 +180,7 @@ def chart(groups: Sequence[Group], scheme: str) -> str:
     for group in groups:
         for name, version in group.versions.items():
             versions.setdefault(name, set()).update(version.split(" and "))  # rows of one group may be of two versions
-    versions.pop(PLAIN, None)
+    versions = {name: found for name, found in versions.items() if name not in AGAIN}
     named = [f"{name}\N{NO-BREAK SPACE}{' and '.join(sorted(found))}" for name, found in versions.items()]
     about = f"{device(groups)}, measured {dates(groups)}. {READING}"
     return render(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
-from flash_delta.bench.contestants import OURS, PLAIN, ready_made
+from flash_delta.bench.contestants import BY_NAME, OURS, PLAIN, ready_made
 from flash_delta.bench.floor import floor
 from flash_delta.bench.results import Group, Result
 
@@ -18,7 +18,7 @@ class Table(NamedTuple):
 
 def of(group: Group) -> list[Table]:
     """All tables of a group that are not empty."""
-    tables = (times(group), eager(group), bandwidth(group), costs(group), accuracy(group))
+    tables = (times(group), choices(group), eager(group), bandwidth(group), costs(group), accuracy(group))
     return [table for table in tables if table.rows]
 
 
@@ -35,7 +35,8 @@ def times(group: Group) -> Table:
         found = {r.contestant: r for r in results if r.ms}
         ours = found.get(OURS)
         best = min(found.values(), key=_median, default=None)
-        peer = min((r for r in found.values() if r is not ours), key=_median, default=None)
+        peers = [r for name, r in found.items() if name not in (OURS, *BY_NAME)]
+        peer = min(peers, key=_median, default=None)
         floor_ms, ratio = results[0].floor_ms, ""
         if ours and peer:
             pair = peer.ms.median / ours.ms.median, apart(peer, ours)
@@ -54,6 +55,17 @@ def times(group: Group) -> Table:
         rows.append([f"{kind}, geometric mean", *[""] * (len(names) + 2), mean])
     head = ["row, ms", *names, "floor", "best / floor", "ours against the best peer"]
     return _without_empty_columns(Table(head, rows))
+
+
+def choices(group: Group) -> Table:
+    """The time on the backend that a call chooses, over that on the best backend by name."""
+    rows = []
+    for row, results in group.rows().items():
+        found = {r.contestant: r.ms.median for r in results if r.ms}
+        best = min((name for name in BY_NAME if name in found), key=found.get, default=None)
+        if best and OURS in found:
+            rows.append([row, best, f"{found[OURS] / found[best]:.2f}x"])
+    return Table(["time of the chosen backend", "best by name", "over its time"], rows)
 
 
 def apart(result: Result, ours: Result | None) -> bool:
@@ -109,14 +121,17 @@ def eager(group: Group) -> Table:
 
 
 def bandwidth(group: Group) -> Table:
-    """For decoding, which is bound by memory: the bytes that must move over the time, as a share of the copy rate."""
+    """For decoding, which is bound by memory: the bytes that must move over the time, as a share of the copy rate. What
+    is copied at this rate is large. The last column is the share that a copy of the row's own bytes reaches."""
     names, rows = contestants(group), []
     for row, results in group.rows().items():
         if group.ceilings is not None and results[0].workload.kind == "decode":
             bound = 1e3 * floor(results[0].workload).bytes / group.ceilings.measured_bytes_per_s
             found = {r.contestant: bound / r.ms.median for r in results if r.ms}
-            rows.append([row, *(f"{found[name]:.0%}" if name in found else "-" for name in names)])
-    return Table(["share of the copy rate", *names], rows)
+            copied = next((r.costs.copy_ms for r in results if r.costs and r.costs.copy_ms), None)
+            shares = [f"{found[name]:.0%}" if name in found else "-" for name in names]
+            rows.append([row, *shares, f"{bound / copied:.0%}" if copied else ""])
+    return _without_empty_columns(Table(["share of the copy rate", *names, "a copy of as many bytes"], rows))
 
 
 def costs(group: Group) -> Table:

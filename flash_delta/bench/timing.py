@@ -45,6 +45,14 @@ def milliseconds(run: Run, device: torch.device, repeats: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in pairs]
 
 
+def copy_ms(moved: int, device: torch.device, repeats: int = 30) -> float:
+    """The time of a copy that reads and writes so many bytes together, measured as calls are: as a CUDA graph."""
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    graph, _ = captured(lambda: target.copy_(source), device)
+    return median(milliseconds(graph.replay, device, repeats))
+
+
 def seconds(run: Run, device: torch.device) -> float:
     """The time of one call by the host's clock, until the device has finished."""
     synchronize(device)

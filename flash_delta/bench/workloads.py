@@ -1,5 +1,6 @@
 """The workloads that are timed: the rows of the tables in ``docs/benchmarks.md``."""
 
+import random
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -7,6 +8,19 @@ import torch
 from flash_delta.testing import Workload
 
 BATCHES = (1, 8, 32, 64, 128, 256)
+IN_OP = {"l2norm": True, "raw": True}  # norms, gates and sigmoid run in the op, as engines and layers call it
+
+
+def _unequal(member: str, H: int, HV: int, *lengths: int, group: str, kind: str = "prefill", **options) -> Workload:
+    return Workload(group, kind, member, H, HV, len(lengths), max(lengths), lengths=lengths, **options)
+
+
+def documents(count: int, tokens: int, seed: int = 1) -> tuple[int, ...]:
+    """The lengths of a packed batch, in random order: lognormal shares of ``tokens``."""
+    draw = random.Random(seed)
+    sizes = [draw.lognormvariate(0, 1.1) for _ in range(count)]
+    lengths = [max(1, int(size / sum(sizes) * tokens)) for size in sizes]
+    return (lengths[0] + tokens - sum(lengths), *lengths[1:])
 
 
 def _gdn_prefill() -> Iterator[Workload]:
@@ -25,7 +39,39 @@ def _gdn_mixed() -> Iterator[Workload]:
     """One long sequence among short ones, and the same sequence alone."""
     for H, HV in ((2, 8), (4, 16), (16, 32)):
         for lengths in ((131072,), (131072, *(64,) * 31)):
-            yield Workload("gdn-mixed", "forward", "gdn", H, HV, len(lengths), 131072, lengths=lengths)
+            yield _unequal("gdn", H, HV, *lengths, group="gdn-mixed", kind="forward")
+
+
+def _packed() -> Iterator[Workload]:
+    """Documents of unequal length in random order, numbers of states (sequences times value heads) that fill no whole
+    rounds of the chip, and one long sequence among short ones. Lengths that only the device knows, and training."""
+    random_documents, one_long = documents(37, 20000), (32768, *(64,) * 100)
+    equal = {
+        "gdn": {(16, 32, 4096): (5, 6), (24, 24, 4096): (3, 6, 8)},
+        "kda": {(16, 16, 2048): (9, 10)},
+    }
+    for member, heads, few in (("gdn", ((16, 32), (24, 24)), (4, 8)), ("kda", ((32, 32),), (4, 4))):
+        common = {"group": f"{member}-packed", "kind": "forward", **IN_OP}
+        for (H, HV, T), counts in equal[member].items():
+            yield from (_unequal(member, H, HV, *(T,) * N, **common) for N in counts)
+        for H, HV in heads:
+            yield from (_unequal(member, H, HV, *random_documents, **common, on_device=d) for d in (False, True))
+        for H, HV in (heads[0], few):
+            yield _unequal(member, H, HV, *one_long, **common, on_device=True)
+        yield _unequal(member, *heads[0], *random_documents, **common | {"kind": "training", "states": False})
+
+
+def _pools() -> Iterator[Workload]:
+    """The heads that one of 2, 4 or 8 ranks has, of 16/32: prompts alone, beside others and beside decoding rows, and
+    decoding. Prompts with gates of Kimi Delta Attention that have no bound."""
+    for H, HV in ((8, 16), (4, 8), (2, 4)):
+        for lengths in ((8192,), (32768,), (1000,) * 16, (32768, *(64,) * 100), (*(1,) * 64, 8192)):
+            yield _unequal("gdn", H, HV, *lengths, group="gdn-pools", **IN_OP)
+    for H, HV in ((4, 8), (2, 4)):
+        for N in (32, 64, 128, 256):
+            yield Workload("gdn-pools", "decode", "gdn", H, HV, N, 1, packed=False, **IN_OP)
+    for lengths in ((1024,) * 8, (1000,) * 20):
+        yield _unequal("kda", 32, 32, *lengths, group="kda-pools", gates="unbounded", **IN_OP)
 
 
 def _gdn_training() -> Iterator[Workload]:
@@ -40,7 +86,7 @@ def _gdn_training() -> Iterator[Workload]:
 def _kda() -> Iterator[Workload]:
     for H in (32, 64, 96):
         for N, T in ((1, 8192), (8, 1024)):
-            yield Workload("kda-forward", "forward", "kda", H, H, N, T, l2norm=True, raw=True)
+            yield Workload("kda-forward", "forward", "kda", H, H, N, T, **IN_OP)
     for N, T in ((1, 8192), (8, 1024)):
         for H in (32, 64, 96):
             yield Workload("kda-training", "training", "kda", H, H, N, T, states=False)
@@ -75,7 +121,7 @@ def _widths() -> Iterator[Workload]:
 
 
 def _decode() -> Iterator[Workload]:
-    common = {"T": 1, "packed": False, "l2norm": True, "raw": True}
+    common = {"T": 1, "packed": False, **IN_OP}
     for state_dtype in ("float32", "bfloat16"):
         for N in BATCHES:
             yield Workload("decode", "decode", "gdn", 16, 32, N, **common, state_dtype=state_dtype)
@@ -85,8 +131,7 @@ def _decode() -> Iterator[Workload]:
 
 def _serving() -> Iterator[Workload]:
     def prefill(*lengths: int, **options: bool | int) -> Workload:
-        sizes = {"N": len(lengths), "T": max(lengths), "lengths": lengths}
-        return Workload("serving", "prefill", "gdn", 16, 32, **sizes, l2norm=True, raw=True, **options)
+        return _unequal("gdn", 16, 32, *lengths, group="serving", **IN_OP, **options)
 
     for lengths in ((8192,), (1024,) * 8, (500, 1500, 2500, 3692)):
         yield prefill(*lengths, batch_invariant=True)
@@ -94,26 +139,24 @@ def _serving() -> Iterator[Workload]:
         yield prefill(*lengths, checkpoint_every=1024)
     for rows, *prompts in ((8, 2048), (64, 2048), (64, 4096, 4096)):
         yield prefill(*[1] * rows, *prompts)
-    drafts = {"l2norm": True, "raw": True}
     for N in (32, 64):
         for T in (2, 4, 8, 16):
-            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, **drafts)
+            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, **IN_OP)
         lengths = (1, 3, 5, 7) * (N // 4)  # as many tokens as drafts of 4
-        yield Workload("serving", "decode", "gdn", 16, 32, N, 7, lengths=lengths, **drafts)
+        yield _unequal("gdn", 16, 32, *lengths, group="serving", kind="decode", **IN_OP)
         for T in (4, 8):
-            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, tree=True, **drafts)
+            yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, tree=True, **IN_OP)
 
 
 def _prompts() -> Iterator[Workload]:
     """Prompts with convolution and output norm. Other contestants call each step, and gather and scatter windows."""
     for lengths in ((8192,), (1024,) * 8, (*(1,) * 64, 2048)):
-        sizes = {"N": len(lengths), "T": max(lengths), "lengths": lengths}
-        yield Workload("prompts", "prefill", "gdn", 16, 32, **sizes, l2norm=True, around=True)
+        yield _unequal("gdn", 16, 32, *lengths, group="prompts", l2norm=True, around=True)
 
 
 def _steps() -> Iterator[Workload]:
     """Decoding with convolution and output norm. Other contestants run as in `_prompts`."""
-    common = {"T": 1, "packed": False, "l2norm": True, "raw": True, "around": True}
+    common = {"T": 1, "packed": False, "around": True, **IN_OP}
     for N in (1, 32, 128):
         yield Workload("steps", "decode", "gdn", 16, 32, N, **common)
     for N in (1, 32, 128):
@@ -154,8 +197,8 @@ def _cpu() -> Iterator[Workload]:
 
 
 WORKLOADS = (
-    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(), *_decode(),
-    *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(), *_cpu(),
+    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(),
+    *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -1,6 +1,7 @@
 """Judges results by their relative L2 error against the recurrence in float64, per output and per gradient."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,8 +95,14 @@ def truth(member: Member, inputs: dict[str, Any]) -> Results:
     return with_gradients(o, final_state, x, inputs["v"].dtype)
 
 
-def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Call the recurrence with the arguments of ``member.op``. Activations are computed by their definitions."""
+def recurrence(
+    member: Member,
+    x: dict[str, Tensor],
+    options: dict[str, Any],
+    rule: Callable[..., tuple[Tensor, Tensor]] = recurrent,
+) -> tuple[Tensor, Tensor]:
+    """Call the recurrence with the arguments of ``member.op``. Activations are computed by their definitions.
+    ``rule``: a function that computes what `recurrent` does."""
     x = dict(x)
     A_log, dt_bias, state = (x.pop(name, None) for name in ("A_log", "dt_bias", "initial_state"))
     bounds, T = options.get("cu_seqlens"), x["q"].shape[1]
@@ -118,7 +125,7 @@ def recurrence(member: Member, x: dict[str, Tensor], options: dict[str, Any]) ->
     elif options.get("lower_bound") is not None:
         x["g"] = x["g"].clamp(min=options["lower_bound"])
     bounds = options.get("cu_seqlens")
-    o, final_state = recurrent(
+    o, final_state = rule(
         **x,
         scale=options.get("scale"),
         erase=("undecayed" if member.erase_keys else "decayed") if member.delta else None,

@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_delta.testing.cases import MEMBERS, Member
 
 LOWER_BOUND = -5.0  # of KDA's gate
+NAMED = 4  # so many runs of equal lengths are named; if there are more, the least and the greatest length
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Workload:
     disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
     state_dtype: str = "float32"  # of initial states; with kind "decode" also of the updated states
     lengths: tuple[int, ...] = ()  # of packed sequences, if not all have T tokens; T is then the longest
+    on_device: bool = False  # only the device knows the lengths of packed sequences; else the host does, too
     tree: bool = False  # with kind "decode": drafts are binary trees, in which token t continues token (t - 1) // 2
     batch_invariant: bool = False  # with kind "prefill"
     checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
@@ -55,7 +57,8 @@ class Workload:
 
     @property
     def name(self) -> str:
-        shape = " + ".join(f"{len(list(same))}x{length}" for length, same in groupby(self.lengths or [self.T] * self.N))
+        runs = [f"{len(list(same))}x{length}" for length, same in groupby(self.lengths or [self.T] * self.N)]
+        shape = " + ".join(runs) if len(runs) <= NAMED else f"{self.N}x{min(self.lengths)} to {self.T}"
         if self.kind == "decode":
             count = f"{min(self.lengths)} to {self.T}" if self.lengths else self.T
             shape = f"batch {self.N}" + (f", {'trees' if self.tree else 'drafts'} of {count}" if self.T > 1 else "")
@@ -66,7 +69,8 @@ class Workload:
         layer = f"{self.hidden} wide, " if self.hidden else ""
         widths = "" if self.K == self.V == 128 else f", K = {self.K}, V = {self.V}"
         gates = f", {self.gates}" if self.gates else ""
-        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}"
+        bounds = ", lengths on the device" if self.on_device else ""
+        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}{bounds}"
 
     @property
     def tokens(self) -> int:

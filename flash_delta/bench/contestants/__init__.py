@@ -15,16 +15,24 @@ The libraries are imported by ``prepare`` and not before, so a missing package i
 import importlib
 from importlib import metadata
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from flash_delta import __version__  # a module in this folder is also called flash_delta
 from flash_delta.testing import Workload
 
+if TYPE_CHECKING:
+    from flash_delta.bench.contestants.by_name import ByName
+
 OURS, PLAIN = "flash_delta", "plain"
+BY_NAME = ("hopper", "triton")  # this library on one of its backends
+AGAIN = (PLAIN, *BY_NAME)  # this library, called in other ways
 NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "cudnn_bfloat16", "flash_kda", "cula", "transformers")
 OF_KDA = ("cudnn_bfloat16", "flash_kda", "cula")  # they take part only in groups of KDA
 
 
-def load(name: str) -> ModuleType:
+def load(name: str) -> "ModuleType | ByName":
+    if name in BY_NAME:
+        return importlib.import_module("flash_delta.bench.contestants.by_name").ByName(name)
     if name not in (*NAMES, PLAIN):
         raise ValueError(f"contestant: expected one of {', '.join(NAMES)}, got {name!r}")
     return importlib.import_module(f"flash_delta.bench.contestants.{name}")
@@ -56,6 +64,7 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     * "prompts", "steps", "kda-steps": rules with convolution and norm around them, by libraries that pack sequences or
       decode on a pool, and by plain calls of this library.
     * "serving": this library, and plain calls of it.
+    * "gdn-pools", "kda-pools": all, and this library on each of its backends by name.
     * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
     """
     if group.startswith("fla-"):
@@ -67,7 +76,8 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
         return rules | {PLAIN: __version__}
     if group == "serving":
         return dict.fromkeys((OURS, PLAIN), __version__)
-    return {name: installed[name] for name in installed if group.startswith("kda-") or name not in OF_KDA}
+    chosen = {name: installed[name] for name in installed if group.startswith("kda-") or name not in OF_KDA}
+    return chosen | (dict.fromkeys(BY_NAME, __version__) if group.endswith("-pools") and OURS in chosen else {})
 
 
 def _version(name: str) -> str | None:

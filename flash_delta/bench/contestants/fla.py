@@ -48,7 +48,8 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     inputs, op, chosen = leaves(workload, x), getattr(ops, workload.op.name), options(workload)
     if workload.packed:
         inputs["cu_seqlens"] = x["cu_seqlens"].long()  # the dtype that it documents
-        inputs["cu_seqlens_cpu"] = inputs["cu_seqlens"].cpu()
+        if not workload.on_device:
+            inputs["cu_seqlens_cpu"] = inputs["cu_seqlens"].cpu()
     bound = workload.lower_bound
     if workload.op.name == "chunk_kda" and bound is not None:  # a faster path, valid if no log decay is below the bound
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= bound).all())

@@ -28,11 +28,11 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.hidden:
         return layer.prepare(workload, x, "flash_delta")
     if workload.kind == "prefill":
-        return _prefill(workload, x)
+        return prefill(workload, x)
     if workload.kind == "decode":
         return _decode(workload, x)
     inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload)
-    if workload.packed:
+    if workload.packed and not workload.on_device:
         inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
     return Call(lambda: op(**inputs, **chosen), inputs)
 
@@ -58,10 +58,11 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
     return Call(run, inputs | {"initial_state": pool}, state_v_first=True)
 
 
-def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
+def prefill(workload: Workload, x: dict[str, Tensor], backend: str | None = None) -> Call:
     """Prefill that reads some slots and writes others, so that all calls start from the same states."""
     op = prefill_kda if workload.member == "kda" else prefill_gated_delta_rule
-    inputs, chosen = without_state(x), activations(workload) | {"batch_invariant": workload.batch_invariant}
+    inputs, chosen = without_state(x), activations(workload)
+    chosen |= {"batch_invariant": workload.batch_invariant, "backend": backend}
     if workload.around:
         windows, *_ = pool_of({"initial_state": x["windows"].mT}, 1)
         inputs, around = with_around(inputs, windows)

@@ -8,6 +8,7 @@ states. Its kernels for KDA need Blackwell.
 import torch
 from torch import Tensor
 
+from flash_delta import fused_gdn_gate
 from flash_delta.bench.contestants import separate
 from flash_delta.bench.contestants.call import NO_LAYER, Call
 from flash_delta.bench.contestants.tensors import bounds, state_pool
@@ -32,13 +33,15 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return "its decoding takes raw activations and a state"
     if workload.recurrent and workload.state_dtype not in ("float32", "bfloat16"):
         return "its decoding takes states in float32 or bfloat16 only"
-    if workload.raw and not workload.recurrent:
-        return "its prefill takes log decays and write strengths, not their raw activations"
     return None
 
 
 def ready_made(workload: Workload) -> str | None:
-    return None if workload.recurrent else "its decays come as exp(g), taken before the time; the others get g"
+    if workload.recurrent:
+        return None
+    if workload.raw:
+        return "its decays and write strengths are computed before the time; the others get raw activations"
+    return "its decays come as exp(g), taken before the time; the others get g"
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
@@ -50,8 +53,11 @@ def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
 
     state = x["initial_state"].mT.contiguous() if workload.states else None  # [N, HV, V, K]
     inputs = {name: x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")}  # [tokens, heads, width]
+    if workload.raw:
+        g = fused_gdn_gate(inputs["g"], x["A_log"], x["dt_bias"])
+        inputs |= {"g": g, "beta": inputs["beta"].float().sigmoid()}
     inputs |= {"g": inputs["g"].float().exp(), "beta": inputs["beta"].float(), "cu_seqlens": bounds(workload, x)}
-    longest = int(inputs["cu_seqlens"].diff().max())
+    longest = None if workload.on_device else int(inputs["cu_seqlens"].diff().max())
     if workload.around:
 
         def rule(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,8 +86,6 @@ def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 @triton.jit
 def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
     """For a slot of C tokens: the sequence, its batch row, first token and end, and the slot's number in it."""
-    n = slot // ((T + C - 1) // C)
-    row = n
     if PACKED:
         row, n = slot * 0, slot * 0 - 1
         for i in range(0, N + 1, 128):
@@ -95,6 +93,9 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
             first = load_bound(cu_seqlens, at, at <= N, T) // C + at
             n += tl.sum(((first <= slot) & (at <= N)).to(tl.int32))
         n = tl.maximum(n, 0)  # below 0 if the first bound is not 0
+    else:
+        n = slot // ((T + C - 1) // C)
+        row = n
     start, stop, first_slot = bounds(n, cu_seqlens, N, T, C, PACKED)
     return n, row, start, stop, tl.maximum(slot - first_slot, 0)  # below 0 if bounds decrease, or begin above 0
 

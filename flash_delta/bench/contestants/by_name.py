@@ -1,0 +1,24 @@
+"""This library's prompts on a backend that the call names. Beside these contestants one sees what its own choice
+costs."""
+
+import torch
+from torch import Tensor
+
+from flash_delta.bench.contestants import flash_delta
+from flash_delta.bench.contestants.call import Call
+from flash_delta.testing import Workload
+
+
+class ByName:
+    """What a contestant's module exports, for one backend."""
+
+    PACKAGE, CACHES = flash_delta.PACKAGE, flash_delta.CACHES
+
+    def __init__(self, backend: str):
+        self.backend = backend
+
+    def unsupported(self, workload: Workload, device: torch.device) -> str | None:
+        return None if workload.kind == "prefill" else "it is compared on prompts only"
+
+    def prepare(self, workload: Workload, x: dict[str, Tensor]) -> Call:
+        return flash_delta.prefill(workload, x, self.backend)
