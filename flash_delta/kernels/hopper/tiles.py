@@ -17,8 +17,12 @@ class Pace(NamedTuple):
     """How long the loop takes on an H200, in quarters of a microsecond (tape.py)."""
 
     chunk: int
-    item: int = 12  # its first and last state
+    item: int = 12  # besides its chunks
     cut: int = 28  # handing a state over
+
+    def on_pool(self, p: Problem) -> "Pace":
+        """The same on a pool, where an item also loads and stores a state in a slot."""
+        return self._replace(item=self.item + 20 * p.K // 128)
 
 
 class LoopTile(NamedTuple):

@@ -354,7 +354,8 @@ def new_loop_tape(p: Problem, chip: Chip, *, saving: bool = False) -> Tape | Non
 def new_pool_tape(p: Problem, chip: Chip) -> Tape:
     """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
     t = SLIM if p.K == 64 else WIDE
-    return new_tape(p, count_programs(p, chip, t, pool_loops(p, chip, every=False)[-1].sequences), t.pace)
+    programs = count_programs(p, chip, t, pool_loops(p, chip, every=False)[-1].sequences)
+    return new_tape(p, programs, t.pace.on_pool(p))
 
 
 def run_pool_loops(

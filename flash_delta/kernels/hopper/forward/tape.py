@@ -75,7 +75,8 @@ def new_tape(p: Problem, programs: int, pace: Pace) -> Tape:
 
 def new_channel_tape(p: Problem, chip: Chip, sequences: int) -> Tape:
     """Memory for the tape of the loop with a decay per channel, with a whole state per program."""
-    return new_tape(p, min(sequences * p.HV, chip.processors), CHANNEL_PACE)
+    pace = CHANNEL_PACE if p.pool is None else CHANNEL_PACE.on_pool(p)
+    return new_tape(p, min(sequences * p.HV, chip.processors), pace)
 
 
 @triton.jit

@@ -1,0 +1,87 @@
+"""States that programs of the Hopper backend's loop hand over, on a GPU (forward/tape.py)."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("there is no Hopper GPU", allow_module_level=True)
+
+import flash_delta
+from flash_delta.kernels.hopper.forward.loop import run_loop
+from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
+from flash_delta.kernels.hopper.tiles import WIDE
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.problem import Inputs, Problem
+
+HV, T, N, WIDTH = 16, 12000, 24, 128
+
+
+def draw_bounds(seed):
+    """Bounds of N sequences of very different lengths, some of them empty."""
+    cuts = torch.randint(0, T + 1, (N - 1,), generator=torch.Generator().manual_seed(seed)).sort().values
+    return torch.tensor([0, *cuts, T], device="cuda")
+
+
+def draw(gate=()):
+    seed = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(1, T, HV, *shape, generator=seed, device="cuda")
+
+    q, k, v = (normal(WIDTH).bfloat16() for _ in range(3))
+    decay, beta = -torch.rand_like(normal(*gate)) / 10, torch.rand_like(normal())
+    return {"q": q, "k": k, "v": v, "g": decay, "beta": beta, "use_qk_l2norm_in_kernel": True}
+
+
+@pytest.mark.parametrize(("op", "gate"), [("chunk_gated_delta_rule", ()), ("chunk_kda", (WIDTH,))])
+@torch.no_grad()
+def test_a_graph_is_replayed_with_other_bounds(op, gate):
+    """Beside work that takes multiprocessors away. Each replay has the bits of sequences that are called alone."""
+    rule, x, bounds = getattr(flash_delta, op), draw(gate), draw_bounds(0)
+    call = {**x, "output_final_state": True, "backend": "hopper"}
+    rule(**call, cu_seqlens=bounds)
+    torch.cuda.synchronize()
+    graph, busy = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        o, states = rule(**call, cu_seqlens=bounds)
+    square = torch.rand(2048, 2048, dtype=torch.float64, device="cuda")
+    for seed in range(1, 101):
+        bounds.copy_(draw_bounds(seed))
+        with torch.cuda.stream(busy):
+            square @ square
+        graph.replay()
+        if seed % 20 == 0:
+            kept = o.clone(), states.clone()
+            graph.replay()
+            assert torch.equal(o, kept[0])
+            assert torch.equal(states, kept[1])
+            wanted = rule(**call, cu_seqlens=bounds, cu_seqlens_cpu=bounds.cpu(), batch_invariant=not gate)
+            assert torch.equal(o, wanted[0])
+            assert torch.equal(states, wanted[1])
+
+
+def test_a_state_that_never_comes_is_reported():
+    """The first program does nothing here. The program that waits for its state gives up, and the next call says so."""
+    x = draw()
+    inputs = Inputs(x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=draw_bounds(0))
+    sizes = {"B": 1, "T": T, "H": HV, "HV": HV, "K": WIDTH, "V": WIDTH, "N": N, "packed": True}
+    p = Problem(
+        op="test", **sizes, dtype=torch.bfloat16, device=x["q"].device, gate="scalar", erase="decayed", l2norm=True,
+        scale=WIDTH**-0.5,
+    )  # fmt: skip
+    c, tape, rates = make_call(p, inputs, ("test",))._replace(direct=False), new_tape(p, 132, WIDE.pace), new_rates(p)
+    o, final = torch.zeros_like(x["v"]), torch.zeros(p.state_shape, device="cuda")
+    run_rates(c, o, rates)
+    run_lay_tape(c, tape, follows=True)
+    borders = tape.table[3:]
+    assert borders[3] > 0, "the second program begins inside of an item"
+    borders[0] = borders[2] + 1
+    tape.table[1] = 1000
+    run_loop(c, o, final, rates, None, WIDE, tape=tape)
+    torch.cuda.synchronize()
+    assert o.isnan().any()
+    with pytest.raises(RuntimeError, match="an earlier call on cuda:0 lost a state between two programs"):
+        flash_delta.chunk_gated_delta_rule(**x, backend="hopper")
+    o, _ = flash_delta.chunk_gated_delta_rule(**x, backend="hopper")
+    assert o.isfinite().all()
