@@ -359,7 +359,7 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     assert step.kernel[:5] == ("loop", 7, 128, 8, True)
     assert step.grid == (1, 2, 1)
     kinds = re.sub(r"M(i+)(q+)", "M", step.kernel.letters.decode().replace("(", "").replace(")", ""))
-    assert kinds == "MMMMMxxxMMxxPxx" + 12 * "i" + "iii" + "i" + 15 * "x"
+    assert kinds == "MMMMMxxxMMxxPxxx" + 12 * "i" + "iii" + "i" + 15 * "x"
     maps = [value for value in step.values if isinstance(value, tuple) and isinstance(value[0], tuple)]
     described = [c.x.q, c.x.k, c.x.v, o, rates, c.x.initial_state, final]
     assert all(m[0][1] is t for m, t in zip(maps, described, strict=True))
