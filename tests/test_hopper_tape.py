@@ -170,7 +170,6 @@ def test_no_bit_depends_on_borders(on_cpu, monkeypatch, form, width, tile):  # n
         programs = count_programs(c.p, c.shape.chip, t, c.p.N)
         tape = tapes.new_tape(c.p, programs, t.pace)
         tape.handed.fill_(float("nan"))
-        tapes.run_lay_tape(c, tape, follows=rates is not None)
         run_loop(c, o, final, rates, A, t, tape=tape)
         cuts.append(int(tape.table[5 + 2 * programs : 5 + 4 * programs].sum()))
 
@@ -180,7 +179,7 @@ def test_no_bit_depends_on_borders(on_cpu, monkeypatch, form, width, tile):  # n
         with torch.no_grad():
             got = MEMBERS["gdn"].op(**x)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    assert sum(cuts) >= 3
+    assert sum(cuts) >= 2
 
 
 def test_a_lost_state_is_reported_by_the_next_call():

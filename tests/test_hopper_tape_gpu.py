@@ -7,7 +7,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
 import flash_delta
-from flash_delta.kernels.hopper.forward.loop import run_loop
+from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.tiles import WIDE
@@ -65,7 +65,7 @@ def test_a_graph_is_replayed_with_other_bounds(op, gate):
                 assert torch.equal(states[n : n + 1], state)
 
 
-def test_a_state_that_never_comes_is_reported():
+def test_a_state_that_never_comes_is_reported(monkeypatch):
     """The first program does nothing here. The program that waits for its state gives up, and the next call says so."""
     x = draw()
     inputs = Inputs(x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=draw_bounds(0))
@@ -77,12 +77,16 @@ def test_a_state_that_never_comes_is_reported():
     c, tape, rates = make_call(p, inputs, ("test",))._replace(direct=False), new_tape(p, 132, WIDE.pace), new_rates(p)
     o, final = torch.zeros_like(x["v"]), torch.zeros(p.state_shape, device="cuda")
     run_rates(c, o, rates)
-    run_lay_tape(c, tape, follows=True)
-    borders = tape.table[3:]
-    assert borders[3] > 0, "the second program begins inside of an item"
-    borders[0] = borders[2] + 1
-    tape.table[1] = 1000
-    run_loop(c, o, final, rates, None, WIDE, tape=tape)
+
+    def lay_wrongly(c, tape, follows):
+        run_lay_tape(c, tape, follows=follows)
+        borders = tape.table[3:]
+        assert borders[3] > 0, "the second program begins inside of an item"
+        borders[0] = borders[2] + 1
+        tape.table[1] = 1000
+
+    monkeypatch.setattr(loop, "run_lay_tape", lay_wrongly)
+    loop.run_loop(c, o, final, rates, None, WIDE, tape=tape)
     torch.cuda.synchronize()
     assert o.isnan().any()
     with pytest.raises(RuntimeError, match="an earlier call on cuda:0 lost a state between two programs"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
-from flash_delta.compiler.cases import channel_prompts, padding
+from flash_delta.compiler.cases import channel_prompts, padding, pools
 from flash_delta.compiler.cases.hopper_back import call_back, call_gates_back
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
 from flash_delta.kernels.hopper.backward.run import unsupported
@@ -16,12 +16,11 @@ from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
-from flash_delta.kernels.hopper.forward.loop import new_pool_tape, run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.loop import run_loop
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.segments.memory import new_walk
-from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.hopper.tiles import (
     CHANNEL_HALF,
@@ -46,7 +45,7 @@ from flash_delta.kernels.runtime.workspace import (
     Workspace,
 )
 from flash_delta.kernels.triton.backend import new_gradients
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Inputs, Problem
 
 
 def batched() -> tuple[Problem, Inputs]:
@@ -89,28 +88,6 @@ def training(width: int, *, saving: bool = False, raw: bool = True) -> tuple[Pro
     return p._replace(needs_grad=True, disable_recompute=saving), x
 
 
-def serving(
-    width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool, offsets: bool = False
-) -> tuple[Problem, Inputs, Slots]:
-    """A prefill on a pool of states."""
-    p, x = problem_of(RuleCase(width, raw=True))
-    index = torch.empty(p.N, dtype=torch.int32, device="meta")
-    pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
-    kept = (index, index) if offsets else (index[:, None] if checkpoints else None, None)
-    slots = Slots(pool, index, index, None, None, index.bool(), *kept)
-    p = p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64 * (not offsets), checkpoint_offsets=offsets)
-    return p, x._replace(initial_state=None), slots
-
-
-POOLS = {
-    "pool": partial(serving, 128, torch.float32, v_first=False, checkpoints=False),
-    "pool-v-first": partial(serving, 128, torch.float32, v_first=True, checkpoints=True),
-    "pool-bfloat16": partial(serving, 128, torch.bfloat16, v_first=False, checkpoints=True),
-    "pool-bfloat16-v-first": partial(serving, 128, torch.bfloat16, v_first=True, checkpoints=True),
-    "pool-64": partial(serving, 64, torch.float16, v_first=True, checkpoints=True),
-    "pool-offsets": partial(serving, 128, torch.float32, v_first=True, checkpoints=True, offsets=True),
-    "pool-64-offsets": partial(serving, 64, torch.bfloat16, v_first=False, checkpoints=True, offsets=True),
-}
 CASES = {
     "packed": partial(problem_of, RuleCase()),
     "packed-raw": partial(problem_of, RuleCase(raw=True)),
@@ -204,23 +181,6 @@ def call_channel_back(case: str, *, rest: bool) -> None:
     run_chunk_back(c, groups[0], solved, *groups[1:], torch.empty_like(x.v), d, rest=rest)
 
 
-def call_pool(case: str, t: LoopTile) -> None:
-    p, x, slots = POOLS[case]()
-    c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
-    o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p), new_pool_tape(p, c.shape.chip)
-    run_rates(c, o, rates, None, walks, slots, tape)
-    run_pool_loops(c, o, rates, walks, tape, slots, t)
-
-
-def call_prompt(case: str, *, back: bool) -> None:
-    """The launches of a single prompt in segments. ``back``: only the launch that writes the state back."""
-    p, x, slots = POOLS[case]()
-    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
-    run_hand_over(c, prompt, slots, back=back)
-    if not back:
-        run_prompt(c, torch.empty_like(x.v), new_rates(p), prompt, slots)
-
-
 def call_walk(case: str) -> None:
     c, *outputs, _, trace = described(case)
     run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), trace)
@@ -263,9 +223,5 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(case, partial(call_channel_back, case, rest=False))
         if GRADIENTS[case]()[0].lower_bound is None:
             yield Launch(f"{case}-deep", partial(call_channel_back, case, rest=True))
-    yield Launch("pool-back", partial(call_prompt, "pool", back=True))
-    for case, described_pool in POOLS.items():
-        yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))
-        for form, t in FORMS[described_pool()[0].K].items():
-            yield Launch(f"{case}-{form}", partial(call_pool, case, t))
+    yield from pools.launches()
     yield from channel_prompts.launches()

@@ -31,11 +31,11 @@ from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine
-from flash_delta.kernels.hopper.forward.loop import new_loop_tape, new_pool_tape, run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
 from flash_delta.kernels.hopper.forward.lost import check_states
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
+from flash_delta.kernels.hopper.forward.tape import Tape, new_loop_tape, new_pool_tape
 from flash_delta.kernels.hopper.padding import (
     Found,
     Padded,
@@ -55,7 +55,6 @@ from flash_delta.kernels.hopper.segments.plan import (
 )
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.tiles import Pace
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
@@ -163,11 +162,11 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
+    check_states(p.op)
     if p.gate == "channel" and p.N * p.T:
         return by_channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
-    check_states(p.op)
     kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
@@ -194,32 +193,19 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         c = run_widen(given, copies)
         w, r = _every_walk(wide, processors) if every(c) else (walk, rates)
         parts = [] if saved is None else c.parts(saved)
-        laid = new_tape(wide, 1, Pace(1)) if every(c) else tape
         if w is not None or not makes:
             run_rates(c, o_wide, r, parts[0] if parts else None)
         if w is None or (every(c) and wide.K != WHOLE):
-            if laid is not None:
-                run_lay_tape(c, laid, follows=not makes)
-            run_loop(c, o_wide, final_wide, None if makes else r, A, trace=trace, tape=laid)
+            run_loop(c, o_wide, final_wide, None if makes else r, A, trace=trace, tape=tape)
         if w is not None:
             run_walk(c, o_wide, final_wide, r, w, trace)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, length, tape is None))
-        handed = () if walk is None else (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
-        handed = (*handed, *(() if tape is None else tape.memory))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
-        run(
-            call,
-            kernels,
-            o,
-            final,
-            *kept,
-            *planned,
-            spare=(rates, *handed, *made, *(() if tape is None else tape.memory)),
-            later=later,
-        )
+        spare = (rates, *_handed(walk, tape, planned=bool(planned), saved=bool(kept)), *made)
+        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
     remember(call, given, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
 
@@ -330,6 +316,14 @@ def _lengths(p: Problem) -> Lengths:
 def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk | None:
     """What a walk of segments, or of sequences with wide heads, needs. None if the loop does everything."""
     return None if length is None and p.K != WHOLE else new_walk(p, length, A, maps)
+
+
+def _handed(walk: Walk | None, tape: Tape | None, *, planned: bool, saved: bool) -> tuple[Tensor, ...]:
+    """All memory that only kernels of a forward call use, except rates. ``planned``: maps are kept for the backward
+    pass. ``saved``: A is."""
+    if walk is None:
+        return () if tape is None else tape.memory
+    return (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
 
 
 def _memory(prompt: Prompt | None) -> tuple[Tensor, ...]:

@@ -44,15 +44,15 @@ from flash_delta.kernels.hopper.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.channel.factor_role import factor_role
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
+from flash_delta.kernels.hopper.channel.load_roles import clear_role, load_keys, load_values
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
 from flash_delta.kernels.hopper.checkpoints import find_checkpoint, find_offset
 from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
-from flash_delta.kernels.hopper.forward.rate_role import clear_padding
 from flash_delta.kernels.hopper.forward.state_copies import apart, ask_for_state, store_state, take_state
-from flash_delta.kernels.hopper.forward.tape import Tape
+from flash_delta.kernels.hopper.forward.tape import Tape, run_lay_tape
 from flash_delta.kernels.hopper.forward.work_items import ends, enter
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import (
@@ -66,10 +66,9 @@ from flash_delta.kernels.hopper.layouts import (
     RAGGED,
     ROWS,
     TILE,
-    TOKENS,
     C,
 )
-from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers
 from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile
 from flash_delta.kernels.hopper.units import units
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
@@ -77,65 +76,6 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 
 OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [64, 64]
-
-
-@gluon.jit
-def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.constexpr):
-    """The role that loads q, k and g."""
-    gfull, full, left = bars
-    batches, heads, group = places
-    NR: gl.constexpr = tiles[0].shape[0]
-    t = 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, size, first, _, end = find_part(piece, pieces, work, HV, PACKED)
-        if PACKED:
-            n = n * 0
-        h = hv // group
-        for token in range(first, end, STEP):
-            s = t % NR
-            wait_free(left, t, NR, NR)  # signalled by the gate group, which has read the tokens in this slot
-            mbarrier.expect(gfull.index(s), STEP * K * (4 if descs[2].dtype == gl.float32 else 2))
-            load_box(descs[2], n * batches[2] + start, size, token, hv * heads[2], gfull.index(s), tiles[2].index(s), K)
-            mbarrier.expect(full.index(s), 2 * STEP * K * 2)
-            load_box(descs[0], n * batches[0] + start, size, token, h * heads[0], full.index(s), tiles[0].index(s), K)
-            load_box(descs[1], n * batches[1] + start, size, token, h * heads[1], full.index(s), tiles[1].index(s), K)
-            t += 1
-
-
-@gluon.jit
-def load_values(desc, sv, bars, places, work, NS: gl.constexpr, HV: gl.constexpr, PACKED: gl.constexpr):
-    """The role that loads v."""
-    vfull, vdone = bars
-    v_batch, v_heads, block = places
-    NV: gl.constexpr = sv.shape[0]
-    V: gl.constexpr = sv.shape[2]
-    t = 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, size, first, _, end = find_part(piece, pieces, work, HV, PACKED)
-        if PACKED:
-            n = n * 0
-        for token in range(first, end, STEP):
-            s = t % NV
-            wait_free(vdone, t, NV, NS)  # signalled by the state group, which has read the tokens in this slot
-            mbarrier.expect(vfull.index(s), STEP * V * 2)
-            column = hv * v_heads + block * V
-            load_box(desc, n * v_batch + start, size, token, column, vfull.index(s), sv.index(s), V)
-            t += 1
-
-
-@gluon.jit
-def clear_role(o, work, HV: gl.constexpr, PACKED: gl.constexpr):
-    """Writes zeros to o after the last sequence. On a pool `list_prompts` does this."""
-    cu_seqlens, T, parts, items, pool, _ = work
-    if PACKED and pool is None:
-        N, program = items // HV, gl.program_id(0)
-        if parts is not None:
-            N = items // (HV * parts)
-            program = gl.where(items > 0, program, T)  # if there is no work, `prepare` does this
-        i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
-        clear_padding(o, cu_seqlens, N, T, i, program, gl.num_programs(0), HV * K)
 
 
 @gluon.jit
@@ -154,11 +94,36 @@ def add_up(whole, piece):
 
 
 @gluon.jit
+def load_halves(
+    desc, slot, row, v, buffers, S, S2, HALVES: gl.constexpr, V_FIRST: gl.constexpr
+):  # fmt: skip
+    """The state that `load_state` loads, its value columns from v on; with two HALVES also the second half."""
+    so, sbar, so2, sbar2 = buffers
+    NO: gl.constexpr = so.shape[0]
+    ask_for_state(desc, slot, row, v, so, sbar, K, V_FIRST, NO)
+    if HALVES == 2:
+        ask_for_state(desc, slot, row, 64, so2, sbar2, K, V_FIRST, NO)
+    S = take_state(desc, slot, row, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+    if HALVES == 2:
+        S2 = take_state(desc, slot, row, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+    return S, S2
+
+
+@gluon.jit
+def store_halves(desc, slot, row, v, so, S, S2, HALVES: gl.constexpr, V_FIRST: gl.constexpr):
+    """Stores a state where `load_halves` loads it."""
+    NO: gl.constexpr = so.shape[0]
+    store_state(desc, S, slot, row, v, so, K, V_FIRST, NO)
+    if HALVES == 2:
+        store_state(desc, S2, slot, row, 64, so, K, V_FIRST, NO)
+
+
+@gluon.jit
 def state_role(
     buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    so, sbar, so2, sbar2 = buffers
+    so = buffers[0]
     o_desc, sv, made, bars, initial, final, handed, kept, work, block = shared
     rows, columns, maps, norms, strengths, lead, trail, flags = made
     vfull, ready, done, vdone = bars
@@ -187,13 +152,9 @@ def state_role(
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
         if share is not None:  # noqa: SIM102 (a constant)
             if begin > 0:
-                lost, before = take_over(flag_of(share, share[1] - 1, block), share), (share[1] - 1) * K
-                ask_for_state(handed, None, before, v, so, sbar, K, True, NO)
-                if HALVES == 2:
-                    ask_for_state(handed, None, before, 64, so2, sbar2, K, True, NO)
-                S = take_state(handed, None, before, v, so, sbar, K, True, NO, WIDE_ROWS) + lost
-                if HALVES == 2:
-                    S2 = take_state(handed, None, before, 64, so2, sbar2, K, True, NO, WIDE_ROWS) + lost
+                lost = take_over(flag_of(share, share[1] - 1, block), share)
+                S, S2 = load_halves(handed, None, (share[1] - 1) * K, v, buffers, S, S2, HALVES, True)
+                S, S2 = S + lost, S2 + lost
         begins, is_end = True, True
         if parts is not None:
             begins = piece % parts == 0
@@ -202,12 +163,7 @@ def state_role(
             begins, is_end = begin == 0, end == length
         if INITIAL:  # noqa: SIM102 (a constant)
             if begins:
-                ask_for_state(initial, source, state, v, so, sbar, K, V_FIRST, NO)
-                if HALVES == 2:
-                    ask_for_state(initial, source, state, 64, so2, sbar2, K, V_FIRST, NO)
-                S = take_state(initial, source, state, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
-                if HALVES == 2:
-                    S2 = take_state(initial, source, state, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+                S, S2 = load_halves(initial, source, state, v, buffers, S, S2, HALVES, V_FIRST)
         offset, fresh = find_offset(kept, n, length, STEP), length >= 0
         while token < end:
             if BOUNDED:
@@ -272,24 +228,18 @@ def state_role(
                 if kept is not None:
                     slot = find_checkpoint(kept, n, token, length, offset)
                     if slot >= 0:
-                        store_state(initial, S, slot, state, v, so, K, V_FIRST, NO)
-                        if HALVES == 2:
-                            store_state(initial, S2, slot, state, 64, so, K, V_FIRST, NO)
+                        store_halves(initial, slot, state, v, so, S, S2, HALVES, V_FIRST)
             if not BOUNDED:
                 fresh = last
             t += 1
         if share is not None:  # noqa: SIM102 (a constant)
             if not is_end:
-                store_state(handed, S, None, share[1] * K, v, so, K, True, NO)
-                if HALVES == 2:
-                    store_state(handed, S2, None, share[1] * K, 64, so, K, True, NO)
+                store_halves(handed, None, share[1] * K, v, so, S, S2, HALVES, True)
                 hand_over(flag_of(share, share[1], block))
         if pool is not None:
             is_end = is_end & (target >= 0)
         if is_end:
-            store_state(final, S, target, state, v, so, K, V_FIRST, NO)
-            if HALVES == 2:
-                store_state(final, S2, target, state, 64, so, K, V_FIRST, NO)
+            store_halves(final, target, state, v, so, S, S2, HALVES, V_FIRST)
 
 
 @gluon.jit
@@ -392,8 +342,10 @@ def run_channel_loop(
     tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """With ``forgets`` sequences have several ``parts``, and the kernel works only if gates forget. With a ``tape``
-    they have none."""
+    they have none. It is laid first."""
     p, x, initial = c.p, c.x, c.x.initial_state
+    if tape is not None:
+        run_lay_tape(c, tape, follows=False)
     widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.g_dtype == torch.float32 else 3
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (

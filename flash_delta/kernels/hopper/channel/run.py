@@ -16,7 +16,7 @@ from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.forward.tape import new_channel_tape, new_tape, run_lay_tape
+from flash_delta.kernels.hopper.forward.tape import new_channel_tape, new_tape
 from flash_delta.kernels.hopper.tiles import (
     CHANNEL_PACE,
     CHANNEL_WHOLE,
@@ -90,7 +90,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     handed = None if looped or p.writes_states else Workspace(p, Prepared)
     segments = None if looped else new_segmented_scan(p, split)
     parting = Parting(new_forgets(p), _parts(p, split))
-    taped = looped and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
+    whole = looped and channel_tiles(p, chip_of(p.device), every=False) == (CHANNEL_WHOLE,)
+    taped = whole and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
     tape = new_channel_tape(p, chip_of(p.device), p.N) if taped else None
 
     def kernels(c: Call) -> None:
@@ -100,7 +101,6 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
                     run_channel_loop(c, o, final, t)
             laid = new_tape(p, 1, CHANNEL_PACE) if every(c) else tape
             if laid is not None:
-                run_lay_tape(c, laid, follows=False)
                 run_channel_loop(c, o, final, CHANNEL_WHOLE, tape=laid)
         if parting.parts > 1 or (every(c) and _may_part(p)):
             run_find_forgetting(c, *parting)

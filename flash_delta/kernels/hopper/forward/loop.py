@@ -59,21 +59,20 @@ from flash_delta.kernels.hopper.forward.inverse_tiles import (
 )
 from flash_delta.kernels.hopper.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.forward.tape import Tape, new_tape
+from flash_delta.kernels.hopper.forward.tape import Tape, new_tape, run_lay_tape
 from flash_delta.kernels.hopper.forward.work_items import ends, enter, find_piece, find_pieces
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, LoopTile, count_programs, needs_tape, pool_loops, tiles
+from flash_delta.kernels.hopper.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops, tiles
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Trace
-from flash_delta.problem import Problem, Slots
+from flash_delta.problem import Slots
 
 
 @gluon.jit
@@ -344,20 +343,6 @@ def forward_loop(
     end_barriers(made)
 
 
-def new_loop_tape(p: Problem, chip: Chip, *, saving: bool = False) -> Tape | None:
-    """Memory for the tape of `run_loop`, or None if programs walk whole items."""
-    (t,) = tiles(p, chip, every=False, saving=saving)
-    programs = count_programs(p, chip, t, p.N)
-    return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
-
-
-def new_pool_tape(p: Problem, chip: Chip) -> Tape:
-    """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
-    t = SLIM if p.K == 64 else WIDE
-    programs = count_programs(p, chip, t, pool_loops(p, chip, every=False)[-1].sequences)
-    return new_tape(p, programs, t.pace.on_pool(p))
-
-
 def run_pool_loops(
     c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, slots: Slots, *choice: LoopTile
 ) -> None:
@@ -374,10 +359,13 @@ def run_loop(
     trace: Trace | None = None, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches the loop, with at most one program per multiprocessor and block of value columns. A program walks
-    several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for the backward pass."""
+    several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for the backward pass. The
+    ``tape`` is laid first."""
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=trace is not None)]
-    tapes = (None, tape) if every(c) else (tape,)
+    tapes = (None, new_tape(p, 1, Pace(1))) if every(c) else (tape,)
+    if tapes[-1] is not None:
+        run_lay_tape(c, tapes[-1], follows=rates is not None)
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else inverses(A), *saved(trace), *ends)
     _run(c, o, rates, product(launches, tapes), stored, (None, *checkpoints.NONE), initial=initial is not None)

@@ -33,7 +33,16 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow, lead
 from flash_delta.kernels.hopper.forward.lost import word_of
-from flash_delta.kernels.hopper.tiles import CHANNEL_PACE, Pace
+from flash_delta.kernels.hopper.tiles import (
+    CHANNEL_PACE,
+    SLIM,
+    WIDE,
+    Pace,
+    count_programs,
+    needs_tape,
+    pool_loops,
+    tiles,
+)
 from flash_delta.kernels.runtime.arguments import NO_TILE, launch_rule
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip, next_power_of_2
@@ -71,6 +80,20 @@ def new_tape(p: Problem, programs: int, pace: Pace) -> Tape:
     table, marks = numbers(4 * programs + 5, torch.int64, 32), numbers(p.N + 1, torch.int32, 64)
     handed = torch.empty(programs * p.V, p.K, dtype=torch.float32, device=p.device)
     return Tape(table, marks, handed, programs, pace)
+
+
+def new_loop_tape(p: Problem, chip: Chip, *, saving: bool = False) -> Tape | None:
+    """Memory for the tape of `run_loop`, or None if programs walk whole items."""
+    (t,) = tiles(p, chip, every=False, saving=saving)
+    programs = count_programs(p, chip, t, p.N)
+    return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
+
+
+def new_pool_tape(p: Problem, chip: Chip) -> Tape:
+    """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
+    t = SLIM if p.K == 64 else WIDE
+    programs = count_programs(p, chip, t, pool_loops(p, chip, every=False)[-1].sequences)
+    return new_tape(p, programs, t.pace.on_pool(p))
 
 
 def new_channel_tape(p: Problem, chip: Chip, sequences: int) -> Tape:

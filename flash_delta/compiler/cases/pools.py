@@ -1,0 +1,66 @@
+"""Launches of the hand-written kernels for prompts on a pool of states, with one decay per value head."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from flash_delta.compiler import Launch
+from flash_delta.compiler.cases.rule import RuleCase, problem_of
+from flash_delta.kernels.hopper.forward.loop import run_pool_loops
+from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
+from flash_delta.kernels.hopper.forward.tape import new_pool_tape
+from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, LoopTile
+from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.problem import Inputs, Problem, Slots
+
+
+def serving(
+    width: int, dtype: torch.dtype, *, v_first: bool, checkpoints: bool, offsets: bool = False
+) -> tuple[Problem, Inputs, Slots]:
+    """A prefill on a pool of states."""
+    p, x = problem_of(RuleCase(width, raw=True))
+    index = torch.empty(p.N, dtype=torch.int32, device="meta")
+    pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
+    kept = (index, index) if offsets else (index[:, None] if checkpoints else None, None)
+    slots = Slots(pool, index, index, None, None, index.bool(), *kept)
+    p = p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64 * (not offsets), checkpoint_offsets=offsets)
+    return p, x._replace(initial_state=None), slots
+
+
+POOLS = {
+    "pool": partial(serving, 128, torch.float32, v_first=False, checkpoints=False),
+    "pool-v-first": partial(serving, 128, torch.float32, v_first=True, checkpoints=True),
+    "pool-bfloat16": partial(serving, 128, torch.bfloat16, v_first=False, checkpoints=True),
+    "pool-bfloat16-v-first": partial(serving, 128, torch.bfloat16, v_first=True, checkpoints=True),
+    "pool-64": partial(serving, 64, torch.float16, v_first=True, checkpoints=True),
+    "pool-offsets": partial(serving, 128, torch.float32, v_first=True, checkpoints=True, offsets=True),
+    "pool-64-offsets": partial(serving, 64, torch.bfloat16, v_first=False, checkpoints=True, offsets=True),
+}
+FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}}
+
+
+def call_pool(case: str, t: LoopTile) -> None:
+    p, x, slots = POOLS[case]()
+    c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
+    o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p), new_pool_tape(p, c.shape.chip)
+    run_rates(c, o, rates, None, walks, slots, tape)
+    run_pool_loops(c, o, rates, walks, tape, slots, t)
+
+
+def call_prompt(case: str, *, back: bool) -> None:
+    """The launches of a single prompt in segments. ``back``: only the launch that writes the state back."""
+    p, x, slots = POOLS[case]()
+    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
+    run_hand_over(c, prompt, slots, back=back)
+    if not back:
+        run_prompt(c, torch.empty_like(x.v), new_rates(p), prompt, slots)
+
+
+def launches() -> Iterator[Launch]:
+    yield Launch("pool-back", partial(call_prompt, "pool", back=True))
+    for case, described_pool in POOLS.items():
+        yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))
+        for form, t in FORMS[described_pool()[0].K].items():
+            yield Launch(f"{case}-{form}", partial(call_pool, case, t))
