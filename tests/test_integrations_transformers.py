@@ -3,6 +3,7 @@
 import inspect
 import sys
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 from tiny_transformers import COMMON, FAMILIES, build, modelling
 from transformers import DynamicCache
 
+from flash_delta.integrations import _functions
 from flash_delta.integrations import transformers as integration
 from flash_delta.integrations.transformers import disable, enable
 from flash_delta.models.heads import CACHE
@@ -415,3 +417,14 @@ def test_kernels(family, monkeypatch):
         torch.use_deterministic_algorithms(device == "cpu")
         got = run()
     assert relative_error(got, want) <= allowed(relative_error(own, want), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_chunks_of_any_size(name):
+    """transformers' functions take a size that these ops do not have. It changes no result."""
+    rule, wide = getattr(_functions, name), name == "chunk_kda"
+    q, k, v = torch.randn(3, 1, 20, 2, 16).unbind()
+    call = partial(rule, q, k, v, -torch.rand(1, 20, 2, *[16] * wide), torch.rand(1, 20, 2))
+    assert all(torch.equal(call(chunk_size=size)[0], call()[0]) for size in (4, 100))
+    with pytest.raises(ValueError, match="chunk_size: expected one of"):
+        call(chunk_size=0)

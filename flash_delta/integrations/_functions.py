@@ -17,6 +17,7 @@ import flash_delta
 from flash_delta.integrations._context import convolve
 from flash_delta.layers.documents import forget_at_starts
 from flash_delta.modules import causal_conv1d, gated_rms_norm
+from flash_delta.ops._check.options import CHUNK_SIZES
 from flash_delta.ops._modules import Convolved, convolve_column
 from flash_delta.parallel import ContextParallel
 
@@ -52,9 +53,15 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
+        chunk_size=_chunk_of(chunk_size),
         cp_context=cp_context,
     )
+
+
+def _chunk_of(size: int) -> int:
+    """The tokens of a chunk. It changes no result. transformers' own functions take any size, and for those that these
+    ops do not have, they use 64."""
+    return size if size in CHUNK_SIZES or size < 1 else 64
 
 
 def recurrent_gated_delta_rule(
@@ -117,7 +124,7 @@ def chunk_kda(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seq_lens_q,
-        chunk_size=chunk_size,
+        chunk_size=_chunk_of(chunk_size),
         cp_context=cp_context,
     )
 
