@@ -14,13 +14,13 @@ def word_of(device: torch.device) -> int:
     """The address of the device's word, in memory that the device can write."""
     if device not in _words:
         word = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-        _words[device] = word, c_int.from_address(word.data_ptr())
+        _words.setdefault(device, (word, c_int.from_address(word.data_ptr())))  # another thread may have made one
     return _words[device][0].data_ptr()
 
 
 def check_states(op: str) -> None:
     """Raises an error if a program of an earlier call has given up. It does not wait for the device."""
-    for device, (_, word) in _words.items():
+    for device, (_, word) in tuple(_words.items()):
         if word.value:
             word.value = 0
             raise RuntimeError(
