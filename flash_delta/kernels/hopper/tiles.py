@@ -14,7 +14,8 @@ from flash_delta.problem import Problem
 
 
 class Pace(NamedTuple):
-    """How long the loop takes on an H200, in quarters of a microsecond (tape.py)."""
+    """About how long the loop takes on an H200, in quarters of a microsecond. The tape is divided by these numbers
+    (tape.py). They decide how evenly programs end, but no bit of a result."""
 
     chunk: int
     item: int = 12  # besides its chunks
@@ -53,8 +54,8 @@ def compose_tile(p: Problem, chip: Chip) -> triton.Tile:
 
 
 def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
-    """The tiles of the loop. A program has half a state as long as two halves take less time than a whole state on as
-    many multiprocessors as there are states.
+    """The tiles of the loop. A program has half a state if the halves of all states, shared by all multiprocessors,
+    take less time than whole states with a multiprocessor each.
 
     every: the tiles that any number of states may select. saving: the loop writes what the backward pass needs.
     """

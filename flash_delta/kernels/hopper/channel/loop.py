@@ -94,9 +94,7 @@ def add_up(whole, piece):
 
 
 @gluon.jit
-def load_halves(
-    desc, slot, row, v, buffers, S, S2, HALVES: gl.constexpr, V_FIRST: gl.constexpr
-):  # fmt: skip
+def load_halves(desc, slot, row, v, buffers, S, S2, HALVES: gl.constexpr, V_FIRST: gl.constexpr):
     """The state that `load_state` loads, its value columns from v on; with two HALVES also the second half."""
     so, sbar, so2, sbar2 = buffers
     NO: gl.constexpr = so.shape[0]

@@ -1,4 +1,5 @@
-"""A word of the host for each device. A program that has waited in vain for a state sets it. The next call reads it.
+"""A word of the host for each device. A program that has waited in vain for a state sets it. The next call of this
+backend, a forward pass or a prefill, reads it.
 
 This cannot happen (tape.py). If it does happen, that program's outputs are NaN, and no program waits for ever."""
 
