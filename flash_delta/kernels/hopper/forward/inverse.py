@@ -1,4 +1,4 @@
-"""The inverse of a chunk, by one warp group: A diag(b) with A = (I - M)^-1, where M is strictly lower triangular.
+"""The inverse of a chunk, by one warp group: A = (I - M)^-1, where M is strictly lower triangular.
 
 Blocks on the diagonal are inverted by doubling, as in ``triton/forward/solve.py``. If A has the inverses of blocks of s
 tokens, then ``A + A M A`` has the inverses of blocks of 2 s tokens. In this formula M is only the part that lies
@@ -91,11 +91,10 @@ def invert_pairs(A, own, B, sD):
 
 
 @gluon.jit
-def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
-    """A diag(b), or with KEEP A, in registers: the two blocks of 32 tokens on the diagonal, [64, 32], and twice the
-    block below them, [64, 32].
+def invert(M, sM, sT, sD):
+    """A in registers: the two blocks of 32 tokens on the diagonal, [64, 32], and twice the block below them, [64, 32].
 
-    M: [64, 64] with layout ROWS. Its diagonal and what is above are ignored. b: [1, 64] in shared memory.
+    M: [64, 64] with layout ROWS. Its diagonal and what is above are ignored.
     sM, sT [64, 32] and sD [2, 2, 16, 16]: float16 scratch. Before the call all warps must have left it. When the call
     returns, some warps may still use it. So the caller needs a barrier before it writes there.
     """
@@ -105,13 +104,9 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     barrier()  # all warps of this group: their transposed inverses are in sD
     A = invert_pairs(A, A, B, sD)  # warps 0, 1: columns 0 to 31; 2, 3: 32 to 63
     # From blocks of 32 to 64: the block below is still missing.
-    upper = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
-    scaled = A
-    if not KEEP:
-        scaled = A * gl.where(upper, b.slice(0, 32, 1).load(NARROW_ROWS), b.slice(32, 32, 1).load(NARROW_ROWS))
     fine = to_half(A)
     three = fine.reshape([2, 32, 32])
-    sT.store(gl.where(upper, to_half(scaled), fine))
+    sT.store(fine)
     fence_async_shared()
     barrier()  # all warps of this group: sM and sT are there
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
@@ -123,4 +118,4 @@ def invert(M, b, sM, sT, sD, KEEP: gl.constexpr):
     step = gl.convert_layout(to_half(step), operand)
     below = warpgroup_mma(step, sT.slice(0, 32, 0), none, use_acc=False, is_async=True)
     below = warpgroup_mma_wait(0, deps=[below])
-    return scaled, below
+    return A, below

@@ -2,9 +2,9 @@
 
     load     loads q, k and rates of a chunk into a ring of NS slots, and v into a ring of NV: one warp each
     rate     makes the rates instead, without a pool, norms and raw gates, if nothing is saved: one warp
-    factor   writes A = (I + diag(b) L)^{-1} diag(b) and P, from k k^T and q k^T, into a ring of NX slots. If there are
+    factor   writes A = (I + diag(b) L)^{-1} and P, from k k^T and q k^T, into a ring of NX slots. If there are
              two state groups, it writes only A, and each state group writes half of the columns of P
-    state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
+    state    R = b . (v - e^G . (k S0))     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
 Every state group holds 64 value columns of the state, transposed, S^T [64, K], in float32 accumulators. The values of
@@ -19,8 +19,8 @@ Barriers, and who completes them:
     pfull    both state groups: their halves of P are there
     done     all state groups: they have read all tiles of a chunk, so that its slots are free
 
-With KEEP, A also goes to memory for the backward pass. Then A is (I + diag(b) L)^{-1}, and R is multiplied by b
-instead. inverse_tiles.py says how A is kept. With SAVE the state groups also write S0 and U of every chunk for it.
+For the backward pass A also goes to memory, and with SAVE the state groups write S0 and U of every chunk.
+inverse_tiles.py says how A is kept.
 
 Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way. Otherwise ptxas
 waits for all of them. And no role may need more registers than it has. Otherwise ptxas waits after every wgmma of the
@@ -78,7 +78,7 @@ from flash_delta.problem import Slots
 @gluon.jit
 def factor_role(
     sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
-    KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
+    NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     a_desc, tiles, bars, work, w = shared
     sq, sk, sr, sa, sp = tiles
@@ -111,17 +111,17 @@ def factor_role(
                 reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
                 reads = warpgroup_mma_wait(0, deps=[reads])
                 sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
-            if KEEP:
+            if a_desc is not None:
                 tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
             A = tiles_in(sa, x, FINE)
             sT, sM = reinterpret(A[0], gl.float16, A[0].shape, HALF), reinterpret(A[1], gl.float16, A[1].shape, HALF)
-            diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
+            diagonal, below = invert(M, sM, sT, sD)
             barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
             fine = is_fine(sr, s, FINE)
             put_inverse(A, diagonal, below, fine)
             fence_async_shared()
             mbarrier.arrive(xfull.index(x), count=1)
-            if KEEP:
+            if a_desc is not None:
                 barrier()  # all warps of this factor group: A is whole in shared memory
                 if w == 0:  # two programs may walk the same state, and one of them writes
                     slot = first_slot(n, start, work[1], PACKED) + first_token // C + c
@@ -135,7 +135,7 @@ def factor_role(
             scores = warpgroup_mma_wait(1, deps=[scores])
         scores = warpgroup_mma_wait(0, deps=[scores])
         first += chunks
-    if KEEP:
+    if a_desc is not None:
         tma.store_wait(0)
 
 
@@ -152,7 +152,7 @@ def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
 @gluon.jit
 def state_role(
     so, sbar, shared, v: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr,
-    V_FIRST: gl.constexpr, READS: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
+    V_FIRST: gl.constexpr, READS: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
     NX: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     o_desc, tiles, bars, initial, final, handed, saved, kept, work, w = shared
@@ -205,8 +205,7 @@ def state_role(
             E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
-            if KEEP:
-                R *= rate(sr, s, 3).load(ROWS)
+            R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, x, FINE), is_fine(sr, s, FINE)
             mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
             U, U2 = times_inverse(R, A)
@@ -264,7 +263,7 @@ def forward_loop(
     checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
     beta_strides, scale,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    KEEP: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr,
+    SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr,
     FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -324,18 +323,18 @@ def forward_loop(
     # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (sD, factor, 0, HV, FACTORS, False, KEEP, NS, NX, PACKED)),
-            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
-            (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, KEEP, SAVE, NS, NX, NV, PACKED)),
+            (factor_role, (sD, factor, 0, HV, FACTORS, False, NS, NX, PACKED)),
+            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, True, SAVE, NS, NX, NV, PACKED)),
+            (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, SAVE, NS, NX, NV, PACKED)),
             (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
             (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
             (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, KEEP, SAVE, NS, NX, NV, PACKED)),
-            (factor_role, (sD, factor, 0, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
-            (factor_role, (sD2, factor, 1, HV, FACTORS, True, KEEP, NS, NX, PACKED)),
+            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, SAVE, NS, NX, NV, PACKED)),
+            (factor_role, (sD, factor, 0, HV, FACTORS, True, NS, NX, PACKED)),
+            (factor_role, (sD2, factor, 1, HV, FACTORS, True, NS, NX, PACKED)),
             (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
             (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
             (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
@@ -388,7 +387,7 @@ def _run(
             p.N * p.HV, p.T, least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
         )  # fmt: skip
         constants = constants_of(
-            c, forward_loop, arguments, INITIAL=initial, KEEP=stored[0] is not None, SAVE=stored[1] is not None,
+            c, forward_loop, arguments, INITIAL=initial, SAVE=stored[1] is not None,
             FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values,
             NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
         )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The first kernel of a walk in segments. It computes A = (I + diag(b) L)^{-1} diag(b) of every chunk, for `find_maps`
-and `walk_segments`. With KEEP the factor diag(b) at the end is left out, because the backward pass needs it so.
+"""The first kernel of a walk in segments. It computes A = (I + diag(b) L)^{-1} of every chunk, for `find_maps`,
+`walk_segments` and the backward pass.
 
 A program has one warp group. Four programs share a multiprocessor, so that some compute while others wait.
 Grid (slots, HV / members): a program takes ``members`` value heads, which share k.
@@ -37,7 +37,7 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 @gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
 def factor_chunks(
     k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members,
-    WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, FINE: gl.constexpr,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     slot, hv = gl.program_id(0), gl.program_id(1) * members
@@ -74,7 +74,7 @@ def factor_chunks(
         strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         M = scores * decay * strength
-        diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
+        diagonal, below = invert(M, sM, sT, sD)
         tma.store_wait(0)  # the copy engine has read A of the previous head
         barrier()  # all warps of the program: none writes earlier, and `invert` has ended in all of them
         A, fine = tiles_in(sa, 0, FINE), is_fine(sr, s, FINE)
@@ -93,5 +93,5 @@ def run_factor_chunks(c: Call, rates: Tensor, w: Walk) -> None:
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
         p.HV, group, members,
     )  # fmt: skip
-    constants = constants_of(c, factor_chunks, arguments, KEEP=p.needs_grad, FINE=fine(p))
+    constants = constants_of(c, factor_chunks, arguments, FINE=fine(p))
     launch_described(c, factor_chunks, DescribedPlan((count_slots(p), p.HV // members), arguments, constants), **FACTOR)

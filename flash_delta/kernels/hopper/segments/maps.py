@@ -3,7 +3,7 @@
 `find_maps` needs A (factor.py). Its roles:
 
     load     loads k, rates and A of a chunk, and v if the map is B, into a ring of NS slots: one warp
-    state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
+    state    R = b . (v - e^G . (k S0))     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
 
 A program computes either Phi or B of a segment. For Phi it walks the identity, without values. For B it walks zero,
 with values. In a sequence's first segment, B starts from the initial state instead, and is then the state at the end.
@@ -58,7 +58,7 @@ NEVER = gl.constexpr(2**30)
 @gluon.jit
 def map_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
-    PACKED: gl.constexpr, KEEP: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     tiles, flags, bars, initial, B_desc, Phi_desc, work, lasting, HV = shared
     sk, sr, sa = tiles
@@ -93,8 +93,7 @@ def map_role(
             R = E * rate(sr, s, 4).load(ROWS)
             if keys == 0:
                 R += sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
-            if KEEP:
-                R *= rate(sr, s, 3).load(ROWS)
+            R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
             U, U2 = times_inverse(R, A)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
@@ -154,7 +153,7 @@ def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
 def find_maps(
     k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, length, N, T, k_batch, v_batch,
     heads, group, HV,
-    WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr,
+    WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments * HV, 2)."""
@@ -195,13 +194,13 @@ def find_maps(
     loads = ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), (flags, left), bars, work, strides)
     if GROUPS == 2:
         gl.warp_specialize([
-            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
-            (map_role, (sv2, so2, sbar2, shared, first + 64, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED)),
+            (map_role, (sv2, so2, sbar2, shared, first + 64, WIDTH, NS, INITIAL, V_FIRST, PACKED)),
             (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED, KEEP)),
+            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED)),
             (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
         ], [1], [24])  # fmt: skip
     end_barriers(made)
@@ -253,7 +252,7 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), states(p, initial), rows(w.B), squares(w.Phi),
         rates, x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = arguments.constants_of(c, find_maps, values, INITIAL=started, KEEP=p.needs_grad, FINE=fine(p), **MAPS)
+    constants = arguments.constants_of(c, find_maps, values, INITIAL=started, FINE=fine(p), **MAPS)
     launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length) * p.HV, 2), values, constants))
 
 

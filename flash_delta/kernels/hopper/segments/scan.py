@@ -3,7 +3,7 @@
 
     load     loads q, k, rates, A and v of a chunk into a ring of NS slots: one warp
     score    writes P into a ring of two slots
-    state    R = v - e^G . (k S0)     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
+    state    R = b . (v - e^G . (k S0))     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
              O = scale (e^G . (q S0) + P U)
 
 There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64. The
@@ -19,8 +19,8 @@ Each slot of the rings has a barrier of these kinds:
 For a prompt on a pool the state groups also store checkpoints (checkpoints.py). A segment starts from the state that
 the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.
 
-With KEEP, A does not contain b, and R is multiplied by b instead. With SAVE the state groups also write S0 of every
-chunk and U to memory, as in the loop. The backward pass computes S0 and U again with this kernel (`run_retrace`). Then
+With SAVE the state groups also write S0 of every chunk and U to memory, as in the loop. The backward pass computes S0
+and U again with this kernel (`run_retrace`). Then
 there is neither q nor O, and no score group. Nothing is saved of heads of 256.
 """
 
@@ -86,7 +86,7 @@ def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
 @gluon.jit
 def state_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr,
-    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
     o_desc, saved, tiles, sb, bars, starts, final, pool, kept, work, HV = shared
     sq, sk, sr, sa, sp = tiles
@@ -141,8 +141,7 @@ def state_role(
                     E = warpgroup_mma_wait(0, deps=[E])
             R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
-            if KEEP:
-                R *= rate(sr, s, 3).load(ROWS)
+            R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
             U, U2 = times_inverse(R, A)
             if STAGED:
@@ -191,7 +190,7 @@ def walk_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, cu_seqlens, length, N, T,
     q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
     checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
-    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
     FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
@@ -239,29 +238,29 @@ def walk_segments(
     first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     if GROUPS == 2 and q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
-            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP,
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
+            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED,
                           SAVE)),
             (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (score_role, (score, NS, PACKED)),
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
-            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP,
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
+            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED,
                           SAVE)),
             (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
             (load_role, (loads, HV, 0, WIDTH, 64, NS, NS, PACKED, True)),
         ], [1], [24])  # fmt: skip
     else:
         first = gl.program_id(1) * 64
         gl.warp_specialize([
             (score_role, (score, NS, PACKED)),
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, KEEP, SAVE)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
             (load_role, (loads, HV, first, WIDTH, 64, NS, NS, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     end_barriers(made)
@@ -275,12 +274,12 @@ def run_walk_segments(
     if slots is not None and slots.checkpoint_indices is not None:
         on_pool = pool(c.p, slots.state_pool), *checkpoint_arguments(c.p, slots)
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, trace, *ends, on_pool, KEEP=c.p.needs_grad, **WALKS[c.p.K])
+    _run(c, rates, w, trace, *ends, on_pool, **WALKS[c.p.K])
 
 
 def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
-    _run(c, rates, w, trace, None, None, None, NOWHERE, KEEP=True, **RETRACE)
+    _run(c, rates, w, trace, None, None, None, NOWHERE, **RETRACE)
 
 
 def _run(
