@@ -228,7 +228,7 @@ def store_inverse(rows, columns, strengths, a_desc, at):
         M *= strengths.permute([1, 0]).load(ROWS)
     scratch = reinterpret(rows, gl.float16, [4, C, C // 2], HALF)
     sD = reinterpret(columns, gl.float16, [2, 2, 16, 16], PAIRS)
-    diagonal, below = invert(M, None, scratch.index(2), scratch.index(3), sD, True)
+    diagonal, below = invert(M, scratch.index(2), scratch.index(3), sD)
     sa = reinterpret(columns, gl.float16, [C, C], TILE)
     i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     j = gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
