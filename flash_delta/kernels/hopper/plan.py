@@ -4,10 +4,10 @@ All times are in quarters of a microsecond, on an H200 (docs/notes). A program o
 of a loop get equal shares of all chunks (forward/tape.py). So a loop takes as long as the longest sequence, or as a
 program's share. Programs of other kernels walk whole items, in rounds of one program per multiprocessor."""
 
-from collections.abc import Hashable
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple, TypeVar
+from operator import itemgetter
+from typing import NamedTuple
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.tiles import (
@@ -30,8 +30,6 @@ from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
 from flash_delta.kernels.runtime.segment_plan import ENDLESS, sequences_of, splits
 from flash_delta.problem import Problem
-
-Way = TypeVar("Way", bound=Hashable)
 
 LAUNCHES = 44  # for launching more kernels than the loop
 FACTOR, PREPARE = 4, 22  # of a multiprocessor, per chunk and head
@@ -74,10 +72,6 @@ class Sizes(NamedTuple):
         return chunk * self.states * self.chunks / self.processors
 
 
-def _least(times: dict[Way, float]) -> Way:
-    return min(times, key=times.__getitem__)
-
-
 def _sizes(p: Problem, processors: int) -> Sizes:
     sequences, chunks = sequences_of(p)
     return Sizes(processors, sequences * p.HV, chunks, p.N * p.HV)
@@ -99,14 +93,15 @@ def loop_tiles(width: int, saving: bool) -> tuple[LoopTile, ...]:
 
 def loop_tile(p: Problem, chip: Chip, saving: bool) -> LoopTile:
     """The tile that a call selects."""
-    return _fastest_loop(_sizes(p, chip.processors), p.K, saving)[0]
+    tiles = loop_tiles(p.K, saving)
+    return tiles[0] if len(tiles) == 1 else _loops(_sizes(p, chip.processors), p.K)[1]
 
 
 @lru_cache(maxsize=1024)
-def _fastest_loop(s: Sizes, width: int, saving: bool) -> tuple[LoopTile, float]:
-    times = {t: s.taped(t.pace, width // (64 * t.groups)) for t in loop_tiles(width, saving)}
-    tile = _least(times)
-    return tile, times[tile]
+def _loops(s: Sizes, width: int) -> tuple[float, LoopTile]:
+    """The least time of the loop, and its tile."""
+    times = ((s.taped(t.pace, width // (64 * t.groups)), t) for t in loop_tiles(width, saving=False))
+    return min(times, key=itemgetter(0))
 
 
 def split_length(p: Problem, processors: int, *, back: bool = False) -> int | None:
@@ -116,14 +111,14 @@ def split_length(p: Problem, processors: int, *, back: bool = False) -> int | No
     With ``batch_invariant`` nothing is split, so that no length changes a bit."""
     if not 0 < p.N <= MOST_PROGRAMS or split_endless(p, processors, back=back) is None:
         return None  # `compose_maps` has a program for each sequence
-    return _split(_sizes(p, processors), p.K, back and p.disable_recompute, back)
+    return _split(_sizes(p, processors), p.K, back)
 
 
 def split_endless(p: Problem, processors: int, *, back: bool = False) -> int | None:
     """The length for one endless sequence. None if such calls are never split. Then nothing is compiled for splits."""
     if p.batch_invariant or p.K not in NARROWER:
         return None
-    return _split(_endless(p, processors), p.K, back and p.disable_recompute, back)
+    return _split(_endless(p, processors), p.K, back)
 
 
 def split_prompt(p: Problem, processors: int) -> int | None:
@@ -133,12 +128,12 @@ def split_prompt(p: Problem, processors: int) -> int | None:
 
 
 @lru_cache(maxsize=1024)
-def _split(s: Sizes, width: int, saving: bool, back: bool) -> int | None:
-    times: dict[int | None, float] = {None: _fastest_loop(s, width, saving)[1] + back * _walked_back(s, width)}
+def _split(s: Sizes, width: int, back: bool) -> int | None:
+    times: dict[int | None, float] = {None: _loops(s, width)[0] + back * _walked_back(s, width)}
     for number, length in splits(s.chunks):
         us = _in_segments(s, width, number) + back * _in_segments_back(s, width, number)
         times.setdefault(C * length, us)
-    return _least(times)
+    return min(times, key=times.__getitem__)
 
 
 def _in_segments(s: Sizes, width: int, number: int) -> float:
@@ -175,7 +170,8 @@ def channel_tile(p: Problem, chip: Chip) -> ChannelTile | None:
 def _channel_tile(s: Sizes) -> ChannelTile | None:
     half, walk = (s.rounds(pace, 2) + s.short(pace, 2) for pace in (CHANNEL_HALF_PACE, CHANNEL_WALK_PACE))
     walk += LAUNCHES + s.shared(PREPARE)
-    return _least({CHANNEL_WHOLE: s.taped(CHANNEL_PACE), CHANNEL_HALF: half, None: walk})
+    times = {CHANNEL_WHOLE: s.taped(CHANNEL_PACE), CHANNEL_HALF: half, None: walk}
+    return min(times, key=times.__getitem__)
 
 
 def may_walk(p: Problem, chip: Chip) -> bool:
