@@ -298,11 +298,11 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(max_prompts=1) == launches(T=16) == (PoolLaunch(CHANNEL_HALF, 1),)
     assert launches(max_prompts=40) == (PoolLaunch(CHANNEL_WHOLE, 40),)
     assert launches(every=True) == (PoolLaunch(CHANNEL_HALF, 65, 0, ANY), PoolLaunch(CHANNEL_WHOLE, 65, 0, ANY))
-    for HV, most in ((32, 2), (16, 4), (8, 8), (52, 1)):
+    for HV, most in ((32, 2), (16, 4), (8, 8), (59, 1)):
         assert launches(HV=HV) == (PoolLaunch(None, most, 0, most), PoolLaunch(CHANNEL_WHOLE, 65, most + 1))
         assert launches(HV=HV, max_prompts=most) == (PoolLaunch(None, most),)
         assert launches(HV=HV, max_prompts=most + 1) == (PoolLaunch(CHANNEL_WHOLE, most + 1),)
-    assert launches(HV=53)[0].tile == CHANNEL_HALF
+    assert launches(HV=60)[0].tile == CHANNEL_HALF
     for HV, tile in ((64, CHANNEL_WHOLE), (32, None)):
         for changes in ({}, {"max_prompts": 1}, {"T": 65}, {"every": True}):
             assert {t.tile for t in launches(HV=HV, batch_invariant=True, **changes)} == {tile}
