@@ -36,6 +36,7 @@ FACTOR, PREPARE = 4, 22  # of a multiprocessor, per chunk and head
 # Of `find_maps`, which walks halves of maps; of `walk_segments`; and of `walk_back` where it only finds the ends of
 # segments. With heads of 64 these and FACTOR take about NARROWER of the time.
 MAP, WALK, NARROWER = Pace(5, 32), Pace(9, 32), {64: 0.55, 128: 1}
+BACK = RETRACE_PACE, WALK_BACK_PACE  # by the width of heads
 COMPOSE = 8  # per segment, in `compose_maps`
 # The share of work that is left if gates are as at the beginning of training: half of all Phi decay to zero (maps.py),
 # and some walks for ends of segments begin late.
@@ -129,7 +130,8 @@ def split_prompt(p: Problem, processors: int) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _split(s: Sizes, width: int, back: bool) -> int | None:
-    times: dict[int | None, float] = {None: _loops(s, width)[0] + back * _walked_back(s, width)}
+    walked_back = sum(s.taped(pace[width]) for pace in BACK)
+    times: dict[int | None, float] = {None: _loops(s, width)[0] + back * walked_back}
     for number, length in splits(s.chunks):
         us = _in_segments(s, width, number) + back * _in_segments_back(s, width, number)
         times.setdefault(C * length, us)
@@ -147,12 +149,7 @@ def _in_segments(s: Sizes, width: int, number: int) -> float:
 def _in_segments_back(s: Sizes, width: int, number: int) -> float:
     """The same for the backward pass, with the maps of the forward pass."""
     ends = NARROWER[width] * s.early(WALK, number - 1, number)
-    return LAUNCHES + COMPOSE * number + ends + _walked_back(s, width, number)
-
-
-def _walked_back(s: Sizes, width: int, number: int = 1) -> float:
-    """The time of `run_retrace` and `walk_back`."""
-    return sum(s.rounds(pace[width], number, number) for pace in (RETRACE_PACE, WALK_BACK_PACE))
+    return LAUNCHES + COMPOSE * number + ends + sum(s.rounds(pace[width], number, number) for pace in BACK)
 
 
 # A decay per channel.
