@@ -20,7 +20,8 @@ from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward import loop, rates
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, tiles
+from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles
+from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
 from flash_delta.kernels.runtime import arguments, cuda_driver, descriptors
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
@@ -131,8 +132,7 @@ def test_what_else_is_said_of_a_call(on_a_card):
     )
     said = backend.remark(problem(T=32768, N=1, HV=8, needs_grad=True))
     assert said == (
-        "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; its backward pass walks "
-        "segments of 2048 tokens"
+        "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; so does its backward pass"
     )
     assert backend.remark(problem(T=32768, N=1, HV=8, K=256, V=256)) is None, "wide heads are not split"
     padded = backend.remark(problem(T=32768, N=1, HV=8, K=60, V=100))
@@ -278,14 +278,16 @@ def test_what_it_cannot_run_others_do(on_a_card, monkeypatch):
     assert _backend.choose_backend(problem(keep_states=True), None) == "triton"
 
 
-def test_half_a_state_per_program_as_long_as_all_run_at_once():
+def test_half_a_state_per_program_if_the_longest_sequence_takes_longest():
     chip = Chip("sm_90", 132)
-    assert tiles(problem(N=2), chip, every=False) == (NARROW,)
-    assert tiles(problem(N=3), chip, every=False) == (WIDE,)
-    assert set(tiles(problem(N=2), chip, every=True)) == {NARROW, WIDE}, "a length must not compile anything"
-    for every in (False, True):
-        assert tiles(problem(K=64, V=64), chip, every=every) == (SLIM,)
-        assert tiles(problem(), chip, every=every, saving=True) == (SAVING[128],)
+    assert loop_tile(problem(N=2), chip, False) == NARROW
+    assert loop_tile(problem(N=3), chip, False) == WIDE
+    one_long = problem(N=9, T=8192, lengths=(7680, *(64,) * 8))
+    assert loop_tile(one_long, chip, False) == NARROW
+    assert loop_tile(one_long._replace(lengths=None), chip, False) == WIDE, "they may be equal"
+    assert set(loop_tiles(128, False)) == {NARROW, WIDE}, "a length must not compile anything"
+    assert loop_tile(problem(K=64, V=64), chip, False) == SLIM
+    assert loop_tile(problem(), chip, True) == SAVING[128]
 
 
 def test_a_ragged_descriptor_names_the_rows_of_a_sequence():

@@ -10,8 +10,6 @@ from hostile_bounds import HOSTILE, T, hostile
 
 import flash_delta
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.segments.plan import Lengths
 from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
@@ -43,9 +41,8 @@ def form(request):
 
 def take(monkeypatch, form):
     _, tile, length = form
-    monkeypatch.setattr(loop, "tiles", lambda p, chip, every, saving=False: (SAVING[p.K] if saving else tile,))
-    monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
-    monkeypatch.setattr(backend, "split_training", lambda p, processors: Lengths(length, length))
+    monkeypatch.setattr(backend, "loop_tile", lambda p, chip, saving: SAVING[p.K] if saving else tile)
+    monkeypatch.setattr(backend, "split_length", lambda p, processors, back: length)
     monkeypatch.setattr(backend, "FORWARD", ("hopper", form))  # of its own: what was launched is remembered
 
 

@@ -87,9 +87,9 @@ def on_cpu(monkeypatch):
 
     def chosen(how):
         tile = tiles.CHANNEL_HALF if how == "half" else tiles.CHANNEL_WHOLE
-        monkeypatch.setattr(run, "loops_channels", lambda p, chip: how in ("loop", "half"))
-        monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tile,))
-        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: how in ("walk", "parts"))
+        monkeypatch.setattr(run, "channel_tile", lambda p, chip: tile if how in ("loop", "half") else None)
+        monkeypatch.setattr(run, "may_walk", lambda p, chip: True)
+        monkeypatch.setattr(run, "_scans", lambda p: p.writes_states or how == "scan")
         monkeypatch.setattr(run, "loop_parts", lambda p, chip: 3 if how == "parts" else 1)
         take_every_call(monkeypatch, backend.forward, backend.backward)
 

@@ -34,9 +34,8 @@ LONG_TRAINING = TRAINING | {
 def walking(request, monkeypatch):
     """`channel_loop` does it all, with whole states or with halves, or `walk_channels` walks, or `scan`."""
     tile = tiles.CHANNEL_HALF if request.param == "half" else tiles.CHANNEL_WHOLE
-    monkeypatch.setattr(run, "loops_channels", lambda p, chip: request.param in ("loop", "half"))
-    monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tile,))
-    monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: request.param == "walk")
+    monkeypatch.setattr(run, "channel_tile", lambda p, chip: tile if request.param in ("loop", "half") else None)
+    monkeypatch.setattr(run, "_scans", lambda p: p.writes_states or request.param == "scan")
     monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", request.param))  # its own: launches are remembered
 
 
@@ -77,9 +76,7 @@ def test_parts(monkeypatch, lengths, options, forgets):
 
     def results(how, parts):
         monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", how, parts))
-        monkeypatch.setattr(run, "loops_channels", lambda p, chip: how == "loop")
-        monkeypatch.setattr(run, "channel_tiles", lambda p, chip, every: (tiles.CHANNEL_WHOLE,))
-        monkeypatch.setattr(run, "walks_by_hand", lambda p, chip: True)
+        monkeypatch.setattr(run, "channel_tile", lambda p, chip: tiles.CHANNEL_WHOLE if how == "loop" else None)
         monkeypatch.setattr(run, "plan_segments", lambda p, chip: None)
         monkeypatch.setattr(run, "loop_parts", lambda p, chip: parts)
         return KDA.op(**x)

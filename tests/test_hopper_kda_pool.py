@@ -14,9 +14,10 @@ from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequenc
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
 
-from flash_delta.kernels.hopper import backend, tiles
+from flash_delta.kernels.hopper import backend, plan
 from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, walk
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, channel_pool_launches
+from flash_delta.kernels.hopper.plan import channel_pool_launches
+from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
@@ -46,7 +47,7 @@ def launched(monkeypatch, request):
     of halves of a state per program of the loop, or 0 for the walk. None on a GPU."""
     _known_calls.calls.clear()
     way = request.param
-    monkeypatch.setattr(tiles, "few_heads", lambda p, chip: way != "loop")
+    monkeypatch.setattr(plan, "may_walk", lambda p, chip: way != "loop")
     monkeypatch.setattr(prefill, "PREFILL", ("prefill", "hopper", "channel", way))  # its own: launches are remembered
     chip = Chip("sm_90", {"loop": 3, "walk": 132, "both": 5}[way])
     if DEVICE == "cuda":
@@ -297,11 +298,11 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(max_prompts=1) == launches(T=16) == (PoolLaunch(CHANNEL_HALF, 1),)
     assert launches(max_prompts=40) == (PoolLaunch(CHANNEL_WHOLE, 40),)
     assert launches(every=True) == (PoolLaunch(CHANNEL_HALF, 65, 0, ANY), PoolLaunch(CHANNEL_WHOLE, 65, 0, ANY))
-    for HV, most in ((32, 2), (16, 4), (8, 8), (52, 1)):
+    for HV, most in ((32, 2), (16, 4), (8, 8), (59, 1)):
         assert launches(HV=HV) == (PoolLaunch(None, most, 0, most), PoolLaunch(CHANNEL_WHOLE, 65, most + 1))
         assert launches(HV=HV, max_prompts=most) == (PoolLaunch(None, most),)
         assert launches(HV=HV, max_prompts=most + 1) == (PoolLaunch(CHANNEL_WHOLE, most + 1),)
-    assert launches(HV=53)[0].tile == CHANNEL_HALF
+    assert launches(HV=60)[0].tile == CHANNEL_HALF
     for HV, tile in ((64, CHANNEL_WHOLE), (32, None)):
         for changes in ({}, {"max_prompts": 1}, {"T": 65}, {"every": True}):
             assert {t.tile for t in launches(HV=HV, batch_invariant=True, **changes)} == {tile}

@@ -13,7 +13,6 @@ from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.backward import walk
 from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.segments import factor, maps, scan
-from flash_delta.kernels.hopper.segments.plan import Lengths
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
@@ -54,8 +53,7 @@ def on_cpu(monkeypatch):
         for module, path, kernel in KERNELS:
             made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
             monkeypatch.setattr(module, kernel, Kernel(made))
-        monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
-        monkeypatch.setattr(backend, "split_training", lambda p, processors: Lengths(length, length))
+        monkeypatch.setattr(backend, "split_length", lambda p, processors, back: length)
         take_every_call(monkeypatch, backend.forward, backend.backward)
 
     return chosen

@@ -7,7 +7,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.segments.plan import Lengths
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from tests.test_hopper_padding import CELLS
@@ -20,8 +19,7 @@ SEGMENTS = [None, 64]
 def split(request, monkeypatch):
     """Tokens of a segment."""
     length = request.param
-    monkeypatch.setattr(backend, "split_length", lambda p, processors: length)
-    monkeypatch.setattr(backend, "split_training", lambda p, processors: Lengths(length, length))
+    monkeypatch.setattr(backend, "split_length", lambda p, processors, back: length)
     monkeypatch.setattr(backend, "FORWARD", ("hopper", length))  # of its own: what was launched is remembered
     return length
 

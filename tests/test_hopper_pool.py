@@ -16,8 +16,8 @@ from serving_truth import slots
 
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.forward import loop
+from flash_delta.kernels.hopper.plan import split_prompt
 from flash_delta.kernels.hopper.segments import factor, maps, scan
-from flash_delta.kernels.hopper.segments.plan import split_prompt
 from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, pool_loops
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip

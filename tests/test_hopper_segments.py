@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.plan import split_endless, split_length
 from flash_delta.kernels.hopper.segments import factor, maps, scan
 from flash_delta.kernels.hopper.segments.memory import new_walk
-from flash_delta.kernels.hopper.segments.plan import split_endless, split_length, split_training
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.problem import Outputs
@@ -151,12 +151,13 @@ def test_who_is_split():
 
 
 def test_both_passes_are_split_alike():
-    """Unless the forward pass of so many heads is never split; maps are then found by the backward pass."""
-    assert split_training(problem(T=8192), H200) == (512, 512)
-    assert split_training(problem(T=32768, HV=32), H200) == (4096, 4096)
-    assert split_training(problem(HV=64), H200) == (None, 8192)
+    """A backward pass by hand takes longer, so that more heads are worth segments, and shorter ones."""
+    assert split_length(problem(T=8192), H200, back=True) == 512
+    assert split_length(problem(T=32768, HV=32), H200, back=True) == 4096
+    assert split_length(problem(HV=64), H200) is None
+    assert split_length(problem(HV=64), H200, back=True) == 8192
     for p in (problem(T=8192, HV=32, N=8), problem(N=0), problem()._replace(batch_invariant=True)):
-        assert split_training(p, H200) == (None, None)
+        assert split_length(p, H200, back=True) is None
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
-WALK, SCAN, LOOP = ("prepare", "walk_channels"), ("prepare", "scan"), ("channel_loop",)
+WALK, LOOP = ("prepare", "walk_channels"), ("channel_loop",)
 TAPED = ("lay_tape", *LOOP)
 PARTS = ("find_forgetting", "channel_loop", *WALK)
 
@@ -105,6 +105,26 @@ def convolved(place, calls):
     return [grid for name, grid in grids if name != "total"], len(compiled)
 
 
+def planned(place, batches):
+    """The grids of the loop that are planned for packed batches whose lengths the host knows, one after the other."""
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import descriptors
+    from flash_delta.ops import _known_calls
+
+    _known_calls.calls.clear()
+    grids, make_step = [], descriptors.make_step
+    with pretended_gpu(place), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(descriptors, "make_step", lambda f, grid, x: grids.append(grid[:2]) or make_step(f, grid, x))
+        for lengths in batches:
+            rows = [torch.zeros(1, sum(lengths), 32, 128, dtype=torch.bfloat16) for _ in range(3)]
+            gates = [torch.zeros(1, sum(lengths), 32) for _ in range(2)]
+            bounds = torch.tensor([0, *lengths]).cumsum(0)
+            flash_delta.chunk_gated_delta_rule(*rows, *gates, cu_seqlens=bounds, cu_seqlens_cpu=bounds.tolist())
+    return grids
+
+
 class Noted(dict):
     """What is to be compiled. ``twice``: kernels that would have to be compiled for a tensor and for none."""
 
@@ -166,14 +186,20 @@ def test_forms_have_names_of_their_own(process, place, kind):
 @pytest.mark.parametrize(
     ("heads", "calls", "kernels"),
     [
-        (32, ((1, 8192), (8, 1024), (1, 300), (1, 8192)), (PARTS, TAPED, WALK, PARTS)),
+        (32, ((1, 8192), (8, 1024), (1, 300), (1, 1000), (1, 8192)), (PARTS, TAPED, LOOP, WALK, PARTS)),
         (32, ((8, 1024), (1, 8192)), (TAPED, PARTS)),
         (64, ((1, 2048), (8, 256)), (LOOP, TAPED)),
-        (19, ((7, 1024), (7, 2048), (8, 1024), (4, 1024)), (TAPED, TAPED, TAPED, SCAN)),  # 133, 152 and 76 states
+        (19, ((7, 1024), (7, 2048), (8, 1024), (4, 1024)), (TAPED, TAPED, TAPED, LOOP)),  # 133, 152 and 76 states
     ],
 )
 def test_kernels(process, place, heads, calls, kernels):
     assert tuple(process.submit(launched, place, heads, calls).result()) == kernels
+
+
+def test_known_lengths_choose_the_loop(process, place):
+    """Calls of the same sizes with other lengths have launches of their own."""
+    equal, one_long = (512,) * 9, (4096, *(64,) * 8)
+    assert {*process.submit(planned, place, (equal, equal, one_long)).result()} == {(132, 1), (66, 2)}
 
 
 def longest_axes(place, calls):

@@ -9,10 +9,10 @@ loop also walks prompts on a pool, and reads and writes the slots. A single prom
 
 With a decay per channel, one kernel does everything if there are many states, or few states and gates that forget
 (channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `walk_channels` walks
-the states if there are few, and `scan` of the ``triton`` backend if not (channel/). In the backward pass `prepare` runs
-again, and ``triton`` walks the states and their gradients. After that `chunk_back` computes the gradients of each
-chunk, or ``triton`` if it cannot (channel_backward/). Prompts on a pool are walked by a loop as well, or by `prepare`
-and `walk_channels` (channel/prefill.py).
+the states. If sequences are split, if states of chunks are saved, and with ``batch_invariant``, it is `scan` of the
+``triton`` backend (channel/). In the backward pass `prepare` runs again, and ``triton`` walks the states and their
+gradients. After that `chunk_back` computes the gradients of each chunk, or ``triton`` if it cannot (channel_backward/).
+Prompts on a pool are walked by a loop as well, or by `prepare` and `walk_channels` (channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls with one
 decay per value head nothing is saved, and ``triton`` runs the backward pass, which computes everything again. It also
@@ -45,14 +45,8 @@ from flash_delta.kernels.hopper.padding import (
     run_narrow,
     run_widen,
 )
+from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles, split_endless, split_length, split_prompt
 from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
-from flash_delta.kernels.hopper.segments.plan import (
-    Lengths,
-    split_endless,
-    split_length,
-    split_prompt,
-    split_training,
-)
 from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
@@ -179,30 +173,32 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
-    processors, (length, back) = chip_of(p.device).processors, _lengths(wide)
-    maps = new_maps(wide, length) if length is not None and length == back else None
+    chip, length = chip_of(p.device), _length(wide)
+    maps = None if length is None or saved is None else new_maps(wide, length)
     planned = () if maps is None else (maps,)
     views = [] if saved is None else saved.views()
     A, trace = views[0].A if views else None, views[-1] if len(views) > 1 else None
     walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
     rates = None if makes and walk is None else new_rates(p)
-    tape = None if walk is not None else new_loop_tape(wide, chip_of(p.device), saving=trace is not None)
+    tile = loop_tile(wide, chip, trace is not None)
+    tape = None if walk is not None else new_loop_tape(wide, chip, tile)
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
-        w, r = _every_walk(wide, processors) if every(c) else (walk, rates)
+        w, r = _every_walk(wide) if every(c) else (walk, rates)
+        launched = loop_tiles(wide.K, trace is not None) if every(c) else (tile,)
         parts = [] if saved is None else c.parts(saved)
         if w is not None or not makes:
             run_rates(c, o_wide, r, parts[0] if parts else None)
         if w is None or (every(c) and wide.K != WHOLE):
-            run_loop(c, o_wide, final_wide, None if makes else r, A, trace=trace, tape=tape)
+            run_loop(c, o_wide, final_wide, None if makes else r, A, *launched, trace=trace, tape=tape)
         if w is not None:
             run_walk(c, o_wide, final_wide, r, w, trace)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, length, tape is None))
+        call = make_call(p, x, kind, known=known, name=(*kind, length, tile, tape is None))
         later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
         spare = (rates, *_handed(walk, tape, planned=bool(planned), saved=bool(kept)), *made)
         run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
@@ -227,10 +223,10 @@ def _new_copies(
     return copies, outputs, (*copies, *outputs)
 
 
-def _every_walk(p: Problem, processors: int) -> tuple[Walk | None, Tensor]:
+def _every_walk(p: Problem) -> tuple[Walk | None, Tensor]:
     """The walk for compiling everything that a call may launch."""
     one = p._replace(N=1, T=1)
-    return _new_walk(one, split_endless(p, processors)), new_rates(one)
+    return _new_walk(one, split_endless(p, chip_of(p.device).processors, back=_goes_back(p))), new_rates(one)
 
 
 def backward(
@@ -252,7 +248,7 @@ def backward(
     if not all(map(is_, given, (x, do, dfinal))):
         d = backward(p, given[0], saved, *given[1:], known)
         return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
-    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _lengths(padded(p)).back, name)
+    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _length(padded(p)), name)
     return triton.gradients_of(x, made)
 
 
@@ -305,12 +301,14 @@ def _for_backward(p: Problem) -> Workspace | None:
     return None if by_hand.unsupported(p) else by_hand.for_backward(p)
 
 
-def _lengths(p: Problem) -> Lengths:
-    """How both passes are split. The second length is None if the backward pass is that of ``triton``."""
-    processors = chip_of(p.device).processors
-    if p.needs_grad and by_hand.unsupported(p) is None:
-        return split_training(p, processors)
-    return Lengths(split_length(p, processors), None)
+def _goes_back(p: Problem) -> bool:
+    """Whether the backward pass is by hand."""
+    return p.needs_grad and by_hand.unsupported(p) is None
+
+
+def _length(p: Problem) -> int | None:
+    """Tokens of a segment, in both passes if the backward pass is by hand. None if sequences are not split."""
+    return split_length(p, chip_of(p.device).processors, back=_goes_back(p))
 
 
 def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk | None:
@@ -352,7 +350,7 @@ def remark(p: Problem) -> str | None:
     elif p.V != p.K:
         said.append(f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}")
     walked = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
-    length, back = _lengths(walked)
+    length = _length(walked)
     if p.pool is not None:
         length = split_prompt(walked, chip_of(p.device).processors)
     if length is not None:
@@ -362,8 +360,8 @@ def remark(p: Problem) -> str | None:
         reason = by_hand.unsupported(p)
         if reason:
             said.append(f"its backward pass is that of 'triton', for which it saves nothing: {reason}")
-        elif back is not None:
-            said.append(f"its backward pass walks segments of {back} tokens")
+        elif length is not None:
+            said.append("so does its backward pass")
     if fine(p) and p.pool is None:
         said.append("where a beta is above 1, it keeps the inverse of a chunk in two parts")
     return "; ".join(said) or None

@@ -7,19 +7,22 @@ from typing import NamedTuple
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime import chip as triton
-from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches
-from flash_delta.kernels.runtime.segment_plan import sequences_of
 from flash_delta.problem import Problem
 
 
 class Pace(NamedTuple):
-    """About how long the loop takes on an H200, in quarters of a microsecond. The tape is divided by these numbers
-    (tape.py). They decide how evenly programs end, but no bit of a result."""
+    """About how long a program of a kernel takes on an H200, in quarters of a microsecond. Plans are made from these
+    numbers (plan.py), and the tape is divided by them (tape.py), which changes no bit of a result."""
 
     chunk: int
     item: int = 12  # besides its chunks
     cut: int = 28  # handing a state over
+
+    def walk(self, chunks: int) -> int:
+        """The time of an item of so many chunks."""
+        return self.item + chunks * self.chunk
 
     def on_pool(self, p: Problem) -> "Pace":
         """The same on a pool, where an item also loads and stores a state in a slot. With heads of 64 this takes no
@@ -51,22 +54,6 @@ def compose_tile(p: Problem, chip: Chip) -> triton.Tile:
     """The tile of `compose_maps`. Every program of a head reads all maps of the head. So programs have 32 columns if
     there would be more programs of 16 columns than multiprocessors."""
     return triton.Tile(8, 3, 32) if 16 * chip.processors < p.HV * p.V else triton.Tile(4, 3, 16)
-
-
-def tiles(p: Problem, chip: Chip, *, every: bool, saving: bool = False) -> tuple[LoopTile, ...]:
-    """The tiles of the loop. A program has half a state if the halves of all states, shared by all multiprocessors,
-    take less time than whole states with a multiprocessor each.
-
-    every: the tiles that any number of states may select. saving: the loop writes what the backward pass needs.
-    """
-    if saving:
-        return (SAVING[p.K],)
-    if p.K == 64:
-        return (SLIM,)
-    if every:
-        return WIDE, NARROW
-    halves = 2 * NARROW.pace.chunk * p.N * p.HV <= WIDE.pace.chunk * chip.processors
-    return (NARROW if halves else WIDE,)
 
 
 def count_programs(p: Problem, chip: Chip, t: LoopTile, sequences: int) -> int:
@@ -109,7 +96,6 @@ WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256:
 PREPARES = 2  # programs per multiprocessor
 CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
 CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
-FEW_HEADS = 0.4  # per multiprocessor
 
 
 class ChannelTile(NamedTuple):
@@ -119,73 +105,12 @@ class ChannelTile(NamedTuple):
 
 
 CHANNEL_WHOLE, CHANNEL_HALF = ChannelTile(2, 128, 104), ChannelTile(1, 168, 136)
-
-
-CHANNEL_PACE = Pace(19, 14)  # with whole states
-
-
-def channel_tiles(p: Problem, chip: Chip, *, every: bool) -> tuple[ChannelTile, ...]:
-    """The tiles of the loop with a decay per channel. A program has half a state as long as all programs can run at
-    once. On an H100 8,192 tokens then take 0.54 ms, and with a whole state 0.65 ms. every: the tiles that any number of
-    states may select."""
-    if every:
-        return CHANNEL_WHOLE, CHANNEL_HALF
-    return (CHANNEL_HALF if 2 * sequences_of(p)[0] * p.HV <= chip.processors else CHANNEL_WHOLE,)
-
-
-def channel_pool_launches(p: Problem, chip: Chip, *, every: bool) -> tuple[PoolLaunch, ...]:
-    """How prompts on a pool are walked: by the loop with a tile, or by `prepare` and `walk_channels` (None).
-
-    With few heads the latter walk prompts as long as all halves of states run at once. A chunk of 64 tokens then takes
-    less than 2 us in the walk. In the loop it takes 4.0 us, with any number of heads. Before that `prepare` takes some
-    46 ns for each chunk and head (docs/notes/2026-11-26-kda-few-heads.md).
-
-    If no sequence may change a bit of another sequence, there is only one way. With few heads it is the one that is
-    never much slower than the other.
-    """
-    few, halves = few_heads(p, chip), chip.processors >= 2 * p.HV
-    ways = (None, CHANNEL_WHOLE) if few else (CHANNEL_HALF, CHANNEL_WHOLE) if halves else (CHANNEL_WHOLE,)
-    if p.batch_invariant:
-        ways = (None,) if few else (CHANNEL_WHOLE,)
-    if every:
-        return tuple(PoolLaunch(way, max(1, p.N)) for way in ways)
-    return pool_launches(p, chip, ways, lambda _: 2 * p.HV)
-
-
-def few_heads(p: Problem, chip: Chip) -> bool:
-    """Whether one long prompt takes longer in the loop than in `prepare` and `walk_channels`."""
-    return FEW_HEADS * chip.processors >= p.HV
-
-
-def walks_by_hand(p: Problem, chip: Chip) -> bool:
-    """Whether `walk_channels` walks the states, with half a state per program. It does so if programs fill at most half
-    of the multiprocessors. On an H200 8,192 tokens of 32 heads then take 0.334 ms instead of 0.354. With 64 heads they
-    take 0.527 and 0.514. With ``batch_invariant`` it never does, since other sequences would decide."""
-    return not p.batch_invariant and chip.processors >= 4 * p.N * p.HV
-
-
-def loops_channels(p: Problem, chip: Chip) -> bool:
-    """Whether `channel_loop` does everything. It does so if enough multiprocessors have a program. On an H100 8,192
-    tokens of one sequence take 0.54 ms with half a state per program and 0.65 ms with a whole state, for any number of
-    heads up to that of multiprocessors. `prepare` and a walk take at least 0.66 ms for 64 heads and 1.01 ms for 96. An
-    H200 is faster at the latter. With more states than multiprocessors the loop takes a second round. On an H200 2,048
-    tokens of 160 states then take 0.31 ms, and by `prepare` and `scan` 144 states take 0.40 ms. With
-    ``batch_invariant`` the loop never does everything, since other sequences would decide."""
-    states = sequences_of(p)[0] * p.HV
-    halves = 2 * states <= chip.processors and 9 * states > 4 * chip.processors
-    crowded = p.N >= MOST_PROGRAMS  # only the loop has room for them
-    return not p.batch_invariant and (halves or crowded or 5 * states > 3 * chip.processors)
-
-
-def loop_parts(p: Problem, chip: Chip) -> int:
-    """The number of parts into which the loop cuts sequences if gates forget: as many as run at once, of at least 512
-    tokens each."""
-    return max(1, min(chip.processors // (p.N * p.HV), p.T // (512 * (p.N if p.packed else 1))))
-
+CHANNEL_PACE, CHANNEL_HALF_PACE, CHANNEL_WALK_PACE = Pace(19, 14), Pace(16, 14), Pace(6)
 
 # The backward pass. RETRACE is `walk_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
 FINE_WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # where beta can pass 1
+RETRACE_PACE, WALK_BACK_PACE = {64: Pace(3), 128: Pace(6)}, {64: Pace(18, 16), 128: Pace(38, 16)}  # whole sequences
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)

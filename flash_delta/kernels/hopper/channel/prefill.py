@@ -11,7 +11,7 @@ from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
 from flash_delta.kernels.hopper.forward.rates import new_walks
 from flash_delta.kernels.hopper.forward.tape import new_channel_tape
 from flash_delta.kernels.hopper.forward.work_items import Listed
-from flash_delta.kernels.hopper.tiles import channel_pool_launches
+from flash_delta.kernels.hopper.plan import channel_pool_launches
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of

@@ -17,15 +17,8 @@ from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
 from flash_delta.kernels.hopper.channel_backward import run as by_chunk
 from flash_delta.kernels.hopper.forward.tape import new_channel_tape, new_tape
-from flash_delta.kernels.hopper.tiles import (
-    CHANNEL_PACE,
-    CHANNEL_WHOLE,
-    channel_tiles,
-    loop_parts,
-    loops_channels,
-    needs_tape,
-    walks_by_hand,
-)
+from flash_delta.kernels.hopper.plan import CHANNEL_TILES, channel_tile, loop_parts, may_walk
+from flash_delta.kernels.hopper.tiles import CHANNEL_PACE, CHANNEL_WHOLE, ChannelTile, needs_tape
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
@@ -60,7 +53,7 @@ def unsupported(p: Problem) -> str | None:
 def remark(p: Problem) -> str:
     chip = chip_of(p.device)
     split = plan_segments(p, chip)
-    if _loops(p):
+    if _loop(p) is not None:
         said = ["one kernel does it all"]
     elif _parts(p, split) > 1:
         said = [
@@ -69,7 +62,7 @@ def remark(p: Problem) -> str:
     elif split is not None:
         said = [f"'triton' walks sequences in segments of {split.length} tokens"]
     else:
-        said = ["it walks half a state per program" if _walks(p) else "'triton' walks the states"]
+        said = ["'triton' walks the states" if _scans(p) else "it walks half a state per program"]
     if p.needs_grad:
         said.append(f"'triton' walks the states back{_found(p)}")
     return "; ".join(said)
@@ -86,35 +79,33 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     saved = triton.for_backward(p) if saves(p) else None
     buffers = () if saved is None else (saved.buffer,)
-    split, looped = plan_segments(p, chip_of(p.device)), _loops(p)
-    handed = None if looped or p.writes_states else Workspace(p, Prepared)
-    segments = None if looped else new_segmented_scan(p, split)
+    split, tile = plan_segments(p, chip_of(p.device)), _loop(p)
+    handed = None if tile or p.writes_states else Workspace(p, Prepared)
+    segments = None if tile else new_segmented_scan(p, split)
     parting = Parting(new_forgets(p), _parts(p, split))
-    whole = looped and channel_tiles(p, chip_of(p.device), every=False) == (CHANNEL_WHOLE,)
-    taped = whole and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
+    taped = tile == CHANNEL_WHOLE and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
     tape = new_channel_tape(p, chip_of(p.device), p.N) if taped else None
 
     def kernels(c: Call) -> None:
-        if can_loop(p) and (looped or every(c)):
-            for t in channel_tiles(p, chip_of(p.device), every=every(c)):
-                if tape is None or every(c):
-                    run_channel_loop(c, o, final, t)
-            laid = new_tape(p, 1, CHANNEL_PACE) if every(c) else tape
-            if laid is not None:
-                run_channel_loop(c, o, final, CHANNEL_WHOLE, tape=laid)
+        if every(c) and can_loop(p):
+            for t in CHANNEL_TILES:
+                run_channel_loop(c, o, final, t)
+            run_channel_loop(c, o, final, CHANNEL_WHOLE, tape=new_tape(p, 1, CHANNEL_PACE))
+        elif tile:
+            run_channel_loop(c, o, final, tile, tape=tape)
         if parting.parts > 1 or (every(c) and _may_part(p)):
             run_find_forgetting(c, *parting)
             run_channel_loop(c, o, final, CHANNEL_WHOLE, *parting)
-        if not looped:
+        if not tile:
             _prepare_and_walk(c, handed, saved, o, final, segments, parting)
         elif every(c):
             _prepare_and_walk(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None, parting)
 
     with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, split, looped, tape is None))
+        call = make_call(p, x, kind, known=known, name=(*kind, split, tile, tape is None))
         handed_on = () if handed is None else (handed.buffer,)
         laid = () if tape is None else tape.memory
-        spare = laid if looped else (parting.forgets, *handed_on, *(segments or ())[1:])
+        spare = laid if tile else (parting.forgets, *handed_on, *(segments or ())[1:])
         later = partial(_later_call, p, x) if p.needs_grad else None
         run(call, kernels, o, final, *buffers, spare=spare, later=later)
     remember(call, given, known, (p.lengths, *kind))
@@ -180,26 +171,28 @@ def saves(p: Problem) -> bool:
     return p.needs_grad and not can_loop(p)
 
 
-def _loops(p: Problem) -> bool:
-    return can_loop(p) and loops_channels(p, chip_of(p.device))
+def _scans(p: Problem) -> bool:
+    """Whether `scan` walks the states if the loop does not. With ``batch_invariant`` it always does, since other
+    sequences would decide about another way."""
+    return p.batch_invariant or not can_loop(p)
 
 
-def _walks(p: Problem) -> bool:
-    """Whether `walk_channels` walks the states if they are not split."""
-    return walks_by_hand(p, chip_of(p.device)) and not p.writes_states
+def _loop(p: Problem) -> ChannelTile | None:
+    """The tile of the loop, if it does everything."""
+    return None if _scans(p) else channel_tile(p, chip_of(p.device))
 
 
 def _parts(p: Problem, split: object) -> int:
     """The number of parts into which sequences are cut if gates forget. 1: they are not cut."""
-    chip = chip_of(p.device)
-    return loop_parts(p, chip) if _may_part(p) and walks_by_hand(p, chip) and split is None and not _loops(p) else 1
+    walked = split is None and not _scans(p) and _loop(p) is None
+    return loop_parts(p, chip_of(p.device)) if walked and _may_part(p) else 1
 
 
 def _may_part(p: Problem) -> bool:
     """Whether sequences of some sizes are cut into parts. With raw gates without a bound `find_forgetting` takes more
     time than a trained model could gain."""
     free = p.raw_gate and p.lower_bound is None
-    return can_loop(p) and not free and walks_by_hand(p._replace(N=1), chip_of(p.device))
+    return can_loop(p) and not free and may_walk(p, chip_of(p.device))
 
 
 def _prepare_and_walk(
@@ -226,13 +219,13 @@ def _walk(
         solved, factors, channels, residual = kept
         run_scan(c, channels, solved, factors, o, final, residual)
         return
-    by_hand = _walks(c.p)
-    if every(c) or (segments is None and by_hand):
+    scans = _scans(c.p)
+    if not scans and (every(c) or segments is None):
         w = _with_saved(*handed.views(), *([] if saved is None else saved.views()))
         run_walk_channels(c, w, o, final, *parting)
     w = _with_saved(*c.parts(handed), *kept)
     channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
     given = c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final
-    if every(c) or (segments is None and not by_hand):
+    if scans and (every(c) or segments is None):
         run_scan(*given, None)
     run_segmented_scan(*given, segments)

@@ -66,7 +66,7 @@ from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PA
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.segments.bounds import first_slot
-from flash_delta.kernels.hopper.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops, tiles
+from flash_delta.kernels.hopper.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -354,14 +354,14 @@ def run_pool_loops(
 
 
 def run_loop(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *choice: LoopTile,
+    c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *tiles: LoopTile,
     trace: Trace | None = None, tape: Tape | None = None,
 ) -> None:  # fmt: skip
-    """Launches the loop, with at most one program per multiprocessor and block of value columns. A program walks
-    several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for the backward pass. The
-    ``tape`` is laid first."""
+    """Launches the loop with each of the ``tiles``. There is at most one program per multiprocessor and block of value
+    columns. A program walks several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for
+    the backward pass. The ``tape`` is laid first."""
     p, initial = c.p, c.x.initial_state
-    launches = [PoolLaunch(t, p.N) for t in choice or tiles(p, c.shape.chip, every=every(c), saving=trace is not None)]
+    launches = [PoolLaunch(t, p.N) for t in tiles]
     tapes = (None, new_tape(p, 1, Pace(1))) if every(c) else (tape,)
     if tapes[-1] is not None:
         run_lay_tape(c, tapes[-1], follows=rates is not None)

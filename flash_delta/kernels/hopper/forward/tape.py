@@ -37,11 +37,11 @@ from flash_delta.kernels.hopper.tiles import (
     CHANNEL_PACE,
     SLIM,
     WIDE,
+    LoopTile,
     Pace,
     count_programs,
     needs_tape,
     pool_loops,
-    tiles,
 )
 from flash_delta.kernels.runtime.arguments import NO_TILE, launch_rule
 from flash_delta.kernels.runtime.calls import Call
@@ -82,9 +82,8 @@ def new_tape(p: Problem, programs: int, pace: Pace) -> Tape:
     return Tape(table, marks, handed, programs, pace)
 
 
-def new_loop_tape(p: Problem, chip: Chip, *, saving: bool = False) -> Tape | None:
+def new_loop_tape(p: Problem, chip: Chip, t: LoopTile) -> Tape | None:
     """Memory for the tape of `run_loop`, or None if programs walk whole items."""
-    (t,) = tiles(p, chip, every=False, saving=saving)
     programs = count_programs(p, chip, t, p.N)
     return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
 
