@@ -187,5 +187,6 @@ def loop_parts(p: Problem, chip: Chip) -> int:
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
 FINE_WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # where beta can pass 1
+RETRACE_PACE, WALK_BACK_PACE = {64: Pace(3), 128: Pace(6)}, {64: Pace(18, 16), 128: Pace(38, 16)}  # whole sequences
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)
