@@ -155,7 +155,8 @@ def test_both_passes_are_split_alike():
     assert split_training(problem(T=8192), H200) == (512, 512)
     assert split_training(problem(T=32768, HV=32), H200) == (4096, 4096)
     assert split_training(problem(HV=64), H200) == (None, 8192)
-    for p in (problem(T=8192, HV=32, N=8), problem(N=0), problem()._replace(batch_invariant=True)):
+    many = problem(T=20480, HV=32, N=5), problem(T=24576, HV=48, N=3)  # 160 and 144 states, which programs share
+    for p in (*many, problem(T=8192, HV=32, N=8), problem(N=0), problem()._replace(batch_invariant=True)):
         assert split_training(p, H200) == (None, None)
 
 

@@ -1,5 +1,6 @@
 """Decides how long the segments of a sequence are, from the kernels' times on an H200 (docs/notes), in microseconds."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import inf
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from flash_delta.problem import Problem
 
 COMPOSE = 1.9  # per segment
 LAUNCHES = 8.0  # for launching three more kernels
+CUT = 7.0  # for handing a state over
 
 
 class Lengths(NamedTuple):
@@ -115,7 +117,7 @@ def _forward_times(work: Work, width: int) -> dict[int | None, float]:
     """The times of a forward walk, by the tokens of a segment. The key None is for whole sequences."""
     pace, (processors, states, chunks) = PACES[width], work
     groups = 1 if width == 64 or 2 * states <= processors else 2
-    whole = waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
+    whole = _whole_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
     shared = LAUNCHES + pace.factor * states * chunks / processors
     times: dict[int | None, float] = {None: WORTH * whole}
     for number, length in splits(chunks):
@@ -133,16 +135,22 @@ def _back_times(work: Work, width: int) -> dict[int | None, float]:
     """The same for the backward pass, if it computes maps and the states in between again."""
     pace, (processors, states, chunks) = BACK[width], work
 
-    def walks(states: int, chunks: int) -> float:
-        return sum(waves_us(states, processors, pace.setup, chunks, us) for us in (pace.trace, pace.gradient))
+    def walks(time: Callable[..., float], states: int, chunks: int) -> float:
+        return sum(time(states, processors, pace.setup, chunks, us) for us in (pace.trace, pace.gradient))
 
-    times: dict[int | None, float] = {None: WORTH * walks(states, chunks)}
+    times: dict[int | None, float] = {None: WORTH * walks(_whole_us, states, chunks)}
     for number, length in splits(chunks):
         # 0.75: with gates as at the beginning of training, some of these walks begin late or end early.
         ends = max(1.0, 0.75 * states * (number - 1) / processors) * (pace.setup + length * pace.end)
         found = LAUNCHES + ends + number * COMPOSE + _maps_us(work, width, C * length)
-        times.setdefault(C * length, found + walks(states * number, length))
+        times.setdefault(C * length, found + walks(waves_us, states * number, length))
     return times
+
+
+def _whole_us(states: int, processors: int, setup: float, chunks: int, chunk: float) -> float:
+    """The time of whole sequences, if programs share them where that is faster (forward/tape.py)."""
+    waves = waves_us(states, processors, setup, chunks, chunk)
+    return min(waves, max(1.0, states / processors) * (setup + chunks * chunk) + CUT)
 
 
 def _maps_us(work: Work, width: int, tokens: int) -> float:
