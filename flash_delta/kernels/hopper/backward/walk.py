@@ -1,5 +1,5 @@
 """All gradients of a chunk in one kernel, from right to left. There is a program per segment (or sequence) and value
-head.
+head. Or programs share whole sequences (forward/tape.py), and the state's gradient goes from program to program.
 
     load        loads q, k and rates into a ring of two slots, and A, U, S0 and dO of a chunk: one warp
     state       P, L     dU = (e^{GC-G} . k) dS1 + P^T dO     dV = b . A^T dU

@@ -21,7 +21,8 @@ the whole sequence has there. Checkpoints go through the buffer of o, like state
 
 With KEEP, A does not contain b, and R is multiplied by b instead. With SAVE the state groups also write S0 of every
 chunk and U to memory, as in the loop. The backward pass computes S0 and U again with this kernel (`run_retrace`). Then
-there is neither q nor O, and no score group. Nothing is saved of heads of 256.
+there is neither q nor O, and no score group. There programs may also share whole sequences (forward/tape.py). Nothing
+is saved of heads of 256.
 """
 
 from torch import Tensor
