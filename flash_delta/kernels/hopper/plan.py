@@ -1,8 +1,9 @@
 """The plan of a call: which kernels walk its states, and how long segments are. The plan is what takes the least time.
 
 All times are in quarters of a microsecond, on an H200 (docs/notes). A program of a kernel takes `Pace.walk`. Programs
-of a loop get equal shares of all chunks (forward/tape.py). So a loop takes as long as the longest sequence, or as a
-program's share. Programs of other kernels walk whole items, in rounds of one program per multiprocessor."""
+of a loop, and of the backward pass's walks through whole sequences, get equal shares of all chunks (forward/tape.py).
+So these take as long as the longest sequence, or as a program's share. Programs of other kernels walk whole items, in
+rounds of one program per multiprocessor."""
 
 from functools import lru_cache
 from math import ceil
@@ -33,7 +34,7 @@ from flash_delta.problem import Problem
 
 LAUNCHES = 44  # for launching more kernels than the loop
 FACTOR, PREPARE = 4, 22  # of a multiprocessor, per chunk and head
-# Of `find_maps`, which walks halves of maps; of `walk_segments`; and of `walk_back` where it only finds the ends of
+# Paces: of `find_maps`, which walks halves of maps; of `walk_segments`; and of `walk_back` where it only finds ends of
 # segments. With heads of 64 these and FACTOR take about NARROWER of the time.
 MAP, WALK, NARROWER = Pace(5, 32), Pace(9, 32), {64: 0.55, 128: 1}
 BACK = RETRACE_PACE, WALK_BACK_PACE  # by the width of heads
@@ -52,7 +53,7 @@ class Sizes(NamedTuple):
     items: int  # value heads of all sequences that there are
 
     def taped(self, pace: Pace, parts: int = 1) -> float:
-        """The time of a loop, with ``parts`` programs per state."""
+        """The time of a walk on a tape, with ``parts`` programs per state."""
         share = parts * (self.states * self.chunks * pace.chunk + self.items * pace.item) / self.processors
         return max(pace.walk(self.chunks), share)
 
