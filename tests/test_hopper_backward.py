@@ -73,6 +73,7 @@ def by_hand_in(monkeypatch):
             made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
             monkeypatch.setattr(module, kernel, Kernel(made))
 
+        monkeypatch.setattr(by_hand, "new_tapes", lambda p, chip: by_hand.NO_TAPES)
         if leave_maps:
             monkeypatch.setattr(by_hand, "run_find_maps", lambda *given: pytest.fail("the maps are there"))
 

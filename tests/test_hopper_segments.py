@@ -156,7 +156,8 @@ def test_both_passes_are_split_alike():
     assert split_length(problem(T=32768, HV=32), H200, back=True) == 4096
     assert split_length(problem(HV=64), H200) is None
     assert split_length(problem(HV=64), H200, back=True) == 8192
-    for p in (problem(T=8192, HV=32, N=8), problem(N=0), problem()._replace(batch_invariant=True)):
+    many = problem(T=20480, HV=32, N=5), problem(T=24576, HV=48, N=3)  # 160 and 144 states, which programs share
+    for p in (*many, problem(T=8192, HV=32, N=8), problem(N=0), problem()._replace(batch_invariant=True)):
         assert split_length(p, H200, back=True) is None
 
 

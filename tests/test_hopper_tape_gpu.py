@@ -1,5 +1,7 @@
 """States that programs of the Hopper backend's loop hand over, on a GPU (forward/tape.py)."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,11 +9,15 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
 import flash_delta
+from flash_delta.compiler.cases.tuning_hopper import call_of, make_back
+from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.forward import loop
 from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.tiles import WIDE
 from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.problem import Inputs, Problem
 
 HV, T, N, WIDTH = 16, 12000, 24, 128
@@ -65,8 +71,64 @@ def test_a_graph_is_replayed_with_other_bounds(op, gate):
                 assert torch.equal(states[n : n + 1], state)
 
 
+def test_gradients_of_a_graph_that_is_replayed_with_other_bounds():
+    """Beside work that takes multiprocessors away. They are repeatable, and have the bits of sequences alone."""
+    x, bounds = draw(), draw_bounds(0)
+    tensors = {name: t.requires_grad_() for name, t in x.items() if torch.is_tensor(t)}
+    call, do = {**x, "backend": "hopper"}, torch.randn_like(x["v"])
+
+    def gradients(given, do, **more):
+        o, _ = flash_delta.chunk_gated_delta_rule(**given, **more)
+        return torch.autograd.grad(o, [given[name] for name in tensors], do)
+
+    gradients(call, do, cu_seqlens=bounds)
+    torch.cuda.synchronize()
+    graph, busy = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        found = gradients(call, do, cu_seqlens=bounds)
+    square = torch.rand(2048, 2048, dtype=torch.float64, device="cuda")
+    for seed in range(1, 101):
+        bounds.copy_(draw_bounds(seed))
+        with torch.cuda.stream(busy):
+            square @ square
+        graph.replay()
+        if seed % 20 == 0:
+            kept = [t.clone() for t in found]
+            graph.replay()
+            assert all(map(torch.equal, found, kept))
+            for first, after in pairwise(bounds.tolist()):
+                if first < after:
+                    part = slice(first, after)
+                    alone = {name: t[:, part] if name in tensors else t for name, t in call.items()}
+                    wanted = gradients(alone, do[:, part].contiguous(), batch_invariant=True)
+                    assert all(torch.equal(t[:, part], want) for t, want in zip(found, wanted, strict=True))
+
+
+def lay_wrongly(c, tape, follows):
+    """The first program does nothing here, and programs do not wait long."""
+    run_lay_tape(c, tape, follows=follows)
+    borders = tape.table[3:]
+    assert borders[3] > 0, "the second program begins inside of an item"
+    borders[0] = borders[2] + 1
+    tape.table[1] = 1000
+
+
+def test_a_gradient_that_never_comes_is_reported(monkeypatch):
+    """The program that waits for it gives up, and the next call says so."""
+    made = make_back("cuda", B=5, T=1024)
+    p, x = call_of(made)
+    p, d, outer = p._replace(needs_grad=True), new_gradients(p, x), (made["do"], None)
+    kernels, _ = by_hand.prepare_back(p, x, outer, (made["saved"],), d, None, by_hand.new_tapes(p, chip_of(p.device)))
+    monkeypatch.setattr(by_hand, "run_lay_tape", lay_wrongly)
+    kernels(make_call(p, x, ("test",), *outer)._replace(direct=False))
+    torch.cuda.synchronize()
+    assert d.q.isnan().any()
+    with pytest.raises(RuntimeError, match="an earlier call on cuda:0 lost a state between two programs"):
+        flash_delta.chunk_gated_delta_rule(**draw(), backend="hopper")
+
+
 def test_a_state_that_never_comes_is_reported(monkeypatch):
-    """The first program does nothing here. The program that waits for its state gives up, and the next call says so."""
+    """The program that waits for it gives up, and the next call says so."""
     x = draw()
     inputs = Inputs(x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=draw_bounds(0))
     sizes = {"B": 1, "T": T, "H": HV, "HV": HV, "K": WIDTH, "V": WIDTH, "N": N, "packed": True}
@@ -77,13 +139,6 @@ def test_a_state_that_never_comes_is_reported(monkeypatch):
     c, tape, rates = make_call(p, inputs, ("test",))._replace(direct=False), new_tape(p, 132, WIDE.pace), new_rates(p)
     o, final = torch.zeros_like(x["v"]), torch.zeros(p.state_shape, device="cuda")
     run_rates(c, o, rates)
-
-    def lay_wrongly(c, tape, follows):
-        run_lay_tape(c, tape, follows=follows)
-        borders = tape.table[3:]
-        assert borders[3] > 0, "the second program begins inside of an item"
-        borders[0] = borders[2] + 1
-        tape.table[1] = 1000
 
     monkeypatch.setattr(loop, "run_lay_tape", lay_wrongly)
     loop.run_loop(c, o, final, rates, None, WIDE, tape=tape)

@@ -202,6 +202,43 @@ def test_known_lengths_choose_the_loop(process, place):
     assert {*process.submit(planned, place, (equal, equal, one_long)).result()} == {(132, 1), (66, 2)}
 
 
+def launched_back(place, calls):
+    """The kernels of backward passes of packed sequences, one after the other: their lengths, and whether the host
+    knows them; and how often something is compiled."""
+    from pretended_gpu import pretended_gpu
+
+    import flash_delta
+    from flash_delta.kernels.runtime import cuda_driver, launch
+    from flash_delta.ops import _known_calls
+
+    _known_calls.calls.clear()
+    names, replay, compile_, compiled = [], cuda_driver.Replay.launch, launch._compile, []
+    with pretended_gpu(place), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            cuda_driver.Replay, "launch", lambda self, *a, **k: names.append(self.names) or replay(self, *a, **k)
+        )
+        patch.setattr(launch, "_ready", set())
+        patch.setattr(launch, "_compile", lambda *given: compiled.append(given) or compile_(*given))
+        for lengths, known in calls:
+            T = sum(lengths)
+            q, k, v = (torch.zeros(1, T, 32, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            g, bounds = torch.zeros(1, T, 32), torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+            packed = {"cu_seqlens": bounds, "cu_seqlens_cpu": bounds.tolist() if known else None}
+            o, _ = flash_delta.chunk_gated_delta_rule(q, k, v, g, g, **packed, backend="hopper")
+            torch.autograd.grad(o, (q, k, v), o)
+    return names[1::2], len(compiled)
+
+
+def test_tapes_of_backward_passes(process, place):
+    """128, 160 and 256 states. With 256 of equal length, which the host knows, programs walk whole sequences."""
+    equal, unequal = (1024,) * 8, (512, 1536) * 4
+    calls = ((1024,) * 4, False), ((1024,) * 5, False), (equal, False), (equal, True), (unequal, True), (equal, True)
+    names, compilations = process.submit(launched_back, place, calls).result()
+    tapes = [("lay_tape",) * 2 if taped else () for taped in (False, True, True, False, True, False)]
+    assert names == [("rates", *laid, "walk_segments", "walk_back", "finish", "sum_heads") for laid in tapes]
+    assert compilations == 1
+
+
 def longest_axes(place, calls):
     """The longest second or third axis of a grid, for each call: its backend, op, packed sequences and options. One
     more sequence is long enough to be split."""

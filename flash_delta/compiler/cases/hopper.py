@@ -209,7 +209,7 @@ def launches(target: str) -> Iterator[Launch]:
             yield Launch(f"{case}-{form}-tape", partial(call_loop, case, t, taped=True))
         yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
         if p.needs_grad and width != 256:
-            for form in ("back", "back-segments", "back-ends"):
+            for form in ("back", "back-tape", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, made, form))
     yield Launch("training-logs-back", call_gates_back)
     yield from padding.launches()

@@ -6,13 +6,15 @@ import torch
 
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.hopper.backward.finish import run_finish
-from flash_delta.kernels.hopper.backward.memory import new_ends, new_gates, new_parts
-from flash_delta.kernels.hopper.backward.run import Left, for_backward, run_kernels
+from flash_delta.kernels.hopper.backward.memory import Tapes, new_ends, new_gates, new_parts
+from flash_delta.kernels.hopper.backward.run import NO_TAPES, Left, for_backward, run_kernels
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.rates import run_rates_back
+from flash_delta.kernels.hopper.forward.tape import new_tape
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import new_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
+from flash_delta.kernels.hopper.tiles import Pace
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.workspace import Trace, Workspace
 from flash_delta.kernels.triton.backend import new_gradients
@@ -23,6 +25,7 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
     """Some launches of the backward pass. ``form`` says which:
 
     * "back": all of them, with whole sequences.
+    * "back-tape": the same, with programs that share sequences.
     * "back-segments": the walks of segments.
     * "back-ends": the launches that compute the state's gradient at the end of every segment.
     """
@@ -32,11 +35,12 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
     (trace,) = kept or Workspace(p, Trace).views()
     do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
     parts, gates = new_parts(p), new_gates(p)
-    length = None if form == "back" else 128
+    length = None if form in ("back", "back-tape") else 128
+    tapes = Tapes(*(new_tape(p, 1, Pace(1)) for _ in range(2))) if form == "back-tape" else NO_TAPES
     walk, between = new_walk(p, length, walked.A), new_ends(p, length)
     left = Left(trace=bool(kept), maps=False)
-    if form == "back":
-        run_kernels(c, walked.norms, (gates, walk, between, trace, parts), left, do, dfinal, d)
+    if length is None:
+        run_kernels(c, walked.norms, (gates, walk, between, tapes, trace, parts), left, do, dfinal, d)
     elif form == "back-segments":
         run_retrace(c, gates.rates, walk, trace)
         run_walk_back(c, gates.rates, walk, trace, do, dfinal, between.ends, parts, d)

@@ -7,31 +7,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES, load_inverse, tiles_in
-from flash_delta.kernels.hopper.forward.work_items import find_piece, find_pieces
+from flash_delta.kernels.hopper.forward.work_items import find_run, find_runs
 from flash_delta.kernels.hopper.layouts import LANES, C
 from flash_delta.kernels.hopper.rings import load_box, load_rates, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, find_map, first_slot, place, without_faded
+from flash_delta.kernels.hopper.segments.bounds import find_map, place, without_faded
 
 
 @gluon.jit
-def find_work(i, pieces, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
-    """The chunks of piece i: value head, batch row, the sequence's first token and length, the first chunk's
+def find_work(i, runs, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
+    """The chunks of run i: value head, batch row, the sequence's first token and length, the first chunk's
     token in the sequence, the number of chunks, the first chunk's slot; and whether v is needed."""
-    if SEGMENTS:
-        cu_seqlens, T, length, N = work
-        if flags is None:
-            _, row, start, size, token, chunks, slot, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-            keys = chunks * 0
-        else:
-            _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
-            token, chunks, slot, _ = without_faded(token, chunks, slot, keys, flags[1])
-        return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
+    if flags is None:
+        hv, row, start, size, token, chunks, slot, _, _, _, _ = find_run(i, runs, work, HV, PACKED, SEGMENTS)
+        return hv, row, start, size, token, chunks, slot, chunks * 0 == 0
     else:
-        _, n, hv, start, size, begin, end = find_piece(i, pieces, work, HV, PACKED)
-        row, slot = n, first_slot(n, start, work[1], PACKED) + begin // C
-        if PACKED:
-            row = n * 0
-        return hv, row, start, size, begin, (end - begin + C - 1) // C, slot, n * 0 == 0
+        cu_seqlens, T, length, N = work
+        _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+        token, chunks, slot, _ = without_faded(token, chunks, slot, keys, flags[1])
+        return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
 
 
 @gluon.jit
@@ -91,7 +84,7 @@ def load_role(
     ``sv2``, it gets the second 64 of these columns.
 
     given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
-    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise as in work_items.py.
+    work: as in work_items.py.
     strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
     key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
@@ -99,12 +92,9 @@ def load_role(
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars
-    pieces = (0, 1, 1)
-    if not SEGMENTS:
-        pieces = find_pieces(work, HV)
-    t = 0
-    for i in range(pieces[0], pieces[1], pieces[2]):
-        hv, row, start, size, token, chunks, slot, valued = find_work(i, pieces, work, flags, HV, PACKED, SEGMENTS)
+    runs, t = find_runs(work, HV, SEGMENTS), 0
+    for i in range(runs[0], runs[1], runs[2]):
+        hv, row, start, size, token, chunks, slot, valued = find_work(i, runs, work, flags, HV, PACKED, SEGMENTS)
         c, going = chunks * 0, chunks > 0
         while going:
             s = t % SLOTS

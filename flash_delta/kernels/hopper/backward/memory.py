@@ -8,6 +8,9 @@ from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.forward.rates import new_rates
+from flash_delta.kernels.hopper.forward.tape import Tape, new_tape
+from flash_delta.kernels.hopper.tiles import RETRACE_PACE, WALK_BACK_PACE, Pace, needs_tape
+from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Problem
 
 # The lines of `Parts.lines` for one chunk and value head, 64 float32 numbers each. Except in THROUGH these are numbers
@@ -41,6 +44,13 @@ class Parts(NamedTuple):
     lines: Tensor  # [slots, HV, lines, C] float32
 
 
+class Tapes(NamedTuple):
+    """The tapes on which whole sequences are walked. None: programs walk whole items."""
+
+    trace: Tape | None  # of `run_retrace`; None also if the forward pass has left its results
+    gradients: Tape | None  # of `run_walk_back`, on which every item begins with its last chunk
+
+
 class Ends(NamedTuple):
     """Gradients of the states at the bounds of segments, [slots of segments, HV, V, K] float32."""
 
@@ -57,6 +67,16 @@ def new_parts(p: Problem) -> Parts:
     dq, dk = (torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=p.device) for _ in range(2))
     lines = torch.empty(count_slots(p), p.HV, count_lines(p.V), C, dtype=torch.float32, device=p.device)
     return Parts(dq, dk, lines)
+
+
+def new_tapes(p: Problem, chip: Chip) -> Tapes:
+    """Memory for the tapes of whole sequences."""
+
+    def tape(pace: Pace) -> Tape | None:
+        programs = min(p.N * p.HV, chip.processors)
+        return new_tape(p, programs, pace) if needs_tape(p, programs, pace) else None
+
+    return Tapes(None if p.disable_recompute else tape(RETRACE_PACE[p.K]), tape(WALK_BACK_PACE[p.K]))
 
 
 def new_ends(p: Problem, length: int | None) -> Ends:

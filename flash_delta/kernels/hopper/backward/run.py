@@ -11,12 +11,15 @@ from flash_delta.kernels.hopper.backward.memory import (
     Ends,
     Gates,
     Parts,
+    Tapes,
     new_ends,
     new_gates,
     new_parts,
+    new_tapes,
 )
 from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
 from flash_delta.kernels.hopper.forward.rates import run_rates_back
+from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.padding import (
     WIDTHS,
     Found,
@@ -30,8 +33,10 @@ from flash_delta.kernels.hopper.padding import (
 from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_compose_maps, run_find_maps
 from flash_delta.kernels.hopper.segments.memory import Walk, maps_in, new_walk
 from flash_delta.kernels.hopper.segments.scan import run_retrace
+from flash_delta.kernels.hopper.tiles import Pace
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
 from flash_delta.kernels.runtime.workspace import Trace, Walked, Workspace
@@ -44,6 +49,9 @@ class Left(NamedTuple):
 
     trace: bool
     maps: bool
+
+
+NO_TAPES = Tapes(None, None)
 
 
 def unsupported(p: Problem) -> str | None:
@@ -71,9 +79,11 @@ def run_backward(
     saved: those of `for_backward`, and those of `new_maps` if the forward pass has left them.
     name: the name by which the call is known from then on."""
     found, kind = new_gradients(p, x), _kind(p)
+    tapes = new_tapes(padded(p), chip_of(p.device)) if length is None else NO_TAPES
+    form = length, *(tape is None for tape in tapes), len(saved)
     with on(p.device):
-        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, length, len(saved), laid_out(*x, do, dfinal)))
-        kernels, spare = prepare_back(p, x, (do, dfinal), saved, found, length)
+        call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, *form, laid_out(*x, do, dfinal)))
+        kernels, spare = prepare_back(p, x, (do, dfinal), saved, found, length, tapes)
         run(call, kernels, *found, left=saved, spare=spare)
     remember(call, (*x, do, dfinal), known, name)
     return found
@@ -95,7 +105,7 @@ def _kind(p: Problem) -> tuple:
 
 def prepare_back(
     given: Problem, x: Inputs, outer: tuple[Tensor, Tensor | None], saved: tuple[Tensor, ...], found: Inputs,
-    length: int | None,
+    length: int | None, tapes: Tapes = NO_TAPES,
 ) -> tuple[Kernels, tuple[Tensor | None, ...]]:  # fmt: skip
     """The function that launches all kernels, and the memory that it needs, on the device of ``given``. ``outer``: do
     and dfinal."""
@@ -111,10 +121,12 @@ def prepare_back(
     def kernels(c: Call) -> None:
         wide = run_widen(c, copies)
         do, dfinal = wide.more
-        forms = [(walk, between)]
-        if every(c):  # whole sequences, and segments
+        forms = [(walk, between, tapes)]
+        if every(c):  # whole sequences, also on tapes, and segments
             one = p._replace(N=1, T=1)
-            forms = [(new_walk(one, n, walked.A), new_ends(one, n)) for n in (None, C)]
+            every_tape = Tapes(*(new_tape(one, 1, Pace(1)) for _ in tapes))
+            each = (None, NO_TAPES), (None, every_tape), (C, NO_TAPES)
+            forms = [(new_walk(one, n, walked.A), new_ends(one, n), of_form) for n, of_form in each]
         for form in forms:
             memory = gates, *form, trace, parts
             left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
@@ -122,26 +134,30 @@ def prepare_back(
         run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
+    made += tuple(t for tape in tapes if tape is not None for t in tape.memory)
     spare = *gates, *parts, *(() if maps else walk[2:]), *between, *(t.buffer for t in anew), *made
     return kernels, spare
 
 
 def run_kernels(
-    c: Call, norms: Tensor | None, memory: tuple[Gates, Walk, Ends, Trace, Parts], left: Left, do: Tensor,
+    c: Call, norms: Tensor | None, memory: tuple[Gates, Walk, Ends, Tapes, Trace, Parts], left: Left, do: Tensor,
     dfinal: Tensor | None, d: Inputs,
 ) -> None:  # fmt: skip
     """Launches all kernels, except those whose results the forward pass has left."""
-    gates, w, between, trace, parts = memory
+    gates, w, between, tapes, trace, parts = memory
     rates, split = gates.rates, w.starts is not None
     run_rates_back(c, rates, norms, gates.decays)  # starts after all before it; the others may start earlier
+    for tape in tapes:
+        if tape is not None:
+            run_lay_tape(c, tape, follows=True)
     if split and not left.maps:
         run_find_maps(c, rates, w)
         if not left.trace:
             run_compose_maps(c, w)
     if not left.trace:
-        run_retrace(c, rates, w, trace)
+        run_retrace(c, rates, w, trace, tapes.trace)
     if split:
         run_find_ends(c, rates, w, do, dfinal, between.D)
         run_compose_back(c, w, between.D, between.ends, dfinal)
-    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d)
+    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d, tapes.gradients)
     run_finish(c, gates, norms, parts, d)

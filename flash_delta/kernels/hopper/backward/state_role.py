@@ -12,12 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.backward.memory import FIXED, GROUP, THROUGH, WRITES
+from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.forward.inverse_tiles import halves, is_fine, tiles_in, times_inverse_back
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, store_state
+from flash_delta.kernels.hopper.forward.work_items import find_run, find_runs
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.layouts import BOX, NARROW_ROWS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import rate
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
 
 
 @gluon.jit
@@ -59,106 +60,120 @@ def through_state(dS, before, v: gl.constexpr, WIDTH: gl.constexpr):
 def state_role(
     sbar, shared, g: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr, ENDS: gl.constexpr,
     V_FIRST: gl.constexpr, GATE: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr, LINES: gl.constexpr,
+    SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     """State group g, which has 64 value columns."""
-    dv_desc, after, start_desc, lines, tiles, bars, work, left, HV = shared
+    dv_desc, after, start_desc, handed, lines, tiles, bars, work, left, HV = shared
     sq, sk, sdo1, sa, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
-    cu_seqlens, T, length, N = work
+    T, share = work[1], None if SEGMENTS else work[4]
     FINE: gl.constexpr = sa.shape[0] == 3
     v: gl.constexpr = 64 * g
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    slot, hv = place(HV)
-    n, row, start, size, token, chunks, chunk, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-    row = row * T + start + size
-    own = sds1.index(g)  # [64, WIDTH]: whole states are also copied through it
-    copies = reinterpret(own, ty, [WIDTH // 64, 64, 64], TILE)
-    needed, faded = chunks > 0, chunks * 0 > 0
-    if not GRADIENTS:
-        needed = needed & (number > 0)  # nobody needs the result of a sequence's first segment
-        faded = left < chunks
-        chunks = gl.minimum(chunks, left)
-    gdc_wait()  # the kernels before this one have ended, so that this one may read their results and write
-    if (chunks > 0) | last:
-        dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
-        if ENDS:
-            dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
-        elif after is not None and (last & ~faded):
-            dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
-        if GRADIENTS and start_desc is not None and ((chunks == 0) & (number == 0)):
-            store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
-        for t in range(chunks):
-            c = chunks - 1 - t
-            s, ph = t % 2, t & 1
-            # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
-            # loop.
-            z = t >> 16
-            sdo, sds, sp, sl = sdo1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
-            if GRADIENTS:
-                ss, su, sdv = ss1.index(z), su1.index(z), sdv1.index(z + g)
-            mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
-            q, k = sq.index(s), sk.index(s)
-            for m in gl.static_range(2 // GROUPS):
-                store_scores(q, k, sp, sl, sr, s, g_done, ph, v // 2 + 32 * m, GRADIENTS)
-            fence_async_shared()
-            mbarrier.arrive(p_ready, count=1)
-            if GRADIENTS:
-                mbarrier.wait(mid, ph ^ 1)  # signalled by all: they have read dS, S0 and U of the chunk before
-            sds.store(dS.to(ty))
-            fence_async_shared()
-            barrier()  # all warps of this state group: dS is whole in shared memory
-            dU = warpgroup_mma(sds, k.permute([1, 0]), zero, use_acc=False, is_async=True)
-            mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
-            mbarrier.wait(p_ready, ph)  # signalled by the state groups: P is whole
-            dU = warpgroup_mma_wait(0, deps=[dU])
-            dU *= rate(sr, s, 6).load(ROWS)
-            at = lines
-            if GRADIENTS and GATE:
-                at = lines + (((chunk + c) * HV + hv).to(gl.int64) * LINES + FIXED + GROUP * g) * C
-                mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
-                writes = dU * su.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
-                store_by_warp(at + WRITES * C, writes)
-            dU = warpgroup_mma(sdo.slice(v, 64, 1).permute([1, 0]), sp, dU, is_async=True)
-            dU = warpgroup_mma_wait(0, deps=[dU])
-            if not GRADIENTS:
-                mbarrier.arrive(g_done, count=1)
-            mbarrier.wait(a_full, ph)  # signalled by the copy engine: A is there
-            dV = times_inverse_back(halves(dU.to(ty)), tiles_in(sa, z, FINE), is_fine(sr, s, FINE))
-            mbarrier.arrive(a_free, count=1)
-            dV *= rate(sr, s, 3).load(ROWS)
-            erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
-            if GRADIENTS:
-                tma.store_wait(0)  # the copy engine has read dV of the chunk before
-                barrier()  # all warps of this state group: none writes earlier
-                sdv.permute([1, 0]).store(dV.to(ty))
-                fence_async_shared()
-                barrier()  # all warps of this state group: dV is whole
-                mbarrier.arrive(dv_ready, count=1)
-                box, place_in = reinterpret(sdv, ty, [1, 1, C, 64], BOX), RAGGED - size + token + c * C
-                tma_store(dv_desc, (RAGGED, row, place_in, hv * WIDTH + v), box)
-                if GATE:
-                    mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
-                    i = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))
-                    gl.store(at + THROUGH * C + i, through_state(dS, ss, v, WIDTH))
-                mbarrier.arrive(mid, count=1)
-            dS *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE)
-            dS = warpgroup_mma(gl.convert_layout(erased, wide_operand), k, dS, is_async=True)
-            dS = warpgroup_mma_wait(0, deps=[dS])
-            reads = sdo.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32) * rate(sr, s, 5).load(ROWS)
-            mbarrier.arrive(do_free, count=1)
-            dS = warpgroup_mma(gl.convert_layout(reads.to(ty), wide_operand), q, dS, is_async=True)
-            dS = warpgroup_mma_wait(0, deps=[dS])
-            mbarrier.arrive(kq_free.index(s), count=1)
-            # This is inside the loop because of Triton 3.9. After the loop, ptxas would serialise all products.
-            if GRADIENTS and start_desc is not None and ((c == 0) & (number == 0)):
-                mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
+    runs, earlier = find_runs(work, HV, SEGMENTS), 0
+    for r in range(runs[0], runs[1], runs[2]):
+        found = find_run(r, runs, work, HV, PACKED, SEGMENTS, True)
+        hv, row, start, size, token, chunks, chunk, n, slot, number, last = found
+        row = row * T + start + size
+        own = sds1.index(g)  # [64, WIDTH]: whole states are also copied through it
+        copies = reinterpret(own, ty, [WIDTH // 64, 64, 64], TILE)
+        needed, faded = chunks > 0, chunks * 0 > 0
+        if not GRADIENTS:
+            needed = needed & (number > 0)  # nobody needs the result of a sequence's first segment
+            faded = left < chunks
+            chunks = gl.minimum(chunks, left)
+        gdc_wait()  # the kernels before this one have ended, so that this one may read their results and write
+        if (chunks > 0) | last:
+            dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
+            if share is not None:
+                mbarrier.wait(mid, (earlier & 1) ^ 1)  # signalled by all: they have read the last dS
+            if ENDS:
+                dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
+            elif after is not None and (last & ~faded):
+                dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
+            if share is not None and not last:
+                lost = take_over(flag_of(share, share[1] - 1, g), share)
+                left_at = (share[1] - 1) * WIDTH
+                dS = load_state(handed, None, left_at, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE) + lost
+            if GRADIENTS and start_desc is not None and ((chunks == 0) & (number == 0)):
                 store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
-        if not GRADIENTS and needed:
-            store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
-        tma.store_wait(0)
+            for t in range(earlier, earlier + chunks):
+                c = earlier + chunks - 1 - t
+                s, ph = t % 2, t & 1
+                # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over
+                # the loop.
+                z = t >> (16 if SEGMENTS else 30)
+                sdo, sds, sp, sl = sdo1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
+                if GRADIENTS:
+                    ss, su, sdv = ss1.index(z), su1.index(z), sdv1.index(z + g)
+                mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
+                q, k = sq.index(s), sk.index(s)
+                for m in gl.static_range(2 // GROUPS):
+                    store_scores(q, k, sp, sl, sr, s, g_done, ph, v // 2 + 32 * m, GRADIENTS)
+                fence_async_shared()
+                mbarrier.arrive(p_ready, count=1)
+                if GRADIENTS:
+                    mbarrier.wait(mid, ph ^ 1)  # signalled by all: they have read dS, S0 and U of the chunk before
+                sds.store(dS.to(ty))
+                fence_async_shared()
+                barrier()  # all warps of this state group: dS is whole in shared memory
+                dU = warpgroup_mma(sds, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+                mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
+                mbarrier.wait(p_ready, ph)  # signalled by the state groups: P is whole
+                dU = warpgroup_mma_wait(0, deps=[dU])
+                dU *= rate(sr, s, 6).load(ROWS)
+                at = lines
+                if GRADIENTS and GATE:
+                    at = lines + (((chunk + c) * HV + hv).to(gl.int64) * LINES + FIXED + GROUP * g) * C
+                    mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
+                    writes = dU * su.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
+                    store_by_warp(at + WRITES * C, writes)
+                dU = warpgroup_mma(sdo.slice(v, 64, 1).permute([1, 0]), sp, dU, is_async=True)
+                dU = warpgroup_mma_wait(0, deps=[dU])
+                if not GRADIENTS:
+                    mbarrier.arrive(g_done, count=1)
+                mbarrier.wait(a_full, ph)  # signalled by the copy engine: A is there
+                dV = times_inverse_back(halves(dU.to(ty)), tiles_in(sa, z, FINE), is_fine(sr, s, FINE))
+                mbarrier.arrive(a_free, count=1)
+                dV *= rate(sr, s, 3).load(ROWS)
+                erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
+                if GRADIENTS:
+                    tma.store_wait(0)  # the copy engine has read dV of the chunk before
+                    barrier()  # all warps of this state group: none writes earlier
+                    sdv.permute([1, 0]).store(dV.to(ty))
+                    fence_async_shared()
+                    barrier()  # all warps of this state group: dV is whole
+                    mbarrier.arrive(dv_ready, count=1)
+                    box, place_in = reinterpret(sdv, ty, [1, 1, C, 64], BOX), RAGGED - size + token + c * C
+                    tma_store(dv_desc, (RAGGED, row, place_in, hv * WIDTH + v), box)
+                    if GATE:
+                        mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
+                        i = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))
+                        gl.store(at + THROUGH * C + i, through_state(dS, ss, v, WIDTH))
+                    mbarrier.arrive(mid, count=1)
+                dS *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE)
+                dS = warpgroup_mma(gl.convert_layout(erased, wide_operand), k, dS, is_async=True)
+                dS = warpgroup_mma_wait(0, deps=[dS])
+                reads = sdo.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32) * rate(sr, s, 5).load(ROWS)
+                mbarrier.arrive(do_free, count=1)
+                dS = warpgroup_mma(gl.convert_layout(reads.to(ty), wide_operand), q, dS, is_async=True)
+                dS = warpgroup_mma_wait(0, deps=[dS])
+                mbarrier.arrive(kq_free.index(s), count=1)
+                # This is inside the loop because of Triton 3.9. After the loop, ptxas would serialise all products.
+                if share is not None and ((c == 0) & (number > 0)):
+                    mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
+                    store_state(handed, dS, None, share[1] * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
+                    hand_over(flag_of(share, share[1], g))
+                if GRADIENTS and start_desc is not None and ((c == 0) & (number == 0)):
+                    mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
+                    store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
+            if not GRADIENTS and needed:
+                store_state(start_desc, dS, None, (slot * HV + hv) * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
+            tma.store_wait(0)
+        earlier += chunks
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
 """All gradients of a chunk in one kernel, from right to left. There is a program per segment (or sequence) and value
-head.
+head. Or programs share whole sequences (forward/tape.py), and the state's gradient goes from program to program.
 
     load        loads q, k and rates into a ring of two slots, and A, U, S0 and dO of a chunk: one warp
     state       P, L     dU = (e^{GC-G} . k) dS1 + P^T dO     dV = b . A^T dU
@@ -44,6 +44,8 @@ from flash_delta.kernels.hopper.backward.gradient_role import gradient_role
 from flash_delta.kernels.hopper.backward.memory import Parts, count_lines
 from flash_delta.kernels.hopper.backward.state_role import state_role
 from flash_delta.kernels.hopper.forward.inverse_tiles import BYTES, fine, load_inverse, tiles_in
+from flash_delta.kernels.hopper.forward.tape import Tape
+from flash_delta.kernels.hopper.forward.work_items import enter, find_run, find_runs
 from flash_delta.kernels.hopper.gluon_compat import barrier, tma_load
 from flash_delta.kernels.hopper.layouts import HALF, TILE, C
 from flash_delta.kernels.hopper.layouts import LINES as LINE
@@ -59,59 +61,62 @@ from flash_delta.problem import Inputs
 
 
 @gluon.jit
-def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr):
+def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
     descs, tiles, bars, work, strides, left, HV = given
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
     sq, sk, sdo1, sa, ss1, su1, _, _, _, _, sr = tiles
     kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, mid, _ = bars
-    cu_seqlens, T, length, N = work
     batches, heads, group = strides
     ROW: gl.constexpr = C * WIDTH * 2
     KEYS: gl.constexpr = 2 * ROW + 8 * C * 4
     STATE: gl.constexpr = WIDTH * WIDTH * 2
-    _, hv = place(HV)
-    h = hv // group
-    _, row, start, size, token, chunks, chunk, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-    if not GRADIENTS:
-        chunks = gl.minimum(chunks, left)
-    gdc_wait()  # the kernels before this one have ended, and their results can be read
-    for t in range(chunks):
-        c = chunks - 1 - t
-        s, ph = t % 2, t & 1
-        z = t >> 16  # 0 (state_role.py)
-        at, index = token + c * C, (chunk + c) * HV + hv
-        # Signalled by all roles that compute: they have read q, k and rates.
-        mbarrier.wait(kq_free.index(s), ((t // 2) & 1) ^ 1)
-        mbarrier.expect(kq_full.index(s), KEYS)
-        load_box(k_desc, row * batches[1] + start, size, at, h * heads[1], kq_full.index(s), sk.index(s), WIDTH)
-        load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
-        load_rates(r_desc, index, kq_full.index(s), sr, s)
-        mbarrier.wait(a_free, ph ^ 1)  # signalled by the state groups: they have read A
-        mbarrier.expect(a_full, BYTES * sa.shape[0])
-        load_inverse(a_desc, index, a_full, tiles_in(sa, z, sa.shape[0] == 3), sa.shape[0] == 3)
-        if GRADIENTS:
-            mbarrier.wait(mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
-            mbarrier.expect(s_full, STATE)
-            tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
-            mbarrier.expect(u_full, ROW)
-            tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
-        mbarrier.wait(do_free, ph ^ 1)  # signalled by the state groups: they have read dO
-        mbarrier.expect(do_full, ROW)
-        load_box(do_desc, row * batches[2] + start, size, at, hv * heads[2], do_full, sdo1.index(z), WIDTH)
+    runs, earlier = find_runs(work, HV, SEGMENTS), 0
+    for r in range(runs[0], runs[1], runs[2]):
+        found = find_run(r, runs, work, HV, PACKED, SEGMENTS, True)
+        hv, row, start, size, token, chunks, chunk = found[:7]
+        h = hv // group
+        if not GRADIENTS:
+            chunks = gl.minimum(chunks, left)
+        gdc_wait()  # the kernels before this one have ended, and their results can be read
+        for t in range(earlier, earlier + chunks):
+            c = earlier + chunks - 1 - t
+            s, ph = t % 2, t & 1
+            z = t >> (16 if SEGMENTS else 30)  # 0 (state_role.py)
+            at, index = token + c * C, (chunk + c) * HV + hv
+            # Signalled by all roles that compute: they have read q, k and rates.
+            mbarrier.wait(kq_free.index(s), ((t // 2) & 1) ^ 1)
+            mbarrier.expect(kq_full.index(s), KEYS)
+            load_box(k_desc, row * batches[1] + start, size, at, h * heads[1], kq_full.index(s), sk.index(s), WIDTH)
+            load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
+            load_rates(r_desc, index, kq_full.index(s), sr, s)
+            mbarrier.wait(a_free, ph ^ 1)  # signalled by the state groups: they have read A
+            mbarrier.expect(a_full, BYTES * sa.shape[0])
+            load_inverse(a_desc, index, a_full, tiles_in(sa, z, sa.shape[0] == 3), sa.shape[0] == 3)
+            if GRADIENTS:
+                mbarrier.wait(mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
+                mbarrier.expect(s_full, STATE)
+                tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
+                mbarrier.expect(u_full, ROW)
+                tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
+            mbarrier.wait(do_free, ph ^ 1)  # signalled by the state groups: they have read dO
+            mbarrier.expect(do_full, ROW)
+            load_box(do_desc, row * batches[2] + start, size, at, hv * heads[2], do_full, sdo1.index(z), WIDTH)
+        earlier += chunks
 
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "do_batch", "group", "HV"])
 def walk_back(
-    q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, lines,
-    rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
+    q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, handed,
+    tape, lines, rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
-    GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, REGISTERS: gl.constexpr,
+    GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``after``: the gradient of the states at the ends of segments with ENDS, otherwise at the ends of sequences.
-    Grid (slots of segments * HV,)."""
+    Grid (slots of segments * HV,), or with a tape (programs,)."""
     gdc_launch_dependents()
     GROUPS: gl.constexpr = WIDTH // 64
     READERS: gl.constexpr = GROUPS + 1 if GRADIENTS else GROUPS
+    SEGMENTS: gl.constexpr = tape is None
     ty: gl.constexpr = k_desc.dtype
     sq = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
@@ -131,7 +136,7 @@ def walk_back(
     full, by_states, mid = barriers(4, 1), barriers(4, GROUPS), barriers(1, READERS)
     g_done = barriers(1, 1 if GRADIENTS else GROUPS)
     made, sbar, sbar2 = (kq_full, kq_free, full, by_states, mid, g_done), None, None
-    if after is not None:
+    if after is not None or tape is not None:
         sbar = barriers(GROUPS, 1)
         made += (sbar,)
         if GROUPS == 2:
@@ -145,6 +150,9 @@ def walk_back(
         by_states.index(1), by_states.index(2), by_states.index(3), mid.index(0), g_done.index(0),
     )  # fmt: skip
     work, strides = (cu_seqlens, T, length, N), ((q_batch, k_batch, do_batch), heads, group)
+    if tape is not None:
+        u, _ = enter(tape)
+        work = (cu_seqlens, T, N * HV, None, (tape, u))
     descs = (q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc)
     left = gl.program_id(0) * 0
     if not GRADIENTS:
@@ -152,40 +160,40 @@ def walk_back(
         _, _, _, _, _, chunks, chunk, number, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
         if number > 0:
             left = count_left(rates, place(HV)[1], HV, chunk, chunks, False)
-    state = (dv_desc, after, start_desc, lines, tiles, bars, work, left, HV)
+    state = (dv_desc, after, start_desc, handed, lines, tiles, bars, work, left, HV)
     gradient = (dq_desc, dk_desc, lines, so, tiles, bars, work, HV)
     loads = (descs, tiles, bars, work, strides, left, HV)
     # The first role gets the registers that the others do not ask for.
     if GRADIENTS and GROUPS == 2:
         gl.warp_specialize([
-            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES)),
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
-            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
-            (load_back, (loads, WIDTH, True, PACKED)),
+            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES, SEGMENTS)),
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES, SEGMENTS)),
+            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES, SEGMENTS)),
+            (load_back, (loads, WIDTH, True, PACKED, SEGMENTS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif GRADIENTS:
         gl.warp_specialize([
-            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES)),
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES)),
-            (load_back, (loads, WIDTH, True, PACKED)),
+            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES, SEGMENTS)),
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES, SEGMENTS)),
+            (load_back, (loads, WIDTH, True, PACKED, SEGMENTS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
-            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
-            (load_back, (loads, WIDTH, False, PACKED)),
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES, True)),
+            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES, True)),
+            (load_back, (loads, WIDTH, False, PACKED, True)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES)),
-            (load_back, (loads, WIDTH, False, PACKED)),
+            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES, True)),
+            (load_back, (loads, WIDTH, False, PACKED, True)),
         ], [1], [24])  # fmt: skip
     end_barriers(made)
 
 
 def run_walk_back(
     c: Call, rates: Tensor, w: Walk, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None, parts: Parts,
-    d: Inputs,
+    d: Inputs, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches `walk_back` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient of
     the states at the ends of segments, or None if sequences are not split."""
@@ -196,26 +204,29 @@ def run_walk_back(
     if ends is not None:
         state = boxes.rows(ends)
     start = None if d.initial_state is None else boxes.states(p, d.initial_state)
-    given = (*saved, *gradients, state, start, parts.lines)
+    given = (*saved, *gradients, state, start, *boxes.handed_by(tape), parts.lines)
     registers = (FINE_WALK_BACK if fine(p) else WALK_BACK)[K]
-    _run(c, rates, w, do, given, ENDS=ends is not None, GRADIENTS=True, **registers)
+    _run(c, rates, w, do, given, tape, ENDS=ends is not None, GRADIENTS=True, **registers)
 
 
 def run_find_ends(c: Call, rates: Tensor, w: Walk, do: Tensor, after: Tensor | None, D: Tensor) -> None:
     """Launches `walk_back` for ``D``, the gradient of the state at the start of every segment except the first. For it
     the gradient at the segment's end is taken as zero, or in the last segment as ``after``."""
     state = None if after is None else boxes.states(c.p, after)
-    given = (None,) * 5 + (state, boxes.rows(D), D)
-    _run(c, rates, w, do, given, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
+    given = (None,) * 5 + (state, boxes.rows(D), None, None, D)
+    _run(c, rates, w, do, given, None, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
 
 
-def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, **constants: int) -> None:
-    """``given``: descriptors of S0, U, dq, dk, dv, and of the states' gradients at the end and at the start; lines."""
+def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, tape: Tape | None, **constants: int) -> None:
+    """``given``: descriptors of S0, U, dq, dk, dv, and of the states' gradients at the end and at the start; what
+    programs hand over, and the table of the ``tape``; lines."""
     p, x = c.p, c.x
     q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
     arguments = (
         q, k, out, boxes.inverses(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
         p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = constants_of(c, walk_back, arguments, LINES=count_lines(p.V), FINE=fine(p), **constants)
-    launch_described(c, walk_back, DescribedPlan((count_slots(p, w.length) * p.HV, 1), arguments, constants))
+    own = {"LINES": count_lines(p.V), "FINE": fine(p), "TAPED": tape is not None}
+    constants = constants_of(c, walk_back, arguments, **own, **constants)
+    programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
+    launch_described(c, walk_back, DescribedPlan((programs, 1), arguments, constants))

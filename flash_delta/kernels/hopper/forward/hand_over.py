@@ -1,4 +1,4 @@
-"""A state goes from one program to the next (tape.py), through memory, with a flag.
+"""A state, or its gradient, goes from one program to the next (tape.py), through memory, with a flag.
 
 The copy engine moves the state. So the program that hands it over waits until its copies are in memory, and not only
 until they have been read from shared memory. Then it makes them visible to all programs, and sets the flag. The program

@@ -1,4 +1,5 @@
-"""The tape: how the loop's work is divided among its programs if whole items would leave some of them idle.
+"""The tape: how the work of a kernel is divided among its programs if whole items would leave some of them idle. The
+loops take it, and in the backward pass the walks of whole sequences.
 
 An item is one value head of one sequence. The tape has all items, one after the other. An item is as long as it takes.
 Every program gets an interval of the tape, all of the same length
@@ -8,7 +9,8 @@ Every program gets an interval of the tape, all of the same length
 (McNaughton's wrap-around rule). So a border between two programs may lie inside of an item. The program before the
 border walks the first chunks of this item, and does so first of all. The program after the border walks the other
 chunks, last of all. In between the state is in memory, in float32, as in registers. So no bit depends on borders
-(hand_over.py). No item is longer than L. So the state is usually there in time.
+(hand_over.py). No item is longer than L. So the state is usually there in time. A kernel that walks from right to left
+counts an item's chunks from the end.
 
 A program waits only for the first piece of the program before it. That piece waits for nobody. Programs take their
 numbers in the order in which they start. So all programs end, even if few of them run at a time.

@@ -5,7 +5,10 @@ states (prompt_list.py). A piece is a run of chunks of an item. Without a tape e
 take items in turns. With a tape (tape.py) a program's first piece may end early, and its last piece may begin late.
 
 The functions take ``work``: (cu_seqlens, T, items, pool, share). pool: the list, and the ``least`` and the ``most``
-prompts that this launch walks, or None. share: the tape's table and the program's number, or None."""
+prompts that this launch walks, or None. share: the tape's table and the program's number, or None.
+
+Other kernels walk segments (segments/), one per program, or whole sequences by a tape. A run of chunks is the one or
+the other. With SEGMENTS their ``work`` is (cu_seqlens, T, length, N)."""
 
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.layouts import C
-from flash_delta.kernels.hopper.segments.bounds import extent
+from flash_delta.kernels.hopper.segments.bounds import extent, find_chunks, first_slot, place
 
 
 class Listed(NamedTuple):
@@ -30,7 +33,7 @@ NO_LIST = Listed(None, 0, 0)  # without a pool
 
 
 @gluon.jit
-def count_items(items, pool, HV: gl.constexpr):
+def count_items(items, pool, HV):
     """The number of items of work. On a pool an earlier kernel has counted the sequences (prompt_list.py). There is no
     work if their number is outside of this launch's range."""
     if pool is None:
@@ -43,7 +46,7 @@ def count_items(items, pool, HV: gl.constexpr):
 
 
 @gluon.jit
-def bounds(item, cu_seqlens, pool, T, HV: gl.constexpr, PACKED: gl.constexpr):
+def bounds(item, cu_seqlens, pool, T, HV, PACKED: gl.constexpr):
     """An item's sequence and value head, the sequence's first token in its batch row, and its length."""
     n, hv = item // HV, item % HV
     if pool is not None:
@@ -62,7 +65,7 @@ def enter(tape):
 
 
 @gluon.jit
-def find_pieces(work, HV: gl.constexpr):
+def find_pieces(work, HV):
     """A program's pieces. The first three results say how to go through them: from, to, step. With a tape they are
     followed by the first piece's item, the chunk with which the last piece begins, and the chunk before which the first
     one ends (0: it ends with its item)."""
@@ -79,7 +82,7 @@ def find_pieces(work, HV: gl.constexpr):
 
 
 @gluon.jit
-def find_piece(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
+def find_piece(i, pieces, work, HV, PACKED: gl.constexpr):
     """Piece i of a program: its item, sequence and value head; the sequence's first token in its batch row, and its
     length; the piece's first token in the sequence, and the token after its last."""
     cu_seqlens, T, _, pool, share = work
@@ -96,7 +99,39 @@ def find_piece(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def ends(item, pool, HV: gl.constexpr):
+def find_runs(work, HV, SEGMENTS: gl.constexpr):
+    """A program's runs of chunks, as `find_pieces` finds pieces."""
+    if SEGMENTS:
+        return 0, 1, 1
+    else:
+        return find_pieces(work, HV)
+
+
+@gluon.jit
+def find_run(i, runs, work, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr, BACK: gl.constexpr = False):
+    """Run i of a program: its value head and batch row; the sequence's first token and length; the run's first token in
+    the sequence, the number of its chunks, and the first chunk's slot; then its sequence, its segment's slot (or its
+    sequence), its number (0: it begins the sequence), and whether it ends the sequence. BACK: chains are walked from
+    their last chunk, with which they begin on the tape."""
+    if SEGMENTS:
+        cu_seqlens, T, length, N = work
+        slot, hv = place(HV)
+        n, row, start, size, token, chunks, chunk, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
+        return hv, row, start, size, token, chunks, chunk, n, slot, number, last
+    else:
+        _, n, hv, start, size, begin, end = find_piece(i, runs, work, HV, PACKED)
+        count, first, after = (size + C - 1) // C, begin // C, (end + C - 1) // C
+        if BACK:
+            first, after = count - after, count - first
+        row = n
+        if PACKED:
+            row = n * 0
+        chunk = first_slot(n, start, work[1], PACKED) + first
+        return hv, row, start, size, first * C, after - first, chunk, n, n, first, after == count
+
+
+@gluon.jit
+def ends(item, pool, HV):
     """On a pool: the slot that an item's state is read from, and the one that it is written to. -1: there is none."""
     at = pool[0] + 3 * (item // HV) + 2
     return gl.load(at), gl.load(at + 1)

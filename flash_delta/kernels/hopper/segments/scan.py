@@ -20,8 +20,8 @@ For a prompt on a pool the state groups also store checkpoints (checkpoints.py).
 the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.
 
 With SAVE the state groups also write S0 of every chunk and U to memory, as in the loop. The backward pass computes S0
-and U again with this kernel (`run_retrace`). Then
-there is neither q nor O, and no score group. Nothing is saved of heads of 256.
+and U again with this kernel (`run_retrace`). Then there is neither q nor O, and no score group. There programs may also
+share whole sequences (forward/tape.py). Nothing is saved of heads of 256.
 """
 
 from torch import Tensor
@@ -38,16 +38,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, rows, saved, states, strides
+from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
+from flash_delta.kernels.hopper.forward.tape import Tape
+from flash_delta.kernels.hopper.forward.work_items import enter, find_run, find_runs
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.layouts import HALF as NARROW
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
-from flash_delta.kernels.hopper.segments.bounds import find_chunks, place
+from flash_delta.kernels.hopper.segments.bounds import find_chunks
 from flash_delta.kernels.hopper.segments.memory import HALF, Walk
 from flash_delta.kernels.hopper.tiles import RETRACE, WALKS
 from flash_delta.kernels.runtime.arguments import constants_of
@@ -87,99 +90,113 @@ def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
 def state_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
+    SEGMENTS: gl.constexpr,
 ):  # fmt: skip
-    o_desc, saved, tiles, sb, bars, starts, final, pool, kept, work, HV = shared
+    o_desc, saved, tiles, sb, bars, starts, final, handed, pool, kept, work, HV = shared
     sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
     FINE: gl.constexpr = sa.shape[0] == 3 * NS
-    cu_seqlens, T, length, N = work
+    T, share = work[1], None if SEGMENTS else work[4]
     STAGED: gl.constexpr = WIDTH > 128  # registers do not suffice for S and for S as an operand
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    slot, hv = place(HV)
-    n, row, start, size, token, chunks, chunk, _, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-    row = row * T + start + size
     READS: gl.constexpr = o_desc is not None
     PARTS: gl.constexpr = WIDTH // 64
     SENT: gl.constexpr = PARTS + 1 + READS if SAVE else 1  # tiles of a chunk that go to memory through ``so``
     NO: gl.constexpr = so.shape[0]  # number of buffers
     SCORES: gl.constexpr = sp.shape[0] if READS else 1
-    gdc_wait()  # earlier kernels have ended: ``starts`` can be read, and this kernel's outputs can be written
-    if (chunks > 0) | last:
-        S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-        if INITIAL:
-            S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
-        offset = find_offset(kept, n, size)
-        for t in range(chunks):
-            s, x = t % NS, t % SCORES
-            if STAGED:
-                sb.store(S.to(ty))
-                fence_async_shared()
-                barrier()  # all warps of this state group: S is whole in shared memory
-                before = sb
-            else:
-                before = gl.convert_layout(S.to(ty), operand)
-            mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: the chunk's tiles arrived
-            E = warpgroup_mma(before, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            if STAGED:
-                E = warpgroup_mma_wait(0, deps=[E])
-            else:
-                if READS:
-                    O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-                if SAVE:
-                    parts = apart_all(S.to(ty), PARTS)
-                    for m in gl.static_range(PARTS):
-                        part = gl.convert_layout(parts[m], ROWS)
-                        at = ((chunk + t) * HV + hv) * WIDTH + v
-                        send(saved[0], part, at, 64 * m, so, t * SENT + m, NO, False)
-                if READS:
-                    E, O = warpgroup_mma_wait(0, deps=[E, O])
+    runs, earlier = find_runs(work, HV, SEGMENTS), 0
+    for r in range(runs[0], runs[1], runs[2]):
+        found = find_run(r, runs, work, HV, PACKED, SEGMENTS)
+        hv, row, start, size, token, chunks, chunk, n, slot, number, last = found
+        row = row * T + start + size
+        gdc_wait()  # earlier kernels have ended: ``starts`` can be read, and this kernel's outputs can be written
+        if (chunks > 0) | last:
+            S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
+            if share is not None and number > 0:
+                lost = take_over(flag_of(share, share[1] - 1, v // 64), share)
+                left_at = (share[1] - 1) * WIDTH
+                S = load_state(handed, None, left_at, v, so, sbar, WIDTH, True, 1, WIDE_ROWS) + lost
+            elif INITIAL:
+                S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
+            offset = find_offset(kept, n, size)
+            for step in range(chunks):
+                t = earlier + step
+                s, x = t % NS, t % SCORES
+                if STAGED:
+                    sb.store(S.to(ty))
+                    fence_async_shared()
+                    barrier()  # all warps of this state group: S is whole in shared memory
+                    before = sb
                 else:
+                    before = gl.convert_layout(S.to(ty), operand)
+                mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: the chunk's tiles arrived
+                E = warpgroup_mma(before, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                if STAGED:
                     E = warpgroup_mma_wait(0, deps=[E])
-            R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
-            R = R + E * rate(sr, s, 4).load(ROWS)
-            R *= rate(sr, s, 3).load(ROWS)
-            R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
-            U, U2 = times_inverse(R, A)
-            if STAGED:
-                O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            elif READS:
-                O *= rate(sr, s, 5).load(ROWS)
-            S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
-            if STAGED:
-                U, U2, O = warpgroup_mma_wait(0, deps=[U, U2, O])
-            U = finished(R, U, U2, A, fine)
-            written = (U * rate(sr, s, 6).load(ROWS)).to(ty)
-            read = U.to(ty)
-            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
-            if STAGED:
-                O *= rate(sr, s, 5).load(ROWS)
-            if READS:
-                mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
-                O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
-            if SAVE:
-                send(saved[1], read, ((chunk + t) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
-            if READS:
-                O, S = warpgroup_mma_wait(0, deps=[O, S])
-            else:
-                S = warpgroup_mma_wait(0, deps=[S])
-            mbarrier.arrive(done.index(s), count=1)
-            if READS:
-                tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
-                barrier()  # all warps of this state group: none writes earlier
-                out = so.index((t * SENT + SENT - 1) % NO)
-                box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
-                store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
-            if kept is not None:
-                to = find_checkpoint(kept, n, token + (t + 1) * C, size, offset)
-                if to >= 0:
-                    store_state(pool, S, to, hv * WIDTH, v, so, WIDTH, V_FIRST, NO)
-        if last and final is not None:
-            store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
-        tma.store_wait(0)
+                else:
+                    if READS:
+                        O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                    if SAVE:
+                        parts = apart_all(S.to(ty), PARTS)
+                        for m in gl.static_range(PARTS):
+                            part = gl.convert_layout(parts[m], ROWS)
+                            at = ((chunk + step) * HV + hv) * WIDTH + v
+                            send(saved[0], part, at, 64 * m, so, t * SENT + m, NO, False)
+                    if READS:
+                        E, O = warpgroup_mma_wait(0, deps=[E, O])
+                    else:
+                        E = warpgroup_mma_wait(0, deps=[E])
+                R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
+                R = R + E * rate(sr, s, 4).load(ROWS)
+                R *= rate(sr, s, 3).load(ROWS)
+                R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
+                U, U2 = times_inverse(R, A)
+                if STAGED:
+                    O = warpgroup_mma(before, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+                elif READS:
+                    O *= rate(sr, s, 5).load(ROWS)
+                S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
+                if STAGED:
+                    U, U2, O = warpgroup_mma_wait(0, deps=[U, U2, O])
+                U = finished(R, U, U2, A, fine)
+                written = (U * rate(sr, s, 6).load(ROWS)).to(ty)
+                read = U.to(ty)
+                S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
+                if STAGED:
+                    O *= rate(sr, s, 5).load(ROWS)
+                if READS:
+                    mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
+                    O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+                if SAVE:
+                    send(saved[1], read, ((chunk + step) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
+                if READS:
+                    O, S = warpgroup_mma_wait(0, deps=[O, S])
+                else:
+                    S = warpgroup_mma_wait(0, deps=[S])
+                mbarrier.arrive(done.index(s), count=1)
+                if READS:
+                    tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
+                    barrier()  # all warps of this state group: none writes earlier
+                    out = so.index((t * SENT + SENT - 1) % NO)
+                    box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + step * C
+                    store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
+                if kept is not None:
+                    to = find_checkpoint(kept, n, token + (step + 1) * C, size, offset)
+                    if to >= 0:
+                        store_state(pool, S, to, hv * WIDTH, v, so, WIDTH, V_FIRST, NO)
+            if share is not None and not last:
+                store_state(handed, S, None, share[1] * WIDTH, v, so, WIDTH, True, 1)
+                hand_over(flag_of(share, share[1], v // 64))
+            elif last and final is not None:
+                store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
+            tma.store_wait(0)
+            if share is not None:
+                barrier()  # all warps of this group: none asks earlier for the state that is loaded next
+        earlier += chunks
 
 
 NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
@@ -187,13 +204,15 @@ NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
 
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def walk_segments(
-    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, cu_seqlens, length, N, T,
-    q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
+    q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, handed, tape, cu_seqlens, length, N,
+    T, q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
     checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
-    FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
+    FINE: gl.constexpr, TAPED: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
+    SEGMENTS: gl.constexpr = tape is None
+    LOADS_STATES: gl.constexpr = INITIAL or tape is not None
     ty: gl.constexpr = k_desc.dtype
     sq, sp = None, None
     if q_desc is not None:
@@ -211,7 +230,7 @@ def walk_segments(
     if q_desc is not None:
         pfull = barriers(SCORES, 1)
         made += (pfull,)
-    if INITIAL:
+    if LOADS_STATES:
         sbar = barriers(1, 1)
         made += (sbar,)
     sb, sv2 = so, None
@@ -220,12 +239,15 @@ def walk_segments(
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-        if INITIAL:
+        if LOADS_STATES:
             sbar2 = barriers(1, 1)
             made += (sbar2,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     bars, work = (full, pfull, done), (cu_seqlens, T, length, N)
+    if tape is not None:
+        u, _ = enter(tape)
+        work = (cu_seqlens, T, N * HV, None, (tape, u))
     strides = ((q_batch, k_batch, v_batch), heads, group)
     score = ((sq, sk, sr, sp), bars, work, HV)
     saved, kept = (s_desc, u_desc), None
@@ -233,35 +255,39 @@ def walk_segments(
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
             kept += (offsets,)
-    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, pool, kept, work, HV)
+    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, handed, pool, kept, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
     first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     if GROUPS == 2 and q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
+                          SEGMENTS)),
             (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED,
-                          SAVE)),
-            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
+                          SAVE, SEGMENTS)),
+            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, SEGMENTS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (score_role, (score, NS, PACKED)),
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
+                          SEGMENTS)),
             (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED,
-                          SAVE)),
-            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, True)),
+                          SAVE, SEGMENTS)),
+            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, SEGMENTS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
-            (load_role, (loads, HV, 0, WIDTH, 64, NS, NS, PACKED, True)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
+                          SEGMENTS)),
+            (load_role, (loads, HV, 0, WIDTH, 64, NS, NS, PACKED, SEGMENTS)),
         ], [1], [24])  # fmt: skip
     else:
         first = gl.program_id(1) * 64
         gl.warp_specialize([
             (score_role, (score, NS, PACKED)),
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE)),
-            (load_role, (loads, HV, first, WIDTH, 64, NS, NS, PACKED, True)),
+            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
+                          SEGMENTS)),
+            (load_role, (loads, HV, first, WIDTH, 64, NS, NS, PACKED, SEGMENTS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     end_barriers(made)
 
@@ -274,17 +300,17 @@ def run_walk_segments(
     if slots is not None and slots.checkpoint_indices is not None:
         on_pool = pool(c.p, slots.state_pool), *checkpoint_arguments(c.p, slots)
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, trace, *ends, on_pool, **WALKS[c.p.K])
+    _run(c, rates, w, trace, *ends, on_pool, None, **WALKS[c.p.K])
 
 
-def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
+def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace, tape: Tape | None = None) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
-    _run(c, rates, w, trace, None, None, None, NOWHERE, **RETRACE)
+    _run(c, rates, w, trace, None, None, None, NOWHERE, tape, **RETRACE)
 
 
 def _run(
     c: Call, rates: Tensor, w: Walk, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
-    final: Descriptor | None, on_pool: tuple, **constants: int,
+    final: Descriptor | None, on_pool: tuple, tape: Tape | None, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
     groups = 2 if p.K == 128 else 1
@@ -293,11 +319,13 @@ def _run(
         starts = states(p, x.initial_state)
     arguments = (
         q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *saved(trace), starts, final,
-        x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
+        *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
-        START_V_FIRST=w.starts is not None or p.state_v_first, SAVE=trace is not None, FINE=fine(p), **constants,
+        START_V_FIRST=w.starts is not None or p.state_v_first, SAVE=trace is not None, FINE=fine(p),
+        TAPED=tape is not None, **constants,
     )  # fmt: skip
-    plan = DescribedPlan((count_slots(p, w.length) * p.HV, p.V // (HALF * groups)), arguments, constants)
+    programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
+    plan = DescribedPlan((programs, p.V // (HALF * groups)), arguments, constants)
     launch_described(c, walk_segments, plan)

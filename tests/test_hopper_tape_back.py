@@ -1,0 +1,60 @@
+"""Backward walks on the tape: no bit of a gradient depends on how many programs share the sequences."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from flash_delta.kernels.hopper.backward import run as by_hand
+from flash_delta.kernels.hopper.backward.memory import Tapes, new_tapes
+from flash_delta.kernels.hopper.forward.tape import new_tape
+from flash_delta.kernels.hopper.tiles import Pace
+from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.testing import MEMBERS, make_inputs
+from flash_delta.testing.accuracy import run
+from tests.test_hopper_backward import by_hand_in  # noqa: F401
+from tests.test_hopper_segments import PACKED, RAW, ROWS
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+LONG = replace(PACKED, T=445, lengths=(190, 180, 0, 70), options=RAW)
+CELLS = {  # a case, and the number of programs
+    "packed": (replace(LONG, options=RAW | {"allow_neg_eigval": True}), 3),
+    "rows": (replace(ROWS, B=3, options={"state_v_first": True, "disable_recompute": True}), 4),
+    "64": (replace(LONG, K=64, V=64, initial_state=False), 3),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_bit_depends_on_borders(by_hand_in, monkeypatch, cell):  # noqa: F811
+    """Programs run in the order of their numbers, and if one waited for a later one, that would be an error here."""
+    case, programs = CELLS[cell]
+    x, tapes = make_inputs(case, MEMBERS["gdn"], torch.bfloat16), []
+    by_hand_in(None)
+    run_backward = by_hand.run_backward
+
+    def laid(p, chip):
+        made = [tape and new_tape(p, programs, Pace(10, 1, 0)) for tape in new_tapes(p, chip)]
+        assert [tape is None for tape in made] == [p.disable_recompute, False]
+        tapes.extend(made[p.disable_recompute :])
+        for tape in tapes:
+            tape.handed.fill_(float("nan"))
+        return Tapes(*made)
+
+    def compared(*given):
+        wanted = run_backward(*given)
+        monkeypatch.setattr(by_hand, "new_tapes", laid)
+        monkeypatch.setattr(by_hand, "chip_of", lambda device: Chip("interpreter", programs))
+        monkeypatch.setattr(calls, "chip_of", by_hand.chip_of)
+        for got, want in zip(run_backward(*given), wanted, strict=True):
+            assert (got is None and want is None) or torch.equal(got, want)
+        return wanted
+
+    monkeypatch.setattr(by_hand, "run_backward", compared)
+    run(MEMBERS["gdn"], x)
+    for tape in tapes:
+        assert tape.table[0] == programs
+        assert tape.table[5 + 2 * programs : 5 + 4 * programs].any()  # states were handed over
