@@ -125,10 +125,7 @@ def preference(p: Problem) -> tuple[int, str | None]:
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"
-    if p.pool is not None and p.gate == "channel":
-        why = channel_prefill.slow(p)
-        return (2, None) if why is None else (0, why)
-    if p.pool is not None and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
+    if p.pool is not None and p.gate != "channel" and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
         return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     why = _slow_padding(p) if pads(p) else None
     return (2, None) if why is None else (0, why)

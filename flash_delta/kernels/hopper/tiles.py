@@ -118,9 +118,7 @@ CHANNEL_PACE, CHANNEL_HALF_PACE, CHANNEL_WALK_PACE = Pace(19, 14), Pace(16, 14),
 RETRACE = {"NS": 4, "REGISTERS": 216}
 WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
 FINE_WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # where beta can pass 1
-# Whole sequences. The role that carries the state's gradient waits for the other one, so that an item hardly costs more
-# than its chunks. It may not be 0: then nobody would walk a tape without chunks.
-RETRACE_PACE, WALK_BACK_PACE = {64: Pace(7, 4), 128: Pace(13, 4)}, {64: Pace(24, 1), 128: Pace(50, 1)}
+RETRACE_PACE, WALK_BACK_PACE = {64: Pace(3), 128: Pace(6)}, {64: Pace(18, 16), 128: Pace(38, 16)}  # whole sequences
 WALKED_IN_TURNS = 4  # items per program
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)

@@ -27,20 +27,6 @@ from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 PREFILL = ("prefill", "hopper", "channel")  # the kind of these calls
 
 
-def slow(p: Problem) -> str | None:
-    """Why such calls are not always faster than with ``triton``, or None. The result must not depend on lengths or on
-    the number of prompts (`backend.preference`).
-
-    Measured with a bound: with 64 heads the loop is 1.2x to 2.2x as fast (docs/notes/2026-11-25-kda-pools.md). With 16
-    and 32 heads this backend is 1.01x to 2.0x as fast (docs/notes/2026-11-26-kda-few-heads.md). It should be slower
-    only if one of many prompts has most of the tokens. Without a bound, log decays may be so low that a chunk goes
-    through the loop in four pieces. Then one long prompt takes 4 times as long.
-    """
-    if p.lower_bound is None:
-        return "without a bound, low log decays would make it slower than `triton`"
-    return None
-
-
 def remark(p: Problem) -> str:
     """What `explain` says."""
     first, *more = channel_pool_launches(p, chip_of(p.device), every=False)

@@ -56,15 +56,6 @@ NEVER = gl.constexpr(2**30)
 
 
 @gluon.jit
-def weighted_values(sv, sr, s, keys):
-    """b . v of the chunk in slot s, or 0 for Phi."""
-    R = gl.zeros([64, C], gl.float32, ROWS)
-    if keys == 0:
-        R = sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32) * rate(sr, s, 3).load(ROWS)
-    return R
-
-
-@gluon.jit
 def map_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
     PACKED: gl.constexpr,
@@ -93,14 +84,16 @@ def map_role(
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk arrived
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
-    R = weighted_values(sv, sr, 0, keys)
     E = warpgroup_mma_wait(0, deps=[E])
     begin, going = chunks * 0, chunks > 0
     while going:
         end = gl.minimum(begin + PART, chunks)
         for t in range(begin, end):
             s, later = t % NS, (t + 1) % NS
-            R += E * (rate(sr, s, 4).load(ROWS) * rate(sr, s, 3).load(ROWS))
+            R = E * rate(sr, s, 4).load(ROWS)
+            if keys == 0:
+                R += sv.index(s).permute([1, 0]).load(ROWS).to(gl.float32)
+            R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, s, FINE), is_fine(sr, s, FINE)
             U, U2 = times_inverse(R, A)
             S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
@@ -114,7 +107,6 @@ def map_role(
             # Signalled by the copy engine: the next chunk has arrived.
             mbarrier.wait(full.index(later), ((t + 1) // NS) & 1, pred=t + 1 < chunks)
             E = warpgroup_mma(sb, sk.index(later).permute([1, 0]), zero, use_acc=False, is_async=True)
-            R = weighted_values(sv, sr, later, keys)
             E = warpgroup_mma_wait(0, deps=[E])
         begin = end
         left = gl.max(gl.max(gl.maximum(S, -S), 1), 0)
