@@ -330,6 +330,6 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     s = Slots(**{name: arguments.get(name) for name in Slots._fields})
     around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
     backend.prefill(p, x, s, around)
-    split = T == 40000 and not form.batch_invariant
+    split = N == 1 and T >= 5000 and not form.batch_invariant
     assert (len(asked) > 8) == split, "rates, walks, a tape and copies; of a prompt in segments much more"
     assert sum(asked) == backend.workspace_bytes(p, x)
