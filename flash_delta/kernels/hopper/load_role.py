@@ -18,12 +18,12 @@ def find_work(i, pieces, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.con
     """The chunks of piece i: value head, batch row, the sequence's first token and length, the first chunk's
     token in the sequence, the number of chunks, the first chunk's slot; and whether v is needed."""
     if SEGMENTS:
-        cu_seqlens, T, length, N = work
+        cu_seqlens, T, length, N = work[:4]
         if flags is None:
             _, row, start, size, token, chunks, slot, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
             keys = chunks * 0
         else:
-            _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+            _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED, work[4])
             token, chunks, slot, _ = without_faded(token, chunks, slot, keys, flags[1])
         return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
     else:
@@ -91,7 +91,8 @@ def load_role(
     ``sv2``, it gets the second 64 of these columns.
 
     given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
-    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; otherwise as in work_items.py.
+    work: with SEGMENTS (cu_seqlens, T, length, N), and a program has one segment; for `find_maps` also the last
+        argument of `find_map`. Otherwise as in work_items.py.
     strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
     key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.

@@ -26,8 +26,8 @@ from flash_delta.kernels.hopper.forward.inverse_tiles import fine, is_fine, put_
 from flash_delta.kernels.hopper.gluon_compat import barrier
 from flash_delta.kernels.hopper.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
 from flash_delta.kernels.hopper.rings import barriers, load_box, load_rates, rate
-from flash_delta.kernels.hopper.segments.bounds import find_segment
-from flash_delta.kernels.hopper.segments.memory import Walk
+from flash_delta.kernels.hopper.segments.bounds import find_segment, part_length
+from flash_delta.kernels.hopper.segments.memory import Parts, Walk
 from flash_delta.kernels.hopper.tiles import FACTOR, MEMBERS
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
@@ -36,13 +36,19 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 
 @gluon.jit(do_not_specialize=["N", "T", "k_batch", "HV", "group", "members"])
 def factor_chunks(
-    k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members,
+    k_desc, r_desc, a_desc, cu_seqlens, N, T, k_batch, heads, HV, group, members, cut,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
+    """``cut``: how prompts on a pool are cut. Then only the chunks before a prompt's last part are needed."""
     gdc_launch_dependents()
     slot, hv = gl.program_id(0), gl.program_id(1) * members
-    _, row, token, start, stop, _, _ = find_segment(slot, C, cu_seqlens, N, T, PACKED)
-    if token >= stop:
+    _, row, token, start, stop, number, _ = find_segment(slot, C, cu_seqlens, N, T, PACKED)
+    if cut is not None:
+        _, needed = part_length(stop - start, cut)
+        if (token >= stop) | (number >= needed):
+            gdc_wait()  # `rates` has ended, so a kernel that waits for this one also waits for earlier kernels
+            return
+    elif token >= stop:
         return
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [C, WIDTH], TILE)
@@ -85,13 +91,13 @@ def factor_chunks(
     tma.store_wait(0)
 
 
-def run_factor_chunks(c: Call, rates: Tensor, w: Walk) -> None:
+def run_factor_chunks(c: Call, rates: Tensor, w: Walk | Parts) -> None:
     p, x = c.p, c.x
     group = p.HV // p.H
     members = gcd(group, MEMBERS)
     arguments = (
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, p.N, p.T, token_stride(x.k), (x.k.stride(2),),
-        p.HV, group, members,
+        p.HV, group, members, tuple(w.cut) if isinstance(w, Parts) else None,
     )  # fmt: skip
     constants = constants_of(c, factor_chunks, arguments, KEEP=p.needs_grad, FINE=fine(p))
     launch_described(c, factor_chunks, DescribedPlan((count_slots(p), p.HV // members), arguments, constants), **FACTOR)

@@ -6,11 +6,25 @@ from typing import NamedTuple
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS
-from flash_delta.kernels.runtime.segment_plan import ENDLESS, sequences_of, splits, waves_us
+from flash_delta.kernels.runtime.pool_launches import prompts_at_most
+from flash_delta.kernels.runtime.segment_plan import ENDLESS, FEWEST, sequences_of, splits, waves_us
 from flash_delta.problem import Problem
 
 COMPOSE = 1.9  # per segment
 LAUNCHES = 8.0  # for launching three more kernels
+
+
+GAIN = 1.5  # a prompt on a pool is cut if this makes it so much faster where it is alone
+MOST_PARTS = 16
+
+
+class Cut(NamedTuple):
+    """How prompts on a pool are cut into parts. Only the heads and the chip decide about these numbers, and then only
+    its own length about a prompt. So no other prompt changes a bit of it."""
+
+    shortest: int  # a prompt of fewer whole chunks is not cut
+    fewest: int  # whole chunks of a prompt for each of its parts
+    most: int  # parts of a prompt
 
 
 class Lengths(NamedTuple):
@@ -72,10 +86,36 @@ def split_endless(p: Problem, processors: int) -> int | None:
     return _split(Work(processors, p.HV, ENDLESS), p.K)
 
 
-def split_prompt(p: Problem, processors: int) -> int | None:
-    """The same on a pool, where a single prompt may be split. It must not depend on checkpoints, which may not change
-    any bit of a result."""
-    return split_length(p, processors) if p.N == 1 else None
+def cut_prompts(p: Problem, processors: int) -> Cut | None:
+    """How prompts are cut on a pool. None if no prompt of such heads is."""
+    return _cut(p.HV, p.K, processors)
+
+
+@lru_cache(maxsize=1024)
+def _cut(HV: int, width: int, processors: int) -> Cut | None:
+    most, pace = min(MOST_PARTS, processors // HV), PACES[width]
+    for chunks in range(2 * FEWEST, ENDLESS if most > 1 else 0, FEWEST):
+        number, work = min(most, chunks // FEWEST), Work(processors, HV, chunks)
+        if _whole_us(work, width) >= GAIN * _segments_us(work, pace, number, -(-chunks // number)):
+            return Cut(chunks, FEWEST, most)
+    return None
+
+
+def part_length(tokens: int, cut: Cut) -> int:
+    """The chunks of a prompt's parts. The last part may have fewer. The device computes the same (`cut_prompt` in
+    forward/prompt_list.py, `part_length` in bounds.py)."""
+    whole, chunks = tokens // C, -(-tokens // C)
+    return -(-chunks // (min(whole // cut.fewest, cut.most) if whole >= cut.shortest else 1))
+
+
+def count_starts(p: Problem, cut: Cut | None) -> int:
+    """How many parts there can be in one call, besides the first ones of prompts."""
+    if cut is None:
+        return 0
+    bound, promised = prompts_at_most(p)
+    prompts, chunks = bound if promised is None else min(bound, promised), p.T // C
+    by_length = chunks * cut.most // max(cut.shortest, cut.fewest * cut.most)
+    return min(by_length, (cut.most - 1) * min(prompts, chunks // cut.shortest))
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
@@ -113,20 +153,30 @@ def _fastest(times: dict[int | None, float]) -> tuple[int | None, float]:
 
 def _forward_times(work: Work, width: int) -> dict[int | None, float]:
     """The times of a forward walk, by the tokens of a segment. The key None is for whole sequences."""
+    times: dict[int | None, float] = {None: WORTH * _whole_us(work, width)}
+    for number, length in splits(work.chunks):
+        times.setdefault(C * length, _segments_us(work, PACES[width], number, length))
+    return times
+
+
+def _whole_us(work: Work, width: int) -> float:
+    """The time of the loop for whole sequences."""
     pace, (processors, states, chunks) = PACES[width], work
     groups = 1 if width == 64 or 2 * states <= processors else 2
-    whole = waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
+    return waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
+
+
+def _segments_us(work: Work, pace: SegmentPace, number: int, length: int) -> float:
+    """The time of ``number`` segments of ``length`` chunks."""
+    processors, states, chunks = work
     shared = LAUNCHES + pace.factor * states * chunks / processors
-    times: dict[int | None, float] = {None: WORTH * whole}
-    for number, length in splits(chunks):
-        # Phi may decay to zero (maps.py). The time is the mean of two cases: no Phi does, and half of them do.
-        halves = states * (2 * number - 3)  # halves of maps; the first segment has one map, the last none
-        left = halves - states * (number - 2) / 2
-        faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # if one ends early, another begins
-        maps = (waves_us(halves, processors, pace.setup, length, pace.map) + faded) / 2
-        outputs = waves_us(states * number, processors, pace.setup, length, pace.output)
-        times.setdefault(C * length, shared + maps + number * COMPOSE + outputs)
-    return times
+    # Phi may decay to zero (maps.py). The time is the mean of two cases: no Phi does, and half of them do.
+    halves = states * (2 * number - 3)  # halves of maps; the first segment has one map, the last none
+    left = halves - states * (number - 2) / 2
+    faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # if one ends early, another begins
+    maps = (waves_us(halves, processors, pace.setup, length, pace.map) + faded) / 2
+    outputs = waves_us(states * number, processors, pace.setup, length, pace.output)
+    return shared + maps + number * COMPOSE + outputs
 
 
 def _back_times(work: Work, width: int) -> dict[int | None, float]:

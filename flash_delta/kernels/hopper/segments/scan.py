@@ -16,9 +16,6 @@ Each slot of the rings has a barrier of these kinds:
     pfull    the score group completes it when P is ready
     done     all state groups complete it when they have read all tiles of a chunk, so that its slots are free
 
-For a prompt on a pool the state groups also store checkpoints (checkpoints.py). A segment starts from the state that
-the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.
-
 With KEEP, A does not contain b, and R is multiplied by b instead. With SAVE the state groups also write S0 of every
 chunk and U to memory, as in the loop. The backward pass computes S0 and U again with this kernel (`run_retrace`). Then
 there is neither q nor O, and no score group. Nothing is saved of heads of 256.
@@ -37,9 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, rows, saved, states, strides
-from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.boxes import inverses, lines, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
@@ -54,9 +49,6 @@ from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.workspace import Trace
-from flash_delta.problem import Slots
-
-NOWHERE = (None, *checkpoints.NONE)  # no pool, and no checkpoints
 
 
 @gluon.jit
@@ -88,7 +80,7 @@ def state_role(
     sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    o_desc, saved, tiles, sb, bars, starts, final, pool, kept, work, HV = shared
+    o_desc, saved, tiles, sb, bars, starts, final, work, HV = shared
     sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
     FINE: gl.constexpr = sa.shape[0] == 3 * NS
@@ -112,7 +104,6 @@ def state_role(
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if INITIAL:
             S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
-        offset = find_offset(kept, n, size)
         for t in range(chunks):
             s, x = t % NS, t % SCORES
             if STAGED:
@@ -174,10 +165,6 @@ def state_role(
                 out = so.index((t * SENT + SENT - 1) % NO)
                 box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + t * C
                 store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
-            if kept is not None:
-                to = find_checkpoint(kept, n, token + (t + 1) * C, size, offset)
-                if to >= 0:
-                    store_state(pool, S, to, hv * WIDTH, v, so, WIDTH, V_FIRST, NO)
         if last and final is not None:
             store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
         tma.store_wait(0)
@@ -186,11 +173,10 @@ def state_role(
 NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
 
 
-@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def walk_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, cu_seqlens, length, N, T,
-    q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
-    checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
+    q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, KEEP: gl.constexpr, SAVE: gl.constexpr,
     FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -229,12 +215,7 @@ def walk_segments(
     bars, work = (full, pfull, done), (cu_seqlens, T, length, N)
     strides = ((q_batch, k_batch, v_batch), heads, group)
     score = ((sq, sk, sr, sp), bars, work, HV)
-    saved, kept = (s_desc, u_desc), None
-    if checkpoints is not None:
-        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
-        if offsets is not None:
-            kept += (offsets,)
-    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, pool, kept, work, HV)
+    state = (o_desc, (s_desc, u_desc), (sq, sk, sr, sa, sp), sb, bars, starts, final, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
     first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     if GROUPS == 2 and q_desc is None:
@@ -267,25 +248,19 @@ def walk_segments(
     end_barriers(made)
 
 
-def run_walk_segments(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None, slots: Slots | None
-) -> None:
-    """Launches the walk. ``slots``: those of a pool, for checkpoints."""
-    on_pool = NOWHERE
-    if slots is not None and slots.checkpoint_indices is not None:
-        on_pool = pool(c.p, slots.state_pool), *checkpoint_arguments(c.p, slots)
+def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None) -> None:
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, trace, *ends, on_pool, KEEP=c.p.needs_grad, **WALKS[c.p.K])
+    _run(c, rates, w, trace, *ends, KEEP=c.p.needs_grad, **WALKS[c.p.K])
 
 
 def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
-    _run(c, rates, w, trace, None, None, None, NOWHERE, KEEP=True, **RETRACE)
+    _run(c, rates, w, trace, None, None, None, KEEP=True, **RETRACE)
 
 
 def _run(
     c: Call, rates: Tensor, w: Walk, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
-    final: Descriptor | None, on_pool: tuple, **constants: int,
+    final: Descriptor | None, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
     groups = 2 if p.K == 128 else 1
@@ -294,7 +269,7 @@ def _run(
         starts = states(p, x.initial_state)
     arguments = (
         q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *saved(trace), starts, final,
-        x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
+        x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
