@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
-from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run
+from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_prompts, check_resumed, make_prompts
 from serving_truth import slots
 from test_hopper_pool import DEVICE, TINY, cut_prompts_at, launched, runs
@@ -196,26 +196,33 @@ def test_batch_invariance_cuts_as_well(split, launched):
     assert torch.equal(pools, pool)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="asks a GPU: long prompts, as the plan splits them")
+@pytest.mark.skipif(DEVICE == "cpu", reason="asks a GPU: long prompts, as the plan cuts them")
 @pytest.mark.parametrize(("H", "HV"), [(2, 8), (4, 16), (16, 32)])
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_long_prompts_as_planned(H, HV, pool):
-    """Checkpoints change no other bit; every one of them is within what rounding allows of the state of one walk, and a
-    second call gives the same bits."""
+    """Neither checkpoints, nor ``batch_invariant``, nor other sequences change a bit. Every checkpoint is within what
+    rounding allows of the state of one walk, and a second call gives the same bits."""
+    lengths = (300, 10300, 1, 64, 20000, 1)
     x = make_prefill(
-        "gdn-raw", (8200,), slots=12, H=H, HV=HV, K=128, V=128, dtype=torch.bfloat16, device=DEVICE, pool=pool
+        "gdn-raw", lengths, slots=24, H=H, HV=HV, K=128, V=128, dtype=torch.bfloat16, device=DEVICE, pool=pool
     )
-    x |= {"checkpoint_indices": slots([range(2, 10)], x), "checkpoint_every": 1024}
-    reason = flash_delta.explain(OPS["gdn-raw"], **x, backend="hopper").reasons["hopper"]
-    assert ("parts" in reason) == (HV < 32)
+    kept = slots([[-1] * 10, range(12, 22), *[[-1] * 10] * 4], x)
+    x |= {"checkpoint_indices": kept, "checkpoint_every": 1024}
+    assert "in up to" in flash_delta.explain(OPS["gdn-raw"], **x, backend="hopper").reasons["hopper"]
     o, found = run("gdn-raw", x, "hopper")
-    again, same = run("gdn-raw", x, "hopper")
-    bare, after = run("gdn-raw", without(x), "hopper")
-    assert torch.equal(o, again)
-    assert torch.equal(found, same)
-    assert torch.equal(o, bare)
-    assert torch.equal(found[:2], after[:2])
+    for other in (x, without(x), x | {"batch_invariant": True}):
+        again, after = run("gdn-raw", other, "hopper")
+        for n in (0, 1, 3, 4):
+            start, stop = x["cu_seqlens"][n : n + 2].tolist()
+            assert torch.equal(again[:, start:stop], o[:, start:stop])
+            assert torch.equal(after[6 + n], found[6 + n])
+        assert torch.equal(after[12:22], found[12:22]) or other["checkpoint_every"] is None
+    for n in (1, 4):
+        start, stop = x["cu_seqlens"][n : n + 2].tolist()
+        alone, after = run("gdn-raw", sequence(x, n), "hopper")
+        assert torch.equal(alone, o[:, start:stop])
+        assert torch.equal(after[6 + n], found[6 + n])
     _, whole = run("gdn-raw", x, "triton")
-    for slot in range(1, 10):
+    for slot in (7, 10, *range(12, 22)):
         got, want = found[slot].double(), whole[slot].double()
         assert (got - want).norm() / want.norm() < 1e-2, slot

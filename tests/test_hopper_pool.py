@@ -320,13 +320,15 @@ def problem(**changes):
 def test_which_prompts_are_cut():
     """Only heads and chip decide, and then a prompt's own length."""
     cut = cut_prompts(problem(), 132)
-    assert cut == Cut(56, 8, 16)
+    assert cut == Cut(48, 8, 16)
     for changes in ({"T": 512}, {"N": 2}, {"batch_invariant": True}, {"checkpoint_every": 64}, {"max_prompts": 1}):
         assert cut_prompts(problem(**changes), 132) == cut
-    assert cut_prompts(problem(HV=32), 132) is None, "one prompt nearly fills the chip"
-    assert [part_length(n, cut) for n in (0, 1, 64 * 56 - 1, 64 * 56, 8192, 32768)] == [0, 1, 56, 8, 8, 32]
+    for heads, shortest in ((4, 40), (16, 72), (32, 152)):
+        assert cut_prompts(problem(HV=heads), 132).shortest == shortest
+    assert cut_prompts(problem(HV=48), 132) is None, "one prompt nearly fills the chip"
+    assert [part_length(n, cut) for n in (0, 1, 64 * 48 - 1, 64 * 48, 8192, 32768)] == [0, 1, 48, 8, 8, 32]
     assert count_starts(problem(), cut) == 15
-    assert count_starts(problem(T=64 * 56 - 1), cut) == 0
+    assert count_starts(problem(T=64 * 48 - 1), cut) == 0
     assert count_starts(problem(N=101, T=39168), cut) == 612 // 8
     assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == 30
 

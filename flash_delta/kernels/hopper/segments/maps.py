@@ -124,8 +124,9 @@ def map_role(
         leave(flags, v // 64, full, done, begin, chunks, NS)
     if needed:
         if keys == 0:
-            if listed is not None:  # behind the states that programs hand over
-                index = gl.load(listed[1] + 4 * n + 7) + place(HV)[1]
+            if listed is not None:  # it becomes the start of the part after this one
+                part = gl.load(listed[1] + 4 * place(HV)[0] + 4)
+                index = gl.load(listed[1] + 4 * part + 3) + place(HV)[1]
             store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
             store_parts(Phi_desc, S, index * 2 * WIDTH + v, so, WIDTH)
@@ -171,7 +172,7 @@ def find_maps(
     and ``initial`` is the pool."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
-    listed = None
+    first, listed = gl.program_id(0) * 0, None  # a number and no constant, so that both groups are one function
     if parts is not None:
         listed = (walks, parts)
     _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
@@ -202,7 +203,6 @@ def find_maps(
     flags.index(2).store(gl.full([32], NEVER, gl.int32, THREADS))
     fence_async_shared()
     barrier()  # all warps of the program: the barriers are initialised, and the flags set
-    first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     bars, work = (full, done), (cu_seqlens, T, length, N, listed)
     strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
     shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, left, HV)

@@ -14,8 +14,10 @@ COMPOSE = 1.9  # per segment
 LAUNCHES = 8.0  # for launching three more kernels
 
 
-GAIN = 1.5  # a prompt on a pool is cut if this makes it so much faster where it is alone
+GAIN = 1.2  # prompts on a pool are cut if this makes them so much faster, in the sum of two calls: one prompt alone,
+BATCH = 128  # and as many as these chunks hold, which is what an engine reads at a time
 MOST_PARTS = 16
+LONGEST = 1024  # chunks; longer prompts are cut if such prompts are
 
 
 class Cut(NamedTuple):
@@ -93,12 +95,15 @@ def cut_prompts(p: Problem, processors: int) -> Cut | None:
 
 @lru_cache(maxsize=1024)
 def _cut(HV: int, width: int, processors: int) -> Cut | None:
-    most, pace = min(MOST_PARTS, processors // HV), PACES[width]
-    for chunks in range(2 * FEWEST, ENDLESS if most > 1 else 0, FEWEST):
-        number, work = min(most, chunks // FEWEST), Work(processors, HV, chunks)
-        if _whole_us(work, width) >= GAIN * _segments_us(work, pace, number, -(-chunks // number)):
-            return Cut(chunks, FEWEST, most)
-    return None
+    most, shortest = min(MOST_PARTS, processors // HV), None
+    for chunks in range(LONGEST if most > 1 else 0, 2 * FEWEST - 1, -FEWEST):
+        number = min(most, chunks // FEWEST)
+        works = [Work(processors, HV * prompts, chunks) for prompts in (1, max(1, BATCH // chunks))]
+        parts = sum(_segments_us(work, PACES[width], number, -(-chunks // number)) for work in works)
+        if sum(_whole_us(work, width) for work in works) < GAIN * parts:
+            break
+        shortest = chunks
+    return None if shortest is None else Cut(shortest, FEWEST, most)
 
 
 def part_length(tokens: int, cut: Cut) -> int:
@@ -115,7 +120,7 @@ def count_starts(p: Problem, cut: Cut | None) -> int:
     bound, promised = prompts_at_most(p)
     prompts, chunks = bound if promised is None else min(bound, promised), p.T // C
     by_length = chunks * cut.most // max(cut.shortest, cut.fewest * cut.most)
-    return min(by_length, (cut.most - 1) * min(prompts, chunks // cut.shortest))
+    return min(by_length, (cut.most - 1) * min(prompts, chunks // cut.shortest), MOST_PROGRAMS)
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
