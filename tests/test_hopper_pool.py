@@ -309,6 +309,17 @@ def test_no_bit_of_a_prompt_in_parts_depends_on_others(launched, monkeypatch, sh
     assert torch.equal(alone_pool[7], after[7])
 
 
+@runs
+def test_prompts_in_parts_in_place(launched, monkeypatch):
+    """The last part may be walked before the first one, whose state it overwrites."""
+    cut_prompts_at(monkeypatch, 2, 1, 16)
+    x = make_prefill("gdn-raw", (330, 70, 320), slots=8, **TINY)
+    apart, pools = run("gdn-raw", x, "hopper")
+    o, after = run("gdn-raw", x | {"write_indices": x["read_indices"]}, "hopper")
+    assert torch.equal(o, apart)
+    assert torch.equal(after[:3], pools[3:6])
+
+
 def problem(**changes):
     p = Problem(
         "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0), "scalar",
@@ -327,10 +338,10 @@ def test_which_prompts_are_cut():
         assert cut_prompts(problem(HV=heads), 132).shortest == shortest
     assert cut_prompts(problem(HV=48), 132) is None, "one prompt nearly fills the chip"
     assert [part_length(n, cut) for n in (0, 1, 64 * 48 - 1, 64 * 48, 8192, 32768)] == [0, 1, 48, 8, 8, 32]
-    assert count_starts(problem(), cut) == 15
+    assert count_starts(problem(), cut) == 16
     assert count_starts(problem(T=64 * 48 - 1), cut) == 0
     assert count_starts(problem(N=101, T=39168), cut) == 612 // 8
-    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == 30
+    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == 32
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -355,11 +366,11 @@ def test_the_list_of_parts(room):
             length = chunks
         count = -(-chunks // length)
         for j in range(count):
-            m, last = found + j, j == count - 1
-            assert walks[1 + 3 * m : 4 + 3 * m] == [n, n if j == 0 else -1, n + 1000 if last else -1]
-            assert lines[m][:3] == [j * length, min((j + 1) * length, chunks), 100 + 2 * (starts + j - 1) if j else -1]
-            assert j == 0 or lines[starts + j - 1][3] == m
-        found, starts = found + count, starts + count - 1
+            m, start = found + j, 100 + 2 * (starts + j) if count > 1 else -1
+            assert walks[1 + 3 * m : 4 + 3 * m] == [n, -1 if j else n, n + 1000 if j == count - 1 else -1]
+            assert lines[m][:3] == [j * length, min((j + 1) * length, chunks), start]
+            assert count == 1 or lines[starts + j][3] == m
+        found, starts = found + count, starts + count * (count > 1)
     assert (walks[0], int(parts[0])) == (found, starts)
     assert starts > 5 if room > 5 else 0 < starts <= 5
     assert set(parts[1 + 4 * max(found, starts) :].tolist()) == {-7}, "nothing is written after the list"
@@ -392,9 +403,9 @@ def test_launches_for_the_prompts_that_there_may_be():
     for changes in ({"max_prompts": 1}, {"T": 65}):
         assert launches(batch_invariant=True, **changes) == launches(), "and short sequences are walked, too"
     assert launches(K=64, V=64) == (PoolLaunch(SLIM, 65),)
-    assert launches(HV=8, N=1, starts=15) == (PoolLaunch(NARROW, 8, 0, 8), PoolLaunch(WIDE, 16, 9)), "in parts"
+    assert launches(HV=8, N=1, starts=16) == (PoolLaunch(NARROW, 8, 0, 8), PoolLaunch(WIDE, 17, 9)), "in parts"
     assert launches(HV=8, N=1, starts=7) == (PoolLaunch(NARROW, 8),)
-    assert launches(HV=8, max_prompts=1, starts=15) == launches(HV=8, N=1, starts=15)
+    assert launches(HV=8, max_prompts=1, starts=16) == launches(HV=8, N=1, starts=16)
     assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 

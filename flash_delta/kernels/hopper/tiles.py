@@ -89,7 +89,7 @@ def needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
 
 def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool, starts: int) -> tuple[PoolLaunch, ...]:
     """The launches of the loop on a pool. Both tiles give the same bits (test_prefill_gpu.py). ``starts``: how many
-    parts of prompts there may be besides the first ones. Each counts as a prompt."""
+    parts of prompts there may be. Each counts as a prompt."""
     choices = choice or ((SLIM,) if p.K == 64 else (WIDE, NARROW) if every else ())
     if choices:
         return tuple(PoolLaunch(t, max(1, p.N + starts)) for t in choices)

@@ -38,7 +38,7 @@ def pool_launches(
     Args:
         tiles: the candidates, in the order of the number of prompts that they are best for.
         programs: the number of programs per sequence with a tile.
-        parts: how many parts of prompts count as prompts, at most, besides the first ones.
+        parts: how many parts of prompts there may be. They count as prompts.
     """
     bound, most = prompts_at_most(p)
     promised, launches, least = (bound if most is None else min(bound, most)) + parts, [], 0

@@ -57,9 +57,10 @@ def list_walks(
     the number is -1.
 
     parts: where the list of parts goes, or None if no prompt is cut. It begins with the number of starts, which are the
-    states that parts other than the first ones start from. Four numbers follow for each part: its first chunk in the
-    prompt, the chunk after its last, and the number of its start's first head in memory, or -1 for a prompt's first
-    part. The fourth of the numbers of part s is the part of start s.
+    states that parts start from. Four numbers follow for each part: its first chunk in the prompt, the chunk after its
+    last, and the number of its start's first head in memory, or -1 for a prompt that is not cut. The fourth of the
+    numbers of part s is the part of start s. The first part has a start, too, since the last part may be walked before
+    it, and may write to the slot that the prompt reads.
     cutting: how prompts are cut (`cut_prompt`), how many starts there is room for, and how many other states there are
     before them in memory."""
     count, starts = N * 0, N * 0
@@ -80,25 +81,24 @@ def list_walks(
         else:
             cut, room, before = cutting
             number, length, chunks = cut_prompt(stop - start, cut, C)
-            later = (number - 1) * walked
+            begun = tl.where(number > 1, number * walked, 0)
             # If bounds are wrong, there may be no room. Then prompts are not cut.
-            later = tl.where(starts + tl.cumsum(later, 0) <= room, later, 0)
-            length = tl.where(later > 0, length, chunks)
-            own = count + tl.cumsum(later + walked, 0) - later - walked
-            begun = starts + tl.cumsum(later, 0) - later
-            for j in range(tl.max(later + walked, 0)):
-                known, m, s = j < later + walked, own + j, begun + j - 1
+            begun = tl.where(starts + tl.cumsum(begun, 0) <= room, begun, 0)
+            number, length = tl.maximum(begun, walked), tl.where(begun > 0, length, chunks)
+            own, s = count + tl.cumsum(number, 0) - number, starts + tl.cumsum(begun, 0) - begun
+            for j in range(tl.max(number, 0)):
+                known, m = j < number, own + j
                 to = walks + 3 * m + 1
                 tl.store(to, n, mask=known)
                 tl.store(to + 1, tl.where(j == 0, first, -1), mask=known)
-                tl.store(to + 2, tl.where(j == later, last, -1), mask=known)
+                tl.store(to + 2, tl.where(j == number - 1, last, -1), mask=known)
                 to = parts + 4 * m + 1
                 tl.store(to, j * length, mask=known)
                 tl.store(to + 1, tl.minimum((j + 1) * length, chunks), mask=known)
-                tl.store(to + 2, tl.where(j == 0, -1, before + s * HV), mask=known)
-                tl.store(parts + 4 * s + 4, m, mask=known & (j > 0))
-            count += tl.sum(later + walked, 0)
-            starts += tl.sum(later, 0)
+                tl.store(to + 2, tl.where(begun > 0, before + (s + j) * HV, -1), mask=known)
+                tl.store(parts + 4 * (s + j) + 4, m, mask=j < begun)
+            count += tl.sum(number, 0)
+            starts += tl.sum(begun, 0)
     tl.store(walks, count)
     if parts is not None:
         tl.store(parts, starts)

@@ -157,7 +157,7 @@ def new_rates(p: Problem) -> Tensor:
 
 def new_walks(p: Problem, starts: int = 0) -> Tensor:
     """Memory for the list of sequences that the loop walks on a pool (prompt_list.py). ``starts``: how many parts of
-    them there may be besides the first ones."""
+    them there may be, if they are cut."""
     numbers = -(-(1 + 3 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
     return torch.empty(numbers, dtype=torch.int32, device=p.device)
 

@@ -117,21 +117,21 @@ def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr, listed=None):
 
 @gluon.jit
 def find_listed(HV, cu_seqlens, T, listed, keys):
-    """The same of the part of a prompt before start s, with two changes. The first result is the part's number, and the
-    one before the last is its first chunk.
+    """The same for part s of the prompts that are cut, with two changes. The first result is the part's number among
+    all parts, and the one before the last is its first chunk.
 
     listed: the list of prompts and that of their parts (forward/prompt_list.py)."""
     walks, parts = listed
     gdc_wait()  # the kernel that makes the lists has ended
     s, _ = place(HV)
     known = s < gl.load(parts)
-    m = gl.where(known, gl.load(parts + 4 * gl.where(known, s, 0) + 4), 1) - 1
+    m = gl.where(known, gl.load(parts + 4 * gl.where(known, s, 0) + 4), 0)
     begin, end = gl.load(parts + 4 * m + 1), gl.load(parts + 4 * m + 2)
     n = gl.where(known, gl.load(walks + 3 * m + 1), 0)
     start, stop = extent(n, cu_seqlens, T, True)
+    needed = known & (end * C < stop - start) & ((begin > 0) | (keys == 0))
     slot = first_slot(n, start, T, True) + begin
-    chunks = gl.where(known & ((begin > 0) | (keys == 0)), end - begin, 0)
-    return m, m * 0, start, stop - start, begin * C, chunks, slot, begin, keys
+    return m, m * 0, start, stop - start, begin * C, gl.where(needed, end - begin, 0), slot, begin, keys
 
 
 @gluon.jit

@@ -124,8 +124,8 @@ def map_role(
         leave(flags, v // 64, full, done, begin, chunks, NS)
     if needed:
         if keys == 0:
-            if listed is not None:  # it becomes the start of the part after this one
-                part = gl.load(listed[1] + 4 * place(HV)[0] + 4)
+            if listed is not None:  # it becomes the start of the next part
+                part = gl.load(listed[1] + 4 * place(HV)[0] + 4) + 1
                 index = gl.load(listed[1] + 4 * part + 3) + place(HV)[1]
             store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
@@ -267,12 +267,13 @@ def apply_map(Phi, S, B, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["before", "HV"])
 def compose_starts(
-    handed, Phi, parts, before, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MOST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    handed, Phi, walks, parts, pool, before, HV, pool_strides, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The same for prompts in parts. Every B becomes the state that the part after it starts from. They are in
-    ``handed``, after so many other states. Program s begins with start s, and ends at once if the part after a prompt's
-    first part has another start. Grid (V / BV, HV, starts)."""
+    """The same for prompts in parts (forward/prompt_list.py). Their starts are in ``handed``, after so many other
+    states. `find_maps` has left B of a part where the start of the next part goes. If start s is that of a prompt's
+    first part, program s reads the state in the prompt's slot, and finds all starts of the prompt. Otherwise it ends at
+    once. Grid (V / BV, HV, starts)."""
     lead(OVERLAP)
     d, hv, s = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, K)
@@ -282,16 +283,19 @@ def compose_starts(
     if s >= known:
         return
     part = tl.load(parts + 4 * s + 4)
-    if tl.load(parts + 4 * part - 3) > 0:  # the part before it is not the first one
+    if tl.load(parts + 4 * part + 1) > 0:
         return
-    j = tl.arange(0, MOST)
-    number = tl.sum((tl.load(parts + 4 * (s + j) + 4, mask=s + j < known, other=-1) == part + j).to(tl.int32), 0)
-    S = load_rows(handed, strides, s, before + hv, d, c, V, K)
-    B = load_rows(handed, strides, s + 1, before + hv, d, c, V, K, number > 1)
-    for i in range(1, number):
+    at, slot = part + tl.arange(0, MOST), tl.load(walks + 3 * part + 2)
+    n = tl.load(walks + 3 * at + 1, mask=at < tl.load(walks), other=-1)
+    number = tl.sum((n == tl.load(walks + 3 * part + 1)).to(tl.int32), 0)  # of the prompt's parts
+    S = load_rows(pool, pool_strides, slot, hv, d, c, V, K, slot >= 0)
+    store_rows(handed, strides, S, s, before + hv, d, c, V, K)
+    S = load_rows(handed, strides, s + 1, before + hv, d, c, V, K)
+    B = load_rows(handed, strides, s + 2, before + hv, d, c, V, K, number > 2)
+    for i in range(1, number - 1):
         S = apply_map(Phi + ((s + i).to(tl.int64) * HV + hv) * (2 * K * K) + square, S, B, K)
-        B = load_rows(handed, strides, s + i + 1, before + hv, d, c, V, K, i + 1 < number)
-        store_rows(handed, strides, S, s + i, before + hv, d, c, V, K)
+        B = load_rows(handed, strides, s + i + 2, before + hv, d, c, V, K, i + 2 < number)
+        store_rows(handed, strides, S, s + i + 1, before + hv, d, c, V, K)
 
 
 def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
@@ -306,8 +310,9 @@ def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts,
     run_factor_chunks(c, rates, w)
     _find_maps(c, rates, w, given, (*lists, 0), w.starts, INITIAL=True, KEEP=False)
     t = compose_tile(p, c.shape.chip)
-    pointers, grid = (tape.handed, w.Phi, w.listed), (p.V // t.BV, p.HV, w.starts)
-    arguments.launch_rule(c, compose_starts, pointers, grid, t, tape.programs, p.HV, MOST=MOST_PARTS, follows=True)
+    pointers, grid = (tape.handed, w.Phi, *lists, slots.state_pool), (p.V // t.BV, p.HV, w.starts)
+    numbers = tape.programs, p.HV, arguments.states(p, slots.state_pool)
+    arguments.launch_rule(c, compose_starts, pointers, grid, t, *numbers, MOST=MOST_PARTS, follows=True)
 
 
 def _find_maps(

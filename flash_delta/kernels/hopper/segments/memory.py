@@ -28,7 +28,7 @@ class Parts(NamedTuple):
     from. These states are behind those that programs hand over (forward/tape.py)."""
 
     cut: Cut
-    starts: int  # how many parts there may be besides the first ones
+    starts: int  # how many parts there may be
     listed: Tensor  # forward/prompt_list.py
     A: Tensor | None  # as in Walk; without starts there is none, nor a Phi
     Phi: Tensor | None  # as in Walk, [starts, HV, 2, K, K]

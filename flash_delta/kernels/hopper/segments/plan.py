@@ -114,13 +114,13 @@ def part_length(tokens: int, cut: Cut) -> int:
 
 
 def count_starts(p: Problem, cut: Cut | None) -> int:
-    """How many parts there can be in one call, besides the first ones of prompts."""
+    """How many parts of prompts there can be in one call."""
     if cut is None:
         return 0
     bound, promised = prompts_at_most(p)
     prompts, chunks = bound if promised is None else min(bound, promised), p.T // C
     by_length = chunks * cut.most // max(cut.shortest, cut.fewest * cut.most)
-    return min(by_length, (cut.most - 1) * min(prompts, chunks // cut.shortest), MOST_PROGRAMS)
+    return min(by_length, cut.most * min(prompts, chunks // cut.shortest), MOST_PROGRAMS)
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
