@@ -338,10 +338,10 @@ def test_which_prompts_are_cut():
         assert cut_prompts(problem(HV=heads), 132).shortest == shortest
     assert cut_prompts(problem(HV=48), 132) is None, "one prompt nearly fills the chip"
     assert [part_length(n, cut) for n in (0, 1, 64 * 48 - 1, 64 * 48, 8192, 32768)] == [0, 1, 48, 8, 8, 32]
-    assert count_starts(problem(), cut) == 16
-    assert count_starts(problem(T=64 * 48 - 1), cut) == 0
-    assert count_starts(problem(N=101, T=39168), cut) == 612 // 8
-    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == 32
+    assert count_starts(problem(), cut) == (16, 1)
+    assert count_starts(problem(T=64 * 48 - 1), cut) == (0, 0)
+    assert count_starts(problem(N=101, T=39168), cut) == (612 // 8, 612 // 48)
+    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == (32, 12)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -353,10 +353,11 @@ def test_the_list_of_parts(room):
     lengths = [int(draw.lognormvariate(5, 1.5)) * (draw.random() > 0.1) for _ in range(200)]
     N, bounds = len(lengths), torch.tensor([0, *lengths]).cumsum(0)
     index = torch.arange(N).where(torch.rand(N) < 0.7, -1)
-    walks, parts = (torch.full((1 + 8 * (N + room),), -7, dtype=torch.int32) for _ in range(2))
+    walks, parts = (torch.full((2 + 10 * (N + room),), -7, dtype=torch.int32) for _ in range(2))
     list_parts(walks, parts, (index, index + 1000), bounds, N, (cut, room, 100))
-    walks, lines, starts, found = walks.tolist(), parts[1:].view(-1, 4).tolist(), 0, 0
+    walks, lines, starts, cuts = walks.tolist(), parts[2:].view(-1, 5).tolist(), 0, []
     own = emulated("flash_delta.kernels.hopper", "segments.bounds").part_length
+    found = 0
     for n, tokens in enumerate(lengths):
         if index[n] < 0 or tokens <= 16:
             continue
@@ -370,10 +371,12 @@ def test_the_list_of_parts(room):
             assert walks[1 + 3 * m : 4 + 3 * m] == [n, -1 if j else n, n + 1000 if j == count - 1 else -1]
             assert lines[m][:3] == [j * length, min((j + 1) * length, chunks), start]
             assert count == 1 or lines[starts + j][3] == m
+        cuts += [starts] * (count > 1)
         found, starts = found + count, starts + count * (count > 1)
-    assert (walks[0], int(parts[0])) == (found, starts)
+    assert (walks[0], parts[:2].tolist()) == (found, [starts, len(cuts)])
+    assert [line[4] for line in lines[: len(cuts)]] == cuts
     assert starts > 5 if room > 5 else 0 < starts <= 5
-    assert set(parts[1 + 4 * max(found, starts) :].tolist()) == {-7}, "nothing is written after the list"
+    assert {x for line in lines[max(found, starts) :] for x in line} == {-7}, "nothing is written after the list"
 
 
 def list_parts(walks, parts, indices, bounds, N, cutting):

@@ -56,14 +56,15 @@ def list_walks(
     sequence, the slot that its state is read from, and the slot that its state is written to. If there is no such slot,
     the number is -1.
 
-    parts: where the list of parts goes, or None if no prompt is cut. It begins with the number of starts, which are the
-    states that parts start from. Four numbers follow for each part: its first chunk in the prompt, the chunk after its
-    last, and the number of its start's first head in memory, or -1 for a prompt that is not cut. The fourth of the
-    numbers of part s is the part of start s. The first part has a start, too, since the last part may be walked before
-    it, and may write to the slot that the prompt reads.
+    parts: where the list of parts goes, or None if no prompt is cut. It begins with two numbers: of starts, which are
+    the states that parts start from, and of prompts that are cut. Five numbers follow for each part: its first chunk in
+    the prompt, the chunk after its last, and the number of its start's first head in memory, or -1 for a prompt that is
+    not cut. The fourth of the numbers of part s is the part of start s. The fifth of part i is the first start of the
+    i-th prompt that is cut. The first part has a start, too, since the last part may be walked before it, and may write
+    to the slot that the prompt reads.
     cutting: how prompts are cut (`cut_prompt`), how many starts there is room for, and how many other states there are
     before them in memory."""
-    count, starts = N * 0, N * 0
+    count, starts, prompts = N * 0, N * 0, N * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
         n = tl.minimum(at, N - 1)
@@ -92,16 +93,20 @@ def list_walks(
                 tl.store(to, n, mask=known)
                 tl.store(to + 1, tl.where(j == 0, first, -1), mask=known)
                 tl.store(to + 2, tl.where(j == number - 1, last, -1), mask=known)
-                to = parts + 4 * m + 1
+                to = parts + 5 * m + 2
                 tl.store(to, j * length, mask=known)
                 tl.store(to + 1, tl.minimum((j + 1) * length, chunks), mask=known)
                 tl.store(to + 2, tl.where(begun > 0, before + (s + j) * HV, -1), mask=known)
-                tl.store(parts + 4 * (s + j) + 4, m, mask=j < begun)
+                tl.store(parts + 5 * (s + j) + 5, m, mask=j < begun)
+            cuts = (begun > 0).to(tl.int32)
+            tl.store(parts + 5 * (prompts + tl.cumsum(cuts, 0) - cuts) + 6, s, mask=cuts > 0)
             count += tl.sum(number, 0)
             starts += tl.sum(begun, 0)
+            prompts += tl.sum(cuts, 0)
     tl.store(walks, count)
     if parts is not None:
         tl.store(parts, starts)
+        tl.store(parts + 1, prompts)
 
 
 @triton.jit

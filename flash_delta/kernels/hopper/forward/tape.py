@@ -132,7 +132,7 @@ def lay(
         known = at < count
         n = tl.minimum(at, count - 1)
         if parts is not None:
-            part = parts + 4 * n + 1
+            part = parts + 5 * n + 2
             chunks = tl.load(part + 1, mask=known, other=0) - tl.load(part, mask=known, other=0)
         else:
             if walks is not None:

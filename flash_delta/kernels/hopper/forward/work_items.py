@@ -108,7 +108,7 @@ def find_piece(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
 def find_part(item, pool, length, HV: gl.constexpr):
     """An item's part of its prompt: its first token, the one after its last, and the number of the state that it starts
     from, or -1 for a prompt's first part (prompt_list.py)."""
-    at = pool[3] + 4 * (item // HV) + 1
+    at = pool[3] + 5 * (item // HV) + 2
     start = gl.load(at + 2)
     return gl.load(at) * C, gl.minimum(gl.load(at + 1) * C, length), gl.where(start < 0, start, start + item % HV)
 

@@ -125,8 +125,8 @@ def find_listed(HV, cu_seqlens, T, listed, keys):
     gdc_wait()  # the kernel that makes the lists has ended
     s, _ = place(HV)
     known = s < gl.load(parts)
-    m = gl.where(known, gl.load(parts + 4 * gl.where(known, s, 0) + 4), 0)
-    begin, end = gl.load(parts + 4 * m + 1), gl.load(parts + 4 * m + 2)
+    m = gl.where(known, gl.load(parts + 5 * gl.where(known, s, 0) + 5), 0)
+    begin, end = gl.load(parts + 5 * m + 2), gl.load(parts + 5 * m + 3)
     n = gl.where(known, gl.load(walks + 3 * m + 1), 0)
     start, stop = extent(n, cu_seqlens, T, True)
     needed = known & (end * C < stop - start) & ((begin > 0) | (keys == 0))

@@ -125,8 +125,8 @@ def map_role(
     if needed:
         if keys == 0:
             if listed is not None:  # it becomes the start of the next part
-                part = gl.load(listed[1] + 4 * place(HV)[0] + 4) + 1
-                index = gl.load(listed[1] + 4 * part + 3) + place(HV)[1]
+                part = gl.load(listed[1] + 5 * place(HV)[0] + 5) + 1
+                index = gl.load(listed[1] + 5 * part + 4) + place(HV)[1]
             store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
             store_parts(Phi_desc, S, index * 2 * WIDTH + v, so, WIDTH)
@@ -271,20 +271,16 @@ def compose_starts(
     MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The same for prompts in parts (forward/prompt_list.py). Their starts are in ``handed``, after so many other
-    states. `find_maps` has left B of a part where the start of the next part goes. If start s is that of a prompt's
-    first part, program s reads the state in the prompt's slot, and finds all starts of the prompt. Otherwise it ends at
-    once. Grid (V / BV, HV, starts)."""
+    states. `find_maps` has left B of a part where the start of the next part goes. A prompt's first start is the state
+    in its slot. Grid (V / BV, HV, prompts that may be cut)."""
     lead(OVERLAP)
-    d, hv, s = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.program_id(2)
-    c = tl.arange(0, K)
+    d, hv, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.arange(0, K)
     strides, square = (HV.to(tl.int64) * V * K, V * K, 1, K), c[:, None] * K + c[None, :]
     follow(OVERLAP)
-    known = tl.load(parts)
-    if s >= known:
+    if tl.program_id(2) >= tl.load(parts + 1):
         return
-    part = tl.load(parts + 4 * s + 4)
-    if tl.load(parts + 4 * part + 1) > 0:
-        return
+    s = tl.load(parts + 5 * tl.program_id(2) + 6)
+    part = tl.load(parts + 5 * s + 5)
     at, slot = part + tl.arange(0, MOST), tl.load(walks + 3 * part + 2)
     n = tl.load(walks + 3 * at + 1, mask=at < tl.load(walks), other=-1)
     number = tl.sum((n == tl.load(walks + 3 * part + 1)).to(tl.int32), 0)  # of the prompt's parts
@@ -310,7 +306,7 @@ def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts,
     run_factor_chunks(c, rates, w)
     _find_maps(c, rates, w, given, (*lists, 0), w.starts, INITIAL=True, KEEP=False)
     t = compose_tile(p, c.shape.chip)
-    pointers, grid = (tape.handed, w.Phi, *lists, slots.state_pool), (p.V // t.BV, p.HV, w.starts)
+    pointers, grid = (tape.handed, w.Phi, *lists, slots.state_pool), (p.V // t.BV, p.HV, w.prompts)
     numbers = tape.programs, p.HV, arguments.states(p, slots.state_pool)
     arguments.launch_rule(c, compose_starts, pointers, grid, t, *numbers, MOST=MOST_PARTS, follows=True)
 

@@ -29,13 +29,14 @@ class Parts(NamedTuple):
 
     cut: Cut
     starts: int  # how many parts there may be
+    prompts: int  # how many prompts may be cut
     listed: Tensor  # forward/prompt_list.py
     A: Tensor | None  # as in Walk; without starts there is none, nor a Phi
     Phi: Tensor | None  # as in Walk, [starts, HV, 2, K, K]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in self[2:] if t is not None)
+        return tuple(t for t in self[3:] if t is not None)
 
 
 class Maps(NamedTuple):
@@ -69,13 +70,13 @@ def new_parts(p: Problem, processors: int, starts: int | None = None) -> Parts |
     cut = cut_prompts(p, processors)
     if cut is None:
         return None
-    starts = count_starts(p, cut) if starts is None else starts
-    numbers = -(-(1 + 4 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
+    starts, prompts = count_starts(p, cut) if starts is None else (starts, starts)
+    numbers = -(-(2 + 5 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
     listed = torch.empty(numbers, dtype=torch.int32, device=p.device)
     if starts == 0:
-        return Parts(cut, 0, listed, None, None)
+        return Parts(cut, 0, 0, listed, None, None)
     Phi = torch.empty(starts, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device)
-    return Parts(cut, starts, listed, new_inverses(p), Phi)
+    return Parts(cut, starts, prompts, listed, new_inverses(p), Phi)
 
 
 def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk:

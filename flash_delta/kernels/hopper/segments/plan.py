@@ -113,14 +113,14 @@ def part_length(tokens: int, cut: Cut) -> int:
     return -(-chunks // (min(whole // cut.fewest, cut.most) if whole >= cut.shortest else 1))
 
 
-def count_starts(p: Problem, cut: Cut | None) -> int:
-    """How many parts of prompts there can be in one call."""
-    if cut is None:
-        return 0
+def count_starts(p: Problem, cut: Cut) -> tuple[int, int]:
+    """How many parts there can be in one call, and of how many prompts. If there are more prompts than the caller has
+    promised, the number of parts may not suffice for them. Then some prompts are not cut."""
     bound, promised = prompts_at_most(p)
-    prompts, chunks = bound if promised is None else min(bound, promised), p.T // C
+    chunks, prompts = p.T // C, bound if promised is None else min(bound, promised)
     by_length = chunks * cut.most // max(cut.shortest, cut.fewest * cut.most)
-    return min(by_length, cut.most * min(prompts, chunks // cut.shortest), MOST_PROGRAMS)
+    starts = min(by_length, cut.most * min(prompts, chunks // cut.shortest), 2 * MOST_PROGRAMS)
+    return starts, min(p.N, chunks // cut.shortest, starts // 2)
 
 
 def split_training(p: Problem, processors: int) -> Lengths:
