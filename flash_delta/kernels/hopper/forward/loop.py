@@ -45,15 +45,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from flash_delta.kernels.hopper import checkpoints
 from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
-from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.inverse_tiles import (
     fine,
     finished,
     halves,
     is_fine,
-    put_inverse,
-    store_inverse,
     tiles_in,
     times_inverse,
 )
@@ -64,7 +62,7 @@ from flash_delta.kernels.hopper.forward.work_items import ends, enter, find_part
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
-from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import first_slot
 from flash_delta.kernels.hopper.segments.memory import Parts
 from flash_delta.kernels.hopper.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops, tiles
@@ -74,70 +72,6 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, l
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Slots
-
-
-@gluon.jit
-def factor_role(
-    sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
-    KEEP: gl.constexpr, NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    a_desc, tiles, bars, work, w = shared
-    sq, sk, sr, sa, sp = tiles
-    full, xfull, done = bars
-    FINE: gl.constexpr = sa.shape[0] == 3 * NX
-    ty: gl.constexpr = sk.dtype
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
-    zero = gl.zeros([C, C], gl.float32, ROWS)
-    first = 0
-    pieces = find_pieces(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, _, first_token, end = find_piece(piece, pieces, work, HV, PACKED)
-        chunks = (end - first_token + C - 1) // C
-        begin = (which + FACTORS - first % FACTORS) % FACTORS
-        s = (first + begin) % NS
-        # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
-        mbarrier.wait(full.index(s), ((first + begin) // NS) & 1, pred=begin < chunks)
-        scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])  # still on its way
-        for c in range(begin, chunks, FACTORS):
-            t = first + c
-            s, x = t % NS, t % NX
-            decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
-            strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            M = scores * decay * strength
-            wait_free(done, t, NX, NS)  # signalled by the state groups, which have read the A and P in this slot
-            if READS:
-                reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-                reads = warpgroup_mma_wait(0, deps=[reads])
-                sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
-            if KEEP:
-                tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
-            A = tiles_in(sa, x, FINE)
-            sT, sM = reinterpret(A[0], gl.float16, A[0].shape, HALF), reinterpret(A[1], gl.float16, A[1].shape, HALF)
-            diagonal, below = invert(M, rate(sr, s, 3), sM, sT, sD, KEEP)
-            barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
-            fine = is_fine(sr, s, FINE)
-            put_inverse(A, diagonal, below, fine)
-            fence_async_shared()
-            mbarrier.arrive(xfull.index(x), count=1)
-            if KEEP:
-                barrier()  # all warps of this factor group: A is whole in shared memory
-                if w == 0:  # two programs may walk the same state, and one of them writes
-                    slot = first_slot(n, start, work[1], PACKED) + first_token // C + c
-                    store_inverse(a_desc, slot * HV + hv, A, fine)
-            # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
-            later = t + FACTORS
-            # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
-            mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
-            keys = sk.index(later % NS)
-            scores = warpgroup_mma(keys, keys.permute([1, 0]), zero, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        first += chunks
-    if KEEP:
-        tma.store_wait(0)
 
 
 @gluon.jit
