@@ -197,7 +197,7 @@ def test_batch_invariance_cuts_as_well(split, launched):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="asks a GPU: long prompts, as the plan cuts them")
-@pytest.mark.parametrize(("H", "HV"), [(2, 8), (4, 16), (16, 32)])
+@pytest.mark.parametrize(("H", "HV"), [(2, 4), (2, 8), (4, 16)])
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_long_prompts_as_planned(H, HV, pool):
     """Neither checkpoints, nor ``batch_invariant``, nor other sequences change a bit. Every checkpoint is within what

@@ -77,6 +77,7 @@ def cut_prompts_at(monkeypatch, *numbers):
     for module in (memory, backend):
         monkeypatch.setattr(module, "cut_prompts", lambda p, processors: Cut(*numbers))
     monkeypatch.setattr(backend, "PREFILL", ("prefill", *numbers))
+    monkeypatch.setattr(factor, "FACTOR_PROGRAMS", 1)  # so that each factors several chunks
 
 
 def mixed(**changes):
@@ -286,6 +287,7 @@ def test_no_bit_of_a_prompt_in_parts_depends_on_others(launched, monkeypatch, sh
     lengths = (70, 330, 1, 192, 0, 17)
     x = make_prefill("gdn-raw", lengths, behind=9, slots=40, **(TINY | shape | {"pool": pool, "v_first": v_first}))
     x["has_initial_state"] = slots([1, 1, 1, 0, 1, 1], x).bool()
+    x["g"] = x["g"] - 6  # with gates that forget, a start has the bits that it would have in one walk
     o, after = check("gdn-raw", x, "hopper")
     kept = {"checkpoint_indices": slots([range(12 + 4 * n, 16 + 4 * n) for n in range(6)], x), "checkpoint_every": 64}
     for changes in (kept, {"batch_invariant": True}):
@@ -331,17 +333,17 @@ def problem(**changes):
 def test_which_prompts_are_cut():
     """Only heads and chip decide, and then a prompt's own length."""
     cut = cut_prompts(problem(), 132)
-    assert cut == Cut(48, 8, 16)
+    assert cut == Cut(66, 16, 16)
     for changes in ({"T": 512}, {"N": 2}, {"batch_invariant": True}, {"checkpoint_every": 64}, {"max_prompts": 1}):
         assert cut_prompts(problem(**changes), 132) == cut
-    for heads, shortest in ((4, 40), (16, 72), (32, 152)):
-        assert cut_prompts(problem(HV=heads), 132).shortest == shortest
+    for heads, expected in ((4, (48, 8, 16)), (16, (117, 16, 8)), (32, (401, 16, 4))):
+        assert cut_prompts(problem(HV=heads), 132) == expected
     assert cut_prompts(problem(HV=48), 132) is None, "one prompt nearly fills the chip"
-    assert [part_length(n, cut) for n in (0, 1, 64 * 48 - 1, 64 * 48, 8192, 32768)] == [0, 1, 48, 8, 8, 32]
+    assert [part_length(n, cut) for n in (0, 1, 64 * 66 - 1, 64 * 66, 8192, 32768)] == [0, 1, 66, 17, 16, 32]
     assert count_starts(problem(), cut) == (16, 1)
-    assert count_starts(problem(T=64 * 48 - 1), cut) == (0, 0)
-    assert count_starts(problem(N=101, T=39168), cut) == (612 // 8, 612 // 48)
-    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == (32, 12)
+    assert count_starts(problem(T=64 * 66 - 1), cut) == (0, 0)
+    assert count_starts(problem(N=101, T=39168), cut) == (612 // 16, 612 // 66)
+    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == (32, 9)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")

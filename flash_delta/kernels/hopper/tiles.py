@@ -98,7 +98,7 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool, starts: i
 
 
 # The kernels of a walk in segments.
-FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
+FACTOR, FACTOR_PROGRAMS = {"maxnreg": 128}, 4  # so many programs share a multiprocessor
 MEMBERS = 2  # most value heads per program of `factor_chunks`; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
 PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies heads to another width

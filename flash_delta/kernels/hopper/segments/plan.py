@@ -1,7 +1,7 @@
 """Decides how long the segments of a sequence are, from the kernels' times on an H200 (docs/notes), in microseconds."""
 
 from functools import lru_cache
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from flash_delta.kernels.device.chunk import C
@@ -14,10 +14,9 @@ COMPOSE = 1.9  # per segment
 LAUNCHES = 8.0  # for launching three more kernels
 
 
-GAIN = 1.2  # prompts on a pool are cut if this makes them so much faster, in the sum of two calls: one prompt alone,
-BATCH = 128  # and as many as these chunks hold, which is what an engine reads at a time
+GAIN = 1.5  # a prompt on a pool is cut if this makes it so much faster where it is alone
 MOST_PARTS = 16
-LONGEST = 1024  # chunks; longer prompts are cut if such prompts are
+LONGEST = 2048  # chunks; prompts are never cut if this only pays for longer ones
 
 
 class Cut(NamedTuple):
@@ -27,6 +26,23 @@ class Cut(NamedTuple):
     shortest: int  # a prompt of fewer whole chunks is not cut
     fewest: int  # whole chunks of a prompt for each of its parts
     most: int  # parts of a prompt
+
+
+class CutPace(NamedTuple):
+    """The time of a call with one prompt on a pool. It is call + chunk * chunks if the prompt is whole, and start +
+    part_chunk * chunks in parts. The numbers with ``share`` are added to those before them, times the share of the
+    multiprocessors that the prompt's heads take."""
+
+    call: float
+    chunk: float
+    start: float
+    start_share: float
+    part_chunk: float
+    part_share: float
+
+
+# Fitted to 4 to 32 heads of 128, and 8,192 and 32,768 tokens, within 8 us. Heads of 64 by the other times of this file.
+CUTS = {64: CutPace(20, 1.5, 50, 230, 0.16, 1.8), 128: CutPace(20, 1.9, 50, 383, 0.16, 3.23)}
 
 
 class Lengths(NamedTuple):
@@ -93,17 +109,17 @@ def cut_prompts(p: Problem, processors: int) -> Cut | None:
     return _cut(p.HV, p.K, processors)
 
 
-@lru_cache(maxsize=1024)
 def _cut(HV: int, width: int, processors: int) -> Cut | None:
-    most, shortest = min(MOST_PARTS, processors // HV), None
-    for chunks in range(LONGEST if most > 1 else 0, 2 * FEWEST - 1, -FEWEST):
-        number = min(most, chunks // FEWEST)
-        works = [Work(processors, HV * prompts, chunks) for prompts in (1, max(1, BATCH // chunks))]
-        parts = sum(_segments_us(work, PACES[width], number, -(-chunks // number)) for work in works)
-        if sum(_whole_us(work, width) for work in works) < GAIN * parts:
-            break
-        shortest = chunks
-    return None if shortest is None else Cut(shortest, FEWEST, most)
+    pace, share = CUTS[width], HV / processors
+    gained = pace.chunk - GAIN * (pace.part_chunk + pace.part_share * share)  # per chunk
+    lost = GAIN * (pace.start + pace.start_share * share) - pace.call
+    most = min(MOST_PARTS, processors // HV)
+    if most < 2 or gained * LONGEST < lost:
+        return None
+    fewest = (
+        FEWEST if 2 * HV * most <= processors else 2 * FEWEST
+    )  # if halves of states run at once, parts may be short
+    return Cut(max(2 * fewest, ceil(lost / gained)), fewest, most)
 
 
 def part_length(tokens: int, cut: Cut) -> int:
@@ -158,30 +174,20 @@ def _fastest(times: dict[int | None, float]) -> tuple[int | None, float]:
 
 def _forward_times(work: Work, width: int) -> dict[int | None, float]:
     """The times of a forward walk, by the tokens of a segment. The key None is for whole sequences."""
-    times: dict[int | None, float] = {None: WORTH * _whole_us(work, width)}
-    for number, length in splits(work.chunks):
-        times.setdefault(C * length, _segments_us(work, PACES[width], number, length))
-    return times
-
-
-def _whole_us(work: Work, width: int) -> float:
-    """The time of the loop for whole sequences."""
     pace, (processors, states, chunks) = PACES[width], work
     groups = 1 if width == 64 or 2 * states <= processors else 2
-    return waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
-
-
-def _segments_us(work: Work, pace: SegmentPace, number: int, length: int) -> float:
-    """The time of ``number`` segments of ``length`` chunks."""
-    processors, states, chunks = work
+    whole = waves_us(states * width // (64 * groups), processors, pace.setup, chunks, pace.whole[groups])
     shared = LAUNCHES + pace.factor * states * chunks / processors
-    # Phi may decay to zero (maps.py). The time is the mean of two cases: no Phi does, and half of them do.
-    halves = states * (2 * number - 3)  # halves of maps; the first segment has one map, the last none
-    left = halves - states * (number - 2) / 2
-    faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # if one ends early, another begins
-    maps = (waves_us(halves, processors, pace.setup, length, pace.map) + faded) / 2
-    outputs = waves_us(states * number, processors, pace.setup, length, pace.output)
-    return shared + maps + number * COMPOSE + outputs
+    times: dict[int | None, float] = {None: WORTH * whole}
+    for number, length in splits(chunks):
+        # Phi may decay to zero (maps.py). The time is the mean of two cases: no Phi does, and half of them do.
+        halves = states * (2 * number - 3)  # halves of maps; the first segment has one map, the last none
+        left = halves - states * (number - 2) / 2
+        faded = max(1.0, left / processors) * (pace.setup + length * pace.map)  # if one ends early, another begins
+        maps = (waves_us(halves, processors, pace.setup, length, pace.map) + faded) / 2
+        outputs = waves_us(states * number, processors, pace.setup, length, pace.output)
+        times.setdefault(C * length, shared + maps + number * COMPOSE + outputs)
+    return times
 
 
 def _back_times(work: Work, width: int) -> dict[int | None, float]:
