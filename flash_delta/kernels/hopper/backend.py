@@ -128,7 +128,7 @@ def preference(p: Problem) -> tuple[int, str | None]:
 
     From measurements on an H200 (for training with a decay per channel on an H100), with 132 multiprocessors
     (docs/notes): this backend is faster than ``triton``, except for one sequence of some 2,000 tokens on few heads of
-    128. On a pool it walks half a state's chunk in 1.73 us. ``triton`` takes 1.23 us with 16 heads and 1.80 us with 24.
+    128. On a pool such a prompt is slower here until it is long enough to be cut (segments/plan.py).
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"

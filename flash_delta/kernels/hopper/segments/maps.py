@@ -175,6 +175,9 @@ def find_maps(
     first, listed = gl.program_id(0) * 0, None  # a number and no constant, so that both groups are one function
     if parts is not None:
         listed = (walks, parts)
+        gdc_wait()  # the kernel that makes the lists has ended
+        if gl.program_id(0) >= gl.load(parts) * HV:
+            return
     _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
     gdc_wait()  # `rates` has ended, so a kernel that waits for this one also waits for earlier kernels
     if chunks == 0:  # a sequence of one segment needs no map
