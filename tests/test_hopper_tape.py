@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.forward import tape as tapes
 from flash_delta.kernels.hopper.forward.lost import _words, check_states, word_of
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, Pace, count_programs, needs_tape
+from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, Pace, count_programs, needs_tape, walk_needs_tape
 from flash_delta.testing import MEMBERS
 from tests import test_hopper_loop
 from tests.hostile_bounds import HOSTILE, hostile
@@ -136,6 +136,18 @@ def test_where_a_tape_is_needed():
     assert not needs(8, 32768, 32, (4096,) * 8)
     assert needs(8, 32768, 32, (4096,) * 7 + (4000,))
     assert not needs(2**22, 2**22, 64)  # numbers would not fit
+
+
+def test_where_a_walk_needs_a_tape():
+    def needs(N, HV, lengths=None, packed=True):
+        p = SimpleNamespace(N=N, T=N * 1024, HV=HV, lengths=lengths, packed=packed)
+        return walk_needs_tape(p, 132, PACE)
+
+    assert needs(5, 32)  # lengths that only the device knows
+    assert not needs(37, 32)  # nine items per program
+    assert not needs(37, 32, (1000,) * 36 + (1888,))
+    assert needs(17, 32, (1024,) * 17)  # four rounds, and 16 items in a fifth one
+    assert needs(17, 32, packed=False)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ ALLOWED = (
         f"{BY_HAND}/*-back*/walk_back", HOPPER, "spill",
         "addresses of tiles, the same for all chunks, beside accumulators: a state group has 144 registers", 960,
     ),
-    Allowed(f"{BY_HAND}/*-back-tape/walk_back", HOPPER, "spill", "the same, and pieces of the tape", 1250),
     Allowed(
         f"{BY_HAND}/channel-back*/chunk_back", HOPPER, "spill",
         "eight warps hold three products of [128, 64] in float32 beside what they make of them", 400,

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.forward.rates import new_rates
 from flash_delta.kernels.hopper.forward.tape import Tape, new_tape
-from flash_delta.kernels.hopper.tiles import RETRACE_PACE, WALK_BACK_PACE, Pace, needs_tape
+from flash_delta.kernels.hopper.tiles import RETRACE_PACE, WALK_BACK_PACE, Pace, walk_needs_tape
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Problem
 
@@ -74,7 +74,7 @@ def new_tapes(p: Problem, chip: Chip) -> Tapes:
 
     def tape(pace: Pace) -> Tape | None:
         programs = min(p.N * p.HV, chip.processors)
-        return new_tape(p, programs, pace) if needs_tape(p, programs, pace) else None
+        return new_tape(p, programs, pace) if walk_needs_tape(p, programs, pace) else None
 
     return Tapes(None if p.disable_recompute else tape(RETRACE_PACE[p.K]), tape(WALK_BACK_PACE[p.K]))
 

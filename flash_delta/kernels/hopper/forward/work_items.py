@@ -129,14 +129,14 @@ def find_run(i, runs, work, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr, BA
         return hv, row, start, size, token, chunks, chunk, n, slot, number, last
     else:
         _, n, hv, start, size, begin, end = find_piece(i, runs, work, HV, PACKED)
-        count, first, after = (size + C - 1) // C, begin // C, (end + C - 1) // C
+        first, chunks, all_chunks = begin // C, (end - begin + C - 1) // C, (size + C - 1) // C
         if BACK:
-            first, after = count - after, count - first
+            first = all_chunks - (end + C - 1) // C
         row = n
         if PACKED:
             row = n * 0
         chunk = first_slot(n, start, work[1], PACKED) + first
-        return hv, row, start, size, first * C, after - first, chunk, n, n, first, after == count
+        return hv, row, start, size, first * C, chunks, chunk, n, n, first, first + chunks == all_chunks
 
 
 def find_part(item, pool, length, HV):
