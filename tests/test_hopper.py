@@ -16,6 +16,7 @@ import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend, boxes, layouts
 from flash_delta.kernels.hopper.backward import run as by_hand
+from flash_delta.kernels.hopper.backward.memory import Tapes
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
@@ -374,7 +375,7 @@ def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, monkeypatch, 
     for name in [name for name in vars(by_hand) if re.match("run_(?!kernels|backward|widen|narrow)", name)]:
         monkeypatch.setattr(by_hand, name, lambda *given, name=name: launched.append((name, given)))
     w, gates = SimpleNamespace(starts=split or None), SimpleNamespace(rates=None, decays=None)
-    memory = gates, w, SimpleNamespace(D=None, ends=None), None, None
+    memory = gates, w, SimpleNamespace(D=None, ends=None), Tapes(None, None), None, None
     by_hand.run_kernels(None, None, memory, by_hand.Left(left, left), None, None, None)
     assert len(launched) > 2
     assert launched[0][0] == "run_rates_back"
