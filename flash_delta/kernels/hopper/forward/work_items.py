@@ -139,6 +139,7 @@ def find_run(i, runs, work, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr, BA
         return hv, row, start, size, first * C, chunks, chunk, n, n, first, first + chunks == all_chunks
 
 
+@gluon.jit
 def find_part(item, pool, length, HV):
     """An item's part of its prompt: its first token, the one after its last, and the number of the state that it starts
     from, or -1 for a prompt's first part (prompt_list.py)."""
