@@ -1,4 +1,4 @@
-"""Checkpoints of a prompt that the Hopper backend walks in segments: on a GPU of that kind, or emulated."""
+"""Checkpoints of a prompt that the Hopper backend walks in parts: on a GPU of that kind, or emulated."""
 
 import pytest
 import torch
@@ -6,29 +6,22 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
-from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run
+from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_prompts, check_resumed, make_prompts
 from serving_truth import slots
-from test_hopper_pool import DEVICE, TINY, launched, runs
+from test_hopper_pool import DEVICE, TINY, cut_prompts_at, launched, runs
 
 import flash_delta
-from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.runtime.chip import chip_of
 
 pytestmark = runs
-SEGMENTS = [None, None, 1]  # the forms of what is launched for heads of 64
+IN_PARTS = [None, None, 1]  # the forms of what is launched for heads of 64
 __all__ = ["launched"]
 
 
 @pytest.fixture
 def split(launched, monkeypatch):
-    """Prompts are walked in segments of so many chunks."""
-
-    def chosen(chunks):
-        monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64 * chunks)
-        monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
-
-    return chosen
+    """Prompts are walked in parts of so many chunks, or one more."""
+    return lambda chunks: cut_prompts_at(monkeypatch, 2, chunks, 16)
 
 
 def prompt(length=330, every=64, **changes):
@@ -54,12 +47,12 @@ def without(x):
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("every", [64, 128, 192])
-def test_segments_and_strides(split, launched, chunks, every):
+def test_parts_and_strides(split, launched, chunks, every):
     """Of which neither is a multiple of the other, either. No other bit changes."""
     x = prompt(every=every)
     split(chunks)
     o, pool = check("gdn-raw", x, "hopper")
-    assert launched() in (None, SEGMENTS)
+    assert launched() in (None, IN_PARTS)
     bare, after = run("gdn-raw", without(x), "hopper")
     assert torch.equal(o, bare)
     assert torch.equal(pool[:3], after[:3])
@@ -92,7 +85,7 @@ def test_offsets(split, launched, pool, v_first, dtype):
     for offset in (0, 1, 63, 64, 65, 128, 191, 192, 199, 200, 201, -1, 2**31 - 1):
         launched()
         same, found = check("gdn-raw", at_offset(x, offset, dtype), "hopper")
-        assert launched() in (None, SEGMENTS)
+        assert launched() in (None, IN_PARTS)
         assert torch.equal(same, o)
         if offset % 64 == 0 and 0 < offset < 200:
             assert torch.equal(found[3], strided[2 + offset // 64])
@@ -169,12 +162,12 @@ def test_windows_are_kept_with_checkpoints(split, launched, kind):
     x = make_prompts("gdn-raw", (140,), behind=3, slots=20, **TINY)
     x |= {"checkpoint_indices": slots([[5, 7]], x), "checkpoint_every": 64}
     check_prompts("gdn-raw", x if kind == "stride" else at_offset(x, 70), "hopper")
-    assert launched() in (None, SEGMENTS)
+    assert launched() in (None, IN_PARTS)
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 2])
 def test_a_prompt_goes_on_from_any_checkpoint(split, chunks):
-    """With its window; walked whole, or in segments."""
+    """With its window; walked whole, or in parts."""
     if chunks is not None:
         split(chunks)
     x = make_prompts("gdn-raw", (200,), behind=3, slots=6, **TINY)
@@ -185,8 +178,8 @@ def test_a_prompt_goes_on_from_any_checkpoint(split, chunks):
             assert torch.equal(rest[1][1], whole[1][1])
 
 
-def test_batch_invariance_splits_nothing(split, launched):
-    """And gives the bits of a prompt that goes on from its checkpoint."""
+def test_batch_invariance_cuts_as_well(split, launched):
+    """With the same bits. A prompt that was not cut goes on from its checkpoint with its own bits."""
     x = prompt(200) | {"batch_invariant": True}
     o, pool = check("gdn-raw", x, "hopper")
     assert launched() in (None, [1])
@@ -194,28 +187,42 @@ def test_batch_invariance_splits_nothing(split, launched):
     again, after = run("gdn-raw", without(x) | rest | {"read_indices": slots([4], x)}, "hopper")
     assert torch.equal(again[:, :72], o[:, 128:200])
     assert torch.equal(after[1], pool[1])
+    launched()
+    split(1)
+    o, pool = check("gdn-raw", x, "hopper")
+    assert launched() in (None, IN_PARTS)
+    same, pools = run("gdn-raw", x | {"batch_invariant": False}, "hopper")
+    assert torch.equal(same, o)
+    assert torch.equal(pools, pool)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="asks a GPU: long prompts, as the plan splits them")
-@pytest.mark.parametrize(("H", "HV"), [(2, 8), (4, 16), (16, 32)])
+@pytest.mark.skipif(DEVICE == "cpu", reason="asks a GPU: long prompts, as the plan cuts them")
+@pytest.mark.parametrize(("H", "HV"), [(2, 4), (2, 8), (4, 16)])
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_long_prompts_as_planned(H, HV, pool):
-    """Checkpoints change no other bit; every one of them is within what rounding allows of the state of one walk, and a
-    second call gives the same bits."""
+    """Neither checkpoints, nor ``batch_invariant``, nor other sequences change a bit. Every checkpoint is within what
+    rounding allows of the state of one walk, and a second call gives the same bits."""
+    lengths = (300, 10300, 1, 64, 20000, 1)
     x = make_prefill(
-        "gdn-raw", (8200,), slots=12, H=H, HV=HV, K=128, V=128, dtype=torch.bfloat16, device=DEVICE, pool=pool
+        "gdn-raw", lengths, slots=24, H=H, HV=HV, K=128, V=128, dtype=torch.bfloat16, device=DEVICE, pool=pool
     )
-    x |= {"checkpoint_indices": slots([range(2, 10)], x), "checkpoint_every": 1024}
-    p = flash_delta.explain(OPS["gdn-raw"], **x, backend="hopper").problem
-    assert backend.split_prompt(p, chip_of(p.device).processors)
+    kept = slots([[-1] * 10, range(12, 22), *[[-1] * 10] * 4], x)
+    x |= {"checkpoint_indices": kept, "checkpoint_every": 1024}
+    assert "in up to" in flash_delta.explain(OPS["gdn-raw"], **x, backend="hopper").reasons["hopper"]
     o, found = run("gdn-raw", x, "hopper")
-    again, same = run("gdn-raw", x, "hopper")
-    bare, after = run("gdn-raw", without(x), "hopper")
-    assert torch.equal(o, again)
-    assert torch.equal(found, same)
-    assert torch.equal(o, bare)
-    assert torch.equal(found[:2], after[:2])
-    _, whole = run("gdn-raw", x | {"batch_invariant": True}, "hopper")
-    for slot in range(1, 10):
+    for other in (x, without(x), x | {"batch_invariant": True}):
+        again, after = run("gdn-raw", other, "hopper")
+        for n in (0, 1, 3, 4):
+            start, stop = x["cu_seqlens"][n : n + 2].tolist()
+            assert torch.equal(again[:, start:stop], o[:, start:stop])
+            assert torch.equal(after[6 + n], found[6 + n])
+        assert torch.equal(after[12:22], found[12:22]) or other["checkpoint_every"] is None
+    for n in (1, 4):
+        start, stop = x["cu_seqlens"][n : n + 2].tolist()
+        alone, after = run("gdn-raw", sequence(x, n), "hopper")
+        assert torch.equal(alone, o[:, start:stop])
+        assert torch.equal(after[6 + n], found[6 + n])
+    _, whole = run("gdn-raw", x, "triton")
+    for slot in (7, 10, *range(12, 22)):
         got, want = found[slot].double(), whole[slot].double()
         assert (got - want).norm() / want.norm() < 1e-2, slot

@@ -2,6 +2,7 @@
 emulated."""
 
 import os
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,9 @@ from prompt_truth import check_prompts, make_prompts
 from serving_truth import slots
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.plan import split_prompt
-from flash_delta.kernels.hopper.segments import factor, maps, scan
+from flash_delta.kernels.hopper.forward import loop, prompt_list
+from flash_delta.kernels.hopper.segments import factor, maps, memory
+from flash_delta.kernels.hopper.segments.cut import Cut, count_starts, cut_prompts, part_length
 from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, pool_loops
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
@@ -48,7 +49,7 @@ def launched(monkeypatch):
         yield lambda: None
         return
     noted = []
-    kernels = ((loop, "forward_loop"), (factor, "factor_chunks"), (maps, "find_maps"), (scan, "walk_segments"))
+    kernels = ((loop, "forward_loop"), (factor, "factor_chunks"), (maps, "find_maps"))
     for module, name in kernels:
         package, path = "flash_delta.kernels.hopper", ".".join(module.__name__.split(".")[-2:])
         kernel = Kernel(getattr(emulated(package, path), name), lambda constants: noted.append(constants.get("GROUPS")))
@@ -68,6 +69,15 @@ def launched(monkeypatch):
 
     yield forms
     _known_calls.calls.clear()
+
+
+def cut_prompts_at(monkeypatch, *numbers):
+    """Prompts are cut into parts, by the numbers of a `Cut`."""
+    _known_calls.calls.clear()
+    for module in (memory, backend):
+        monkeypatch.setattr(module, "cut_prompts", lambda p, processors: Cut(*numbers))
+    monkeypatch.setattr(backend, "PREFILL", ("prefill", *numbers))
+    monkeypatch.setattr(factor, "FACTOR_PROGRAMS", 1)  # so that each factors several chunks
 
 
 def mixed(**changes):
@@ -118,29 +128,25 @@ def test_checkpoints_at_offsets(launched, pool, v_first, batch_invariant):
 
 
 @runs
-@pytest.mark.parametrize("alone", [False, True], ids=["several", "alone"])
-def test_convolution_and_norm(launched, monkeypatch, alone):
-    """From slices of a projection that no descriptor describes; several prompts, or one alone in segments."""
-    if alone:
-        monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
-        monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
-    x = make_prompts("gdn-raw", (140,) if alone else (70, 1, 66, 0), behind=3, slots=20, **TINY)
+@pytest.mark.parametrize("parted", [False, True], ids=["whole", "in-parts"])
+def test_convolution_and_norm(launched, monkeypatch, parted):
+    """From slices of a projection that no descriptor describes."""
+    if parted:
+        cut_prompts_at(monkeypatch, 2, 1, 16)
+    x = make_prompts("gdn-raw", (70, 1, 140, 0), behind=3, slots=20, **TINY)
     x["q"], x["k"] = torch.cat([x["q"], x["k"], x["q"][..., :1]], 3)[..., :128].split(64, 3)
     check_prompts("gdn-raw", x | {"null_slot": 1}, "hopper")
-    assert launched() in (None, [1] if not alone else [None, None, 1])
+    assert launched() in (None, [None, None, 1] if parted else [1])
 
 
 @runs
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("alone", [False, True], ids=["several", "alone"])
-def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name, alone):
-    """Several prompts through the loop, or one alone in segments."""
+@pytest.mark.parametrize("parted", [False, True], ids=["whole", "in-parts"])
+def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name, parted):
     leave_unread(monkeypatch)
     bounds = hostile(name, DEVICE)
-    bounds = bounds[:2] + 64 if alone else bounds  # 64 up, so that there is a first bound that is too high
-    if alone:
-        monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
-        monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
+    if parted:
+        cut_prompts_at(monkeypatch, 2, 1, 16)
     lengths = (T, *(0 for _ in bounds[2:]))
     x = make_prefill("gdn-raw", lengths, slots=20, **(TINY | {"HV": 1}))
     _, pool = run("gdn-raw", x | {"cu_seqlens": bounds}, "hopper")
@@ -241,16 +247,15 @@ def test_a_sequence_alone_gives_its_bits(launched):
         (130, {"has_initial_state": [0], "read_indices": [-1], "pool": torch.bfloat16}),
         (200, {"pool": torch.float16, "write_indices": None}),
         (200, {"write_indices": [4]}),
-        (70, {"read_indices": [-1]}),
-        (70, {"write_indices": [1], "null_slot": 1}),
+        (140, {"read_indices": [-1]}),
+        (140, {"write_indices": [1], "null_slot": 1}),
         (16, {"write_indices": [0]}),
         (0, {}),
     ],
 )
-def test_a_prompt_alone_in_segments(launched, monkeypatch, length, changes, v_first):
-    """Three of them, of 64 tokens; what is no slot, and what `decode` runs."""
-    monkeypatch.setattr(backend, "split_prompt", lambda p, processors: 64)
-    monkeypatch.setattr(backend, "PREFILL", ("prefill", "segments"))
+def test_a_prompt_alone_in_parts(launched, monkeypatch, length, changes, v_first):
+    """What is no slot, and what `decode` runs."""
+    cut_prompts_at(monkeypatch, 2, 1, 16)
     pool = changes.get("pool", torch.float32)
     shape = TINY | {"K": changes.get("K", 128), "V": changes.get("V", 128), "pool": pool, "v_first": v_first}
     x = make_prefill("gdn-raw", (length,), behind=9, **shape)
@@ -261,31 +266,138 @@ def test_a_prompt_alone_in_segments(launched, monkeypatch, length, changes, v_fi
     if "has_initial_state" in changes:
         x["has_initial_state"] = x["has_initial_state"].bool()
     check("gdn-raw", x, "hopper")
-    assert launched() in (None, [None, None, shape["K"] // 64])
+    starts = [None, None] if length > 128 else []
+    assert launched() in (None, [*starts, shape["K"] // 64])
 
 
-def test_which_prompts_are_split():
-    """One that is alone, where it may be another rounding; with checkpoints alike, which change no bit."""
+@runs
+@pytest.mark.parametrize(
+    ("shape", "pool", "v_first"),
+    [
+        ({}, torch.float32, False),
+        ({}, torch.float16, True),
+        ({"K": 128, "V": 128, "HV": 1}, torch.bfloat16, False),
+        ({"K": 128, "V": 128, "HV": 1}, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_no_bit_of_a_prompt_in_parts_depends_on_others(launched, monkeypatch, shape, pool, v_first):
+    """Nor on their order, on checkpoints, or on ``batch_invariant``."""
+    cut_prompts_at(monkeypatch, 2, 1, 3)
+    lengths = (70, 330, 1, 192, 0, 17)
+    x = make_prefill("gdn-raw", lengths, behind=9, slots=40, **(TINY | shape | {"pool": pool, "v_first": v_first}))
+    x["has_initial_state"] = slots([1, 1, 1, 0, 1, 1], x).bool()
+    x["g"] = x["g"] - 6  # with gates that forget, a start has the bits that it would have in one walk
+    o, after = check("gdn-raw", x, "hopper")
+    kept = {"checkpoint_indices": slots([range(12 + 4 * n, 16 + 4 * n) for n in range(6)], x), "checkpoint_every": 64}
+    for changes in (kept, {"batch_invariant": True}):
+        same, pools = check("gdn-raw", x | changes, "hopper")
+        for n in (0, 1, 3, 5):
+            start, stop = x["cu_seqlens"][n : n + 2].tolist()
+            assert torch.equal(same[:, start:stop], o[:, start:stop])
+            assert torch.equal(pools[6 + n], after[6 + n])
+    turned = x | {"cu_seqlens": bounds([192, 330], x)}
+    for name in ("read_indices", "write_indices", "has_initial_state"):
+        turned[name] = x[name][[3, 1]]
+    begins = x["cu_seqlens"].tolist()
+    for name in TOKENS:
+        turned[name] = torch.cat([x[name][:, begins[n] : begins[n + 1]] for n in (3, 1)], 1)
+    turned_o, turned_pool = run("gdn-raw", turned, "hopper")
+    alone, alone_pool = run("gdn-raw", sequence(x, 1), "hopper")
+    assert torch.equal(turned_o[:, :192], o[:, begins[3] : begins[4]])
+    assert torch.equal(turned_o[:, 192:], o[:, begins[1] : begins[2]])
+    assert torch.equal(alone, o[:, begins[1] : begins[2]])
+    assert torch.equal(turned_pool[[7, 9]], after[[7, 9]])
+    assert torch.equal(alone_pool[7], after[7])
+
+
+@runs
+def test_prompts_in_parts_in_place(launched, monkeypatch):
+    """The last part may be walked before the first one, whose state it overwrites."""
+    cut_prompts_at(monkeypatch, 2, 1, 16)
+    x = make_prefill("gdn-raw", (330, 70, 320), slots=8, **TINY)
+    apart, pools = run("gdn-raw", x, "hopper")
+    o, after = run("gdn-raw", x | {"write_indices": x["read_indices"]}, "hopper")
+    assert torch.equal(o, apart)
+    assert torch.equal(after[:3], pools[3:6])
+
+
+def problem(**changes):
     p = Problem(
         "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0), "scalar",
         "decayed", 1.0, packed=True, pool=torch.float32,
     )  # fmt: skip
-    assert split_prompt(p, 132) == 2048
-    assert split_prompt(p._replace(T=512), 132) is None
-    for changes in ({"checkpoint_every": 64}, {"checkpoint_offsets": True}):
-        assert split_prompt(p._replace(**changes), 132) == 2048
-    for changes in ({"N": 2}, {"batch_invariant": True}, {"K": 256, "V": 256}):
-        assert split_prompt(p._replace(**changes), 132) is None
+    return p._replace(**changes)
+
+
+def test_which_prompts_are_cut():
+    """Only heads and chip decide, and then a prompt's own length."""
+    cut = cut_prompts(problem(), 132)
+    assert cut == Cut(66, 16, 16)
+    for changes in ({"T": 512}, {"N": 2}, {"batch_invariant": True}, {"checkpoint_every": 64}, {"max_prompts": 1}):
+        assert cut_prompts(problem(**changes), 132) == cut
+    for heads, expected in ((4, (48, 8, 16)), (16, (117, 16, 8)), (32, (401, 16, 4))):
+        assert cut_prompts(problem(HV=heads), 132) == expected
+    assert cut_prompts(problem(HV=48), 132) is None, "one prompt nearly fills the chip"
+    assert [part_length(n, cut) for n in (0, 1, 64 * 66 - 1, 64 * 66, 8192, 32768)] == [0, 1, 66, 17, 16, 32]
+    assert count_starts(problem(), cut) == (16, 1)
+    assert count_starts(problem(T=64 * 66 - 1), cut) == (0, 0)
+    assert count_starts(problem(N=101, T=39168), cut) == (612 // 16, 612 // 66)
+    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == (32, 9)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
+@pytest.mark.parametrize("room", [1000, 5], ids=["room", "no-room"])
+def test_the_list_of_parts(room):
+    """Every chunk of every prompt once, in parts as the host and the kernel of inverses find them. Without room, which
+    only wrong bounds can bring about, prompts are whole."""
+    cut, draw = Cut(5, 2, 4), random.Random(3)
+    lengths = [int(draw.lognormvariate(5, 1.5)) * (draw.random() > 0.1) for _ in range(200)]
+    N, bounds = len(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    index = torch.arange(N).where(torch.rand(N) < 0.7, -1)
+    walks, parts = (torch.full((2 + 10 * (N + room),), -7, dtype=torch.int32) for _ in range(2))
+    list_parts(walks, parts, (index, index + 1000), bounds, N, (cut, room, 100))
+    walks, lines, starts, cuts = walks.tolist(), parts[2:].view(-1, 5).tolist(), 0, []
+    own = emulated("flash_delta.kernels.hopper", "segments.bounds").part_length
+    found = 0
+    for n, tokens in enumerate(lengths):
+        if index[n] < 0 or tokens <= 16:
+            continue
+        length, chunks = part_length(tokens, cut), -(-tokens // 64)
+        assert (length, (-(-chunks // length) - 1) * length) == own(tokens, cut)
+        if room < 1000 and walks[3 + 3 * found] >= 0:
+            length = chunks
+        count = -(-chunks // length)
+        for j in range(count):
+            m, start = found + j, 100 + 2 * (starts + j) if count > 1 else -1
+            assert walks[1 + 3 * m : 4 + 3 * m] == [n, -1 if j else n, n + 1000 if j == count - 1 else -1]
+            assert lines[m][:3] == [j * length, min((j + 1) * length, chunks), start]
+            assert count == 1 or lines[starts + j][3] == m
+        cuts += [starts] * (count > 1)
+        found, starts = found + count, starts + count * (count > 1)
+    assert (walks[0], parts[:2].tolist()) == (found, [starts, len(cuts)])
+    assert [line[4] for line in lines[: len(cuts)]] == cuts
+    assert starts > 5 if room > 5 else 0 < starts <= 5
+    assert {x for line in lines[max(found, starts) :] for x in line} == {-7}, "nothing is written after the list"
+
+
+def list_parts(walks, parts, indices, bounds, N, cutting):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def listed(walks, parts, read, write, cu_seqlens, N, T, cut, room, before, HV: tl.constexpr, SHORT: tl.constexpr):
+        tables, slots = (read, write, None, 1, 1, 0), (2000, -1)
+        prompt_list.list_walks(walks, parts, tables, cu_seqlens, N, T, slots, (cut, room, before), HV, 64, SHORT)
+
+    listed[(1,)](walks, parts, *indices, bounds, N, int(bounds[-1]), *cutting, 2, 16)
 
 
 def test_launches_for_the_prompts_that_there_may_be():
-    p = Problem(
-        "prefill_gated_delta_rule", 1, 64 + 2048, 16, 32, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0),
-        "scalar", "decayed", 1.0, packed=True, pool=torch.float32,
-    )  # fmt: skip
+    p = problem(T=64 + 2048, H=16, HV=32, N=65)
 
-    def launches(processors=132, every=False, **changes):
-        return pool_loops(p._replace(**changes), Chip("sm_90", processors), every=every)
+    def launches(processors=132, every=False, starts=0, **changes):
+        return pool_loops(p._replace(**changes), Chip("sm_90", processors), every=every, starts=starts)
 
     assert launches() == (PoolLaunch(NARROW, 2, 0, 2), PoolLaunch(WIDE, 65, 3))
     assert launches(max_prompts=1) == (PoolLaunch(NARROW, 1),)
@@ -296,6 +408,9 @@ def test_launches_for_the_prompts_that_there_may_be():
     for changes in ({"max_prompts": 1}, {"T": 65}):
         assert launches(batch_invariant=True, **changes) == launches(), "and short sequences are walked, too"
     assert launches(K=64, V=64) == (PoolLaunch(SLIM, 65),)
+    assert launches(HV=8, N=1, starts=16) == (PoolLaunch(NARROW, 8, 0, 8), PoolLaunch(WIDE, 17, 9)), "in parts"
+    assert launches(HV=8, N=1, starts=7) == (PoolLaunch(NARROW, 8),)
+    assert launches(HV=8, max_prompts=1, starts=16) == launches(HV=8, N=1, starts=16)
     assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 
@@ -323,13 +438,13 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     monkeypatch.setattr(backend, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
     monkeypatch.setattr(triton, "remember_served", lambda *args: None)
     monkeypatch.setattr(backend, "run", note)
-    spec = Serving("gated_delta_rule", 16, 32, 128, 128, True, q=Slice(stride))
+    spec = Serving("gated_delta_rule", 4, 8, 128, 128, True, q=Slice(stride))
     op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
     p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
     x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     s = Slots(**{name: arguments.get(name) for name in Slots._fields})
     around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
     backend.prefill(p, x, s, around)
-    split = N == 1 and T >= 5000 and not form.batch_invariant
-    assert (len(asked) > 8) == split, "rates, walks, a tape and copies; of a prompt in segments much more"
+    copies = 3 * form.convolution or int(stride == 4100)
+    assert len(asked) - copies == 6 + 2 * (T >= 5000), "those for parts only of long prompts"
     assert sum(asked) == backend.workspace_bytes(p, x)

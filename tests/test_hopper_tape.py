@@ -26,7 +26,7 @@ LENGTHS = (900, 130, 0, 64, 700, 1, 300)
 
 def laid(bounds, N, T, HV, programs, walks=None, pace=PACE):
     """The borders of a tape, as pairs. A tape has other numbers before."""
-    p = SimpleNamespace(N=N, K=1, V=1, device=torch.device("cpu"))
+    p = SimpleNamespace(N=N, HV=HV, K=1, V=1, device=torch.device("cpu"))
     tape = tapes.new_tape(p, programs, pace)
     tape.table.fill_(-7), tape.marks.fill_(-7)
     if walks is None:
@@ -46,7 +46,7 @@ def lay_listed(tape, bounds, walks, N, T, HV):
 
     @triton.jit
     def listed(table, marks, cu_seqlens, walks, a, b, c, d, e, f, N, T, HV: tl.constexpr, PROGRAMS: tl.constexpr):
-        tapes.lay(table, marks, (a, b, c, d, e, f), cu_seqlens, walks, N, T, HV, 64, True, PROGRAMS)
+        tapes.lay(table, marks, (a, b, c, d, e, f), cu_seqlens, walks, None, N, T, HV, 64, True, PROGRAMS)
 
     listed[(1,)](tape.table, tape.marks, bounds, walks, *tape.numbers, N, T, HV, tapes.most_programs(tape.programs))
 

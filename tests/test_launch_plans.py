@@ -47,19 +47,21 @@ def launched(place, heads, calls):
     return names
 
 
-def prompts(count, length, heads=32, kept=None, **options):
-    """A prefill with a decay per channel, by name. ``kept``: checkpoints at a "stride" or at an "offset"."""
+def prompts(count, length, heads=32, kept=None, channel=True, **options):
+    """A prefill by name, with a decay per channel or per head. ``kept``: checkpoints at a "stride" or at an
+    "offset"."""
     import flash_delta
 
     rows = [torch.zeros(1, count * length, heads, 128, dtype=torch.bfloat16) for _ in range(4)]
+    op = flash_delta.prefill_kda
+    if not channel:
+        rows[3], op = rows[3][..., 0], flash_delta.prefill_gated_delta_rule
     bounds, numbers = torch.arange(count + 1, dtype=torch.int32) * length, torch.arange(count)
     if kept is not None:
         options |= {"checkpoint_indices": numbers[:, None] if kept == "stride" else numbers}
         options |= {"checkpoint_every": 64} if kept == "stride" else {"checkpoint_offsets": numbers}
     beta, pool = torch.zeros(1, count * length, heads, dtype=torch.bfloat16), torch.zeros(16, heads, 128, 128)
-    return flash_delta.prefill_kda(
-        *rows, beta, pool, bounds, numbers, numbers, state_v_first=True, backend="hopper", **options
-    )
+    return op(*rows, beta, pool, bounds, numbers, numbers, state_v_first=True, backend="hopper", **options)
 
 
 def launched_for_prompts(place, calls):
@@ -334,3 +336,22 @@ def test_prompts_with_a_decay_per_channel(process, place, options, ways):
     wanted = [(*around, "list_prompts", *way, *beside, *around) for way in ways]
     assert [tuple(of) for of in names] == [of for of in wanted for _ in range(2)]
     assert compilations == 1
+
+
+IN_PARTS = ("factor_chunks", "find_maps", "compose_starts")
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"kept": "stride"}, {"kept": "offset"}], ids=str)
+def test_prompts_in_parts(process, place, options):
+    """What finds the states that parts start from is launched if a prompt may be long enough. No length compiles."""
+    beside, twice = ("decode",) * ("batch_invariant" not in options), 2 * ("forward_loop",)
+    around = ("walk_to_offset",) * (options.get("kept") == "offset")
+    calls = [(count, length, {"heads": heads, "channel": False} | options) for heads, count, length in LONG]
+    names, compilations = process.submit(launched_for_prompts, place, calls).result()
+    found = [tuple(name for name in of if name not in (*beside, *around, "rates")) for of in names[::2]]
+    assert found == [twice[1:], IN_PARTS + twice, twice, twice[1:], twice]
+    assert names[::2] == names[1::2]
+    assert compilations == 2, "one for each number of heads"
+
+
+LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 350), (64, 1, 8192), (64, 2, 8192))

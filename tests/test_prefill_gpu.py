@@ -176,7 +176,7 @@ def test_whole_states_and_halves_give_the_same_bits(kind, door, module, plan, ti
     """So that neither `max_prompts` nor, with batch invariance, the number of prompts changes a result."""
     found, x = [], mixed(kind, pool=pool)
     for tile in tiles:
-        monkeypatch.setattr(module, plan, lambda p, chip, *choice, every, t=tile: (PoolLaunch(t, p.N),))
+        monkeypatch.setattr(module, plan, lambda p, *choice, t=tile, **options: (PoolLaunch(t, p.N),))
         monkeypatch.setattr(door, "PREFILL", ("prefill", plan, tile))
         found.append(run(kind, x, "hopper"))
         _known_calls.calls.clear()

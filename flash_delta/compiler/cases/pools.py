@@ -10,7 +10,8 @@ from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.hopper.forward.loop import run_pool_loops
 from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
 from flash_delta.kernels.hopper.forward.tape import new_pool_tape
-from flash_delta.kernels.hopper.segments.prompt_state import new_prompt, run_hand_over, run_prompt
+from flash_delta.kernels.hopper.segments.maps import run_find_starts
+from flash_delta.kernels.hopper.segments.memory import new_parts
 from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, LoopTile
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.problem import Inputs, Problem, Slots
@@ -41,26 +42,23 @@ POOLS = {
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}}
 
 
-def call_pool(case: str, t: LoopTile) -> None:
+PROCESSORS = 132  # with as many multiprocessors prompts are cut into parts
+
+
+def call_pool(case: str, t: LoopTile, *, parted: bool) -> None:
+    """``parted``: prompts may be cut."""
     p, x, slots = POOLS[case]()
     c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
-    o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p), new_pool_tape(p, c.shape.chip)
-    run_rates(c, o, rates, None, walks, slots, tape)
-    run_pool_loops(c, o, rates, walks, tape, slots, t)
-
-
-def call_prompt(case: str, *, back: bool) -> None:
-    """The launches of a single prompt in segments. ``back``: only the launch that writes the state back."""
-    p, x, slots = POOLS[case]()
-    c, prompt = make_call(p, x, ("launches",), *slots)._replace(direct=False), new_prompt(p, 128)
-    run_hand_over(c, prompt, slots, back=back)
-    if not back:
-        run_prompt(c, torch.empty_like(x.v), new_rates(p), prompt, slots)
+    parts = new_parts(p, PROCESSORS, starts=1) if parted else None
+    o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p, 1), new_pool_tape(p, c.shape.chip, 1)
+    run_rates(c, o, rates, None, walks, slots, tape, parts)
+    if parts is not None:
+        run_find_starts(c, rates, walks, tape, parts, slots)
+    run_pool_loops(c, o, rates, walks, tape, parts, slots, t)
 
 
 def launches() -> Iterator[Launch]:
-    yield Launch("pool-back", partial(call_prompt, "pool", back=True))
     for case, described_pool in POOLS.items():
-        yield Launch(f"{case}-segments", partial(call_prompt, case, back=False))
         for form, t in FORMS[described_pool()[0].K].items():
-            yield Launch(f"{case}-{form}", partial(call_pool, case, t))
+            yield Launch(f"{case}-{form}", partial(call_pool, case, t, parted=False))
+            yield Launch(f"{case}-parts-{form}", partial(call_pool, case, t, parted=True))

@@ -4,8 +4,9 @@
 in segments, all at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
 `walk_segments`. Heads of 256 leave no memory for an inverse beside states and chunks. For them `factor_chunks` runs
 first, and `walk_segments` walks whole sequences. Values wider than keys are walked as several heads (columns.py). The
-loop also walks prompts on a pool, and reads and writes the slots. A single prompt may be walked in segments
-(segments/prompt_state.py).
+loop also walks prompts on a pool, and reads and writes the slots. Long prompts on few heads are cut into parts, which
+the loop walks at the same time. Before it `factor_chunks`, `find_maps` and `compose_starts` find the states that these
+parts start from.
 
 With a decay per channel, one kernel does everything if there are many states, or few states and gates that forget
 (channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `walk_channels` walks
@@ -25,6 +26,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.boxes import as_taken, describable, described, plain_state
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
@@ -45,13 +47,14 @@ from flash_delta.kernels.hopper.padding import (
     run_narrow,
     run_widen,
 )
-from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles, split_endless, split_length, split_prompt
-from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
-from flash_delta.kernels.hopper.segments.prompt_state import Prompt, new_prompt, run_hand_over, run_prompt
+from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles, split_endless, split_length
+from flash_delta.kernels.hopper.segments.cut import cut_prompts
+from flash_delta.kernels.hopper.segments.maps import run_find_starts
+from flash_delta.kernels.hopper.segments.memory import Parts, Walk, new_maps, new_parts, new_walk
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
-from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
 from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
@@ -63,7 +66,6 @@ from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slo
 
 FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
 WIDTHS = (64, 128, 256)
-PROMPT_HEADS = 0.18  # per multiprocessor; with more heads, prompts on a pool, of which few are split, fill the chip
 WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a walk of whole sequences
 MOST_VALUES = 512
 NARROWEST_PADDED = 60  # columns
@@ -121,12 +123,10 @@ def preference(p: Problem) -> tuple[int, str | None]:
 
     From measurements on an H200 (for training with a decay per channel on an H100), with 132 multiprocessors
     (docs/notes): this backend is faster than ``triton``, except for one sequence of some 2,000 tokens on few heads of
-    128. On a pool it walks half a state's chunk in 1.73 us. ``triton`` takes 1.23 us with 16 heads and 1.80 us with 24.
+    128. On a pool such a prompt is slower here until it is long enough to be cut (segments/cut.py).
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"
-    if p.pool is not None and p.gate != "channel" and PROMPT_HEADS * chip_of(p.device).processors > p.HV:
-        return 0, f"{p.HV} heads are too few to keep the multiprocessors busy, and few prompts are split"
     why = _slow_padding(p) if pads(p) else None
     return (2, None) if why is None else (0, why)
 
@@ -257,25 +257,20 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    chip = chip_of(p.device)
-    rates, walks, tape, processors = new_rates(p), new_walks(p), new_pool_tape(p, chip), chip.processors
-    alone, convolved = new_prompt(p, split_prompt(p, processors)), new_convolved(p)
+    rates, walks, tape, parts = _new_memory(p, chip_of(p.device))
+    convolved = new_convolved(p)
 
     def kernels(c: Call) -> None:
-        rule, prompt = run_before(c, convolved), alone
+        rule, w = run_before(c, convolved), parts
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
-        if every(c):  # the loop and the segments
-            prompt = new_prompt(p._replace(T=1), split_endless(p, processors))
-        if prompt is not None:
-            run_hand_over(rule, prompt, slots, back=False)
-        run_rates(rule, o, rates, None, walks, slots, tape)
-        if prompt is None or every(c):
-            run_pool_loops(rule, o, rates, walks, tape, slots)
-        if prompt is not None:
-            run_prompt(rule, o, rates, prompt, slots)
-            run_hand_over(rule, prompt, slots, back=True)
+        if every(c):  # the kernels for parts, too
+            w = new_parts(p._replace(N=1, T=1), chip_of(p.device).processors, starts=1)
+        run_rates(rule, o, rates, None, walks, slots, tape, w)
+        if w is not None and w.starts > 0:
+            run_find_starts(rule, rates, walks, tape, w, slots)
+        run_pool_loops(rule, o, rates, walks, tape, w, slots)
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
@@ -285,7 +280,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(rates, walks, *tape.memory, *_memory(alone), *convolved))
+        run(call, kernels, o, spare=(*_served(rates, walks, tape, parts), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o
 
@@ -321,18 +316,23 @@ def _handed(walk: Walk | None, tape: Tape | None, *, planned: bool, saved: bool)
     return (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
 
 
-def _memory(prompt: Prompt | None) -> tuple[Tensor, ...]:
-    """All memory that is allocated for a prompt in segments."""
-    return () if prompt is None else (*prompt.walk[1:], *prompt[1:])
+def _new_memory(p: Problem, chip: Chip) -> tuple[Tensor, Tensor, Tape, Parts | None]:
+    """Memory for prompts on a pool: rates, the list of prompts, the tape, and what prompts in parts need."""
+    parts = new_parts(p, chip.processors)
+    starts = 0 if parts is None else parts.starts
+    return new_rates(p), new_walks(p, starts), new_pool_tape(p, chip, starts), parts
+
+
+def _served(rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None) -> tuple[Tensor, ...]:
+    """All tensors of `_new_memory`."""
+    return (rates, walks, *tape.memory, *(() if parts is None else parts.memory))
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     if p.gate == "channel":
         return channel_prefill.workspace_bytes(p, x)
-    chip, nowhere = chip_of(p.device), p._replace(device=torch.device("meta"))
-    length, tape = split_prompt(p, chip.processors), new_pool_tape(nowhere, chip)
-    own = new_rates(nowhere), new_walks(nowhere), *tape.memory, *_memory(new_prompt(nowhere, length))
+    own = _served(*_new_memory(p._replace(device=torch.device("meta")), chip_of(p.device)))
     copied = () if p.taps else (t for t in x[:3] if not describable(t))
     return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
 
@@ -348,9 +348,10 @@ def remark(p: Problem) -> str | None:
         said.append(f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}")
     walked = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
     length = _length(walked)
-    if p.pool is not None:
-        length = split_prompt(walked, chip_of(p.device).processors)
-    if length is not None:
+    cut = None if p.pool is None else cut_prompts(p, chip_of(p.device).processors)
+    if cut is not None:
+        said.append(f"it walks prompts of {C * cut.shortest} tokens or more in up to {cut.most} parts, side by side")
+    elif p.pool is None and length is not None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:

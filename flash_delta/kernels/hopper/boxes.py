@@ -110,6 +110,6 @@ def rows(t: Tensor) -> Descriptor:
     return Descriptor(t, [t.numel() // width, width], [width, 1], [64, 32], layouts.STATE.value)
 
 
-def handed_by(tape: Tape | None) -> tuple[Descriptor | None, Tensor | None]:
-    """The states that programs hand over, and the tape's table."""
-    return (None, None) if tape is None else (rows(tape.handed), tape.table)
+def handed_by(tape: Tape | None, handed: Descriptor | None = None) -> tuple[Descriptor | None, Tensor | None]:
+    """The states that programs hand over, and the tape's table. ``handed``: the first result, if it is known."""
+    return (handed, None) if tape is None else (handed or rows(tape.handed), tape.table)

@@ -1,4 +1,4 @@
-"""Finds which states of a sequence are stored in slots of a pool, for the loop and for the walk in segments.
+"""Finds which states of a sequence are stored in slots of a pool, for the loops.
 
 Roles get everything that they need for it as one tuple, ``kept``: the table of slots, NUMBERS, and then the offsets if
 there are any. It is None if there are no checkpoints.

@@ -21,8 +21,8 @@ def find_work(i, runs, work, flags, HV, PACKED: gl.constexpr, SEGMENTS: gl.const
         hv, row, start, size, token, chunks, slot, _, _, _, _ = find_run(i, runs, work, HV, PACKED, SEGMENTS)
         return hv, row, start, size, token, chunks, slot, chunks * 0 == 0
     else:
-        cu_seqlens, T, length, N = work
-        _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+        cu_seqlens, T, length, N, listed = work
+        _, row, start, size, token, chunks, slot, _, keys = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
         token, chunks, slot, _ = without_faded(token, chunks, slot, keys, flags[1])
         return place(HV)[1], row, start, size, token, chunks, slot, keys == 0
 
@@ -84,7 +84,7 @@ def load_role(
     ``sv2``, it gets the second 64 of these columns.
 
     given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
-    work: as in work_items.py.
+    work: as in work_items.py; for `find_maps` with the last argument of `find_map` behind it.
     strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
     key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.

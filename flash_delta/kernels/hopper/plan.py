@@ -123,12 +123,6 @@ def split_endless(p: Problem, processors: int, *, back: bool = False) -> int | N
     return _split(_endless(p, processors), p.K, back)
 
 
-def split_prompt(p: Problem, processors: int) -> int | None:
-    """The same on a pool, where a single prompt may be split. It must not depend on checkpoints, which may not change
-    any bit of a result."""
-    return split_length(p, processors) if p.N == 1 else None
-
-
 @lru_cache(maxsize=1024)
 def _split(s: Sizes, width: int, back: bool) -> int | None:
     walked_back = sum(s.taped(pace[width]) for pace in BACK)

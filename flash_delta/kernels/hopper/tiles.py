@@ -81,20 +81,20 @@ def walk_needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
     return needs_tape(p, programs, pace) and (equal or WALKED_IN_TURNS * programs >= p.N * p.HV)
 
 
-def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool) -> tuple[PoolLaunch, ...]:
-    """The launches of the loop on a pool. Both tiles give the same bits (test_prefill_gpu.py)."""
+def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool, starts: int) -> tuple[PoolLaunch, ...]:
+    """The launches of the loop on a pool. Both tiles give the same bits (test_prefill_gpu.py). ``starts``: how many
+    parts of prompts there may be. Each counts as a prompt."""
     choices = choice or ((SLIM,) if p.K == 64 else (WIDE, NARROW) if every else ())
     if choices:
-        return tuple(PoolLaunch(t, max(1, p.N)) for t in choices)
+        return tuple(PoolLaunch(t, max(1, p.N + starts)) for t in choices)
     fitting = (NARROW, WIDE) if chip.processors >= 2 * p.HV else (WIDE,)
-    return pool_launches(p, chip, fitting, lambda _: 2 * p.HV)
+    return pool_launches(p, chip, fitting, lambda _: 2 * p.HV, starts)
 
 
 # The kernels of a walk in segments.
-FACTOR = {"maxnreg": 128}  # four programs share a multiprocessor
+FACTOR, FACTOR_PROGRAMS = {"maxnreg": 128}, 4  # so many programs share a multiprocessor
 MEMBERS = 2  # most value heads per program of `factor_chunks`; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
-HAND_OVER = triton.Tile(4, 3, 4096)
 PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies heads to another width
 # By the width of heads.
 WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}

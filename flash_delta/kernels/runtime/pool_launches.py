@@ -30,16 +30,19 @@ def prompts_at_most(p: Problem) -> tuple[int, int | None]:
 
 
 def pool_launches(
-    p: Problem, chip: Chip, tiles: Sequence[Any], programs: Callable[[Any], int]
+    p: Problem, chip: Chip, tiles: Sequence[Any], programs: Callable[[Any], int], parts: int = 0
 ) -> tuple[PoolLaunch, ...]:
-    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one.
+    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one, unless there may
+    be parts.
 
     Args:
         tiles: the candidates, in the order of the number of prompts that they are best for.
         programs: the number of programs per sequence with a tile.
+        parts: how many parts of prompts there may be. They count as prompts.
     """
     bound, most = prompts_at_most(p)
-    promised, launches, least = bound if most is None else min(bound, most), [], 0
+    promised, launches, least = (bound if most is None else min(bound, most)) + parts, [], 0
+    most = most if parts == 0 else None
     for tile in tiles:
         together = chip.processors // programs(tile)  # sequences that run at once
         if together >= promised or tile is tiles[-1]:

@@ -43,100 +43,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, pool, ragged, saved, states, strides
+from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, pool, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
-from flash_delta.kernels.hopper.forward.inverse import invert
 from flash_delta.kernels.hopper.forward.inverse_tiles import (
     fine,
     finished,
     halves,
     is_fine,
-    put_inverse,
-    store_inverse,
     tiles_in,
     times_inverse,
 )
 from flash_delta.kernels.hopper.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.forward.tape import Tape, new_tape, run_lay_tape
-from flash_delta.kernels.hopper.forward.work_items import ends, enter, find_piece, find_pieces
+from flash_delta.kernels.hopper.forward.work_items import ends, enter, find_part, find_piece, find_pieces
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.load_role import load_role
-from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate, wait_free
+from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import first_slot
+from flash_delta.kernels.hopper.segments.memory import Parts
 from flash_delta.kernels.hopper.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Slots
-
-
-@gluon.jit
-def factor_role(
-    sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
-    NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    a_desc, tiles, bars, work, w = shared
-    sq, sk, sr, sa, sp = tiles
-    full, xfull, done = bars
-    FINE: gl.constexpr = sa.shape[0] == 3 * NX
-    ty: gl.constexpr = sk.dtype
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
-    zero = gl.zeros([C, C], gl.float32, ROWS)
-    first = 0
-    pieces = find_pieces(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, _, first_token, end = find_piece(piece, pieces, work, HV, PACKED)
-        chunks = (end - first_token + C - 1) // C
-        begin = (which + FACTORS - first % FACTORS) % FACTORS
-        s = (first + begin) % NS
-        # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
-        mbarrier.wait(full.index(s), ((first + begin) // NS) & 1, pred=begin < chunks)
-        scores = warpgroup_mma(sk.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])  # still on its way
-        for c in range(begin, chunks, FACTORS):
-            t = first + c
-            s, x = t % NS, t % NX
-            decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
-            strength = rate(sr, s, 2).permute([1, 0]).load(ROWS)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            M = scores * decay * strength
-            wait_free(done, t, NX, NS)  # signalled by the state groups, which have read the A and P in this slot
-            if READS:
-                reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-                reads = warpgroup_mma_wait(0, deps=[reads])
-                sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
-            if a_desc is not None:
-                tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
-            A = tiles_in(sa, x, FINE)
-            sT, sM = reinterpret(A[0], gl.float16, A[0].shape, HALF), reinterpret(A[1], gl.float16, A[1].shape, HALF)
-            diagonal, below = invert(M, sM, sT, sD)
-            barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
-            fine = is_fine(sr, s, FINE)
-            put_inverse(A, diagonal, below, fine)
-            fence_async_shared()
-            mbarrier.arrive(xfull.index(x), count=1)
-            if a_desc is not None:
-                barrier()  # all warps of this factor group: A is whole in shared memory
-                if w == 0:  # two programs may walk the same state, and one of them writes
-                    slot = first_slot(n, start, work[1], PACKED) + first_token // C + c
-                    store_inverse(a_desc, slot * HV + hv, A, fine)
-            # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
-            later = t + FACTORS
-            # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
-            mbarrier.wait(full.index(later % NS), (later // NS) & 1, pred=c + FACTORS < chunks)
-            keys = sk.index(later % NS)
-            scores = warpgroup_mma(keys, keys.permute([1, 0]), zero, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        first += chunks
-    if a_desc is not None:
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -176,7 +111,18 @@ def state_role(
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
         if pool is not None:
             first, last = ends(item, pool, HV)
-        if share is not None and begin > 0:
+        stop = length
+        if pool is not None and len(pool) > 3:
+            own, stop, before = find_part(item, pool, length, HV)
+            lost = 0.0
+            if share is not None and begin > own:
+                before = share[1] - 1
+                lost = take_over(flag_of(share, before, (w + v) // 64), share)
+            if before >= 0:
+                S = load_state(handed, None, before * WIDTH, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
+            else:
+                S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        elif share is not None and begin > 0:
             lost = take_over(flag_of(share, share[1] - 1, (w + v) // 64), share)
             before = (share[1] - 1) * WIDTH
             S = load_state(handed, None, before, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
@@ -240,7 +186,7 @@ def state_role(
                 slot = find_checkpoint(kept, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
-        if share is not None and end < length:
+        if share is not None and end < stop:
             store_state(handed, S, None, share[1] * WIDTH, w + v, so, WIDTH, True, BUFFERS)
             hand_over(flag_of(share, share[1], (w + v) // 64))
         elif pool is not None:
@@ -259,7 +205,7 @@ NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "grou
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, u_desc, initial, final, handed, tape, cu_seqlens,
-    walks, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
+    walks, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
     checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
     beta_strides, scale,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
@@ -267,8 +213,9 @@ def forward_loop(
     FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` (prompt_list.py)
-    the device counts the sequences, and this launch works only if there are ``least`` to ``most`` of them.
+    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` and ``parts``
+    (prompt_list.py) the device counts the sequences or their parts, and this launch works only if there are ``least``
+    to ``most`` of them.
     K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
@@ -297,6 +244,8 @@ def forward_loop(
     if walks is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
         pool = (walks, least, most)
+        if parts is not None:
+            pool += (parts,)
     if checkpoints is not None:
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
@@ -343,14 +292,15 @@ def forward_loop(
 
 
 def run_pool_loops(
-    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, slots: Slots, *choice: LoopTile
+    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None, slots: Slots, *choice: LoopTile
 ) -> None:
     """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
-    p = c.p
-    launches = pool_loops(p, c.shape.chip, *choice, every=every(c))
+    p, (starts, listed) = c.p, (0, None) if parts is None else (parts.starts, parts.listed)
+    launches = pool_loops(p, c.shape.chip, *choice, every=every(c), starts=starts)
     states, kept = pool(p, slots.state_pool), checkpoint_arguments(p, slots)
     taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
-    _run(c, o, rates, taped, (*(None,) * 3, states, states), (walks, *kept), initial=True)
+    handed = None if parts is None else rows(tape.handed)
+    _run(c, o, rates, taped, (*(None,) * 3, states, states), (walks, listed, *kept), initial=True, handed=handed)
 
 
 def run_loop(
@@ -367,24 +317,25 @@ def run_loop(
         run_lay_tape(c, tapes[-1], follows=rates is not None)
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else inverses(A), *saved(trace), *ends)
-    _run(c, o, rates, product(launches, tapes), stored, (None, *checkpoints.NONE), initial=initial is not None)
+    _run(c, o, rates, product(launches, tapes), stored, (None, None, *checkpoints.NONE), initial=initial is not None)
 
 
 def _run(
     c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[tuple[PoolLaunch, Tape | None]], stored: tuple,
-    on_pool: tuple, *, initial: bool,
+    on_pool: tuple, *, initial: bool, handed: Descriptor | None = None,
 ) -> None:  # fmt: skip
     """``launches``: each with its tape. ``stored``: descriptors of A, of what is saved of chunks, and of the first and
-    final states. ``on_pool``: the arguments for a pool: ``walks``, ``checkpoints``, ``offsets``, and six numbers from
-    ``slots`` on."""
+    final states. ``on_pool``: the arguments for a pool: ``walks``, ``parts``, ``checkpoints``, ``offsets``, and six
+    numbers from ``slots`` on. ``handed``: of the states that parts start from, if there are parts."""
     p, x, plans = c.p, c.x, []
     q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)
     numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
     for (t, sequences, least, most, _), tape in launches:
         arguments = (
-            q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *handed_by(tape), x.cu_seqlens, *on_pool[:3],
-            p.N * p.HV, p.T, least, most, *on_pool[3:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates, *numbers,
+            q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *handed_by(tape, handed), x.cu_seqlens,
+            *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates,
+            *numbers,
         )  # fmt: skip
         constants = constants_of(
             c, forward_loop, arguments, INITIAL=initial, SAVE=stored[1] is not None,

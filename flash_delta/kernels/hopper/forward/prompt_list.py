@@ -1,6 +1,6 @@
 """Finds the sequences of a prefill that the loop walks. One program of `rates` does this on the device. The loop walks
 sequences that are not padding and have more than SHORT tokens. `decode` runs the shorter ones. With SHORT 0 it runs
-none.
+none. Long sequences are cut into parts, which are walked at the same time (segments/).
 
 With a decay per channel there is no `rates`, and `list_prompts` does this instead. It also lays the tape, and writes
 zeros to o of padding and after the last sequence. Its grid is (slots), and a program looks at one chunk of all heads.
@@ -39,10 +39,32 @@ def find_slots(tables, n, slots):
 
 
 @triton.jit
-def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
-    """Writes how many sequences the loop walks. For each of them it writes three numbers: the sequence, the slot that
-    its state is read from, and the slot that its state is written to. If there is no such slot, the number is -1."""
-    count = N * 0
+def cut_prompt(tokens, cut, C: tl.constexpr):
+    """The number of parts of prompts, the chunks of each part, and the chunks of the prompt (segments/cut.py)."""
+    shortest, fewest, most = cut
+    whole, chunks = tokens // C, (tokens + C - 1) // C
+    number = tl.where(whole >= shortest, tl.minimum(whole // fewest, most), 1)
+    length = tl.maximum((chunks + number - 1) // number, 1)
+    return tl.maximum((chunks + length - 1) // length, 1), length, chunks
+
+
+@triton.jit
+def list_walks(
+    walks, parts, tables, cu_seqlens, N, T, slots, cutting, HV: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr
+):  # fmt: skip
+    """Writes how many prompts, or parts of prompts, the loop walks. For each of them it writes three numbers: the
+    sequence, the slot that its state is read from, and the slot that its state is written to. If there is no such slot,
+    the number is -1.
+
+    parts: where the list of parts goes, or None if no prompt is cut. It begins with two numbers: of starts, which are
+    the states that parts start from, and of prompts that are cut. Five numbers follow for each part: its first chunk in
+    the prompt, the chunk after its last, and the number of its start's first head in memory, or -1 for a prompt that is
+    not cut. The fourth of the numbers of part s is the part of start s. The fifth of part i is the first start of the
+    i-th prompt that is cut. The first part has a start, too, since the last part may be walked before it, and may write
+    to the slot that the prompt reads.
+    cutting: how prompts are cut (`cut_prompt`), how many starts there is room for, and how many other states there are
+    before them in memory."""
+    count, starts, prompts = N * 0, N * 0, N * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
         n = tl.minimum(at, N - 1)
@@ -51,12 +73,40 @@ def list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT: tl.constexpr):
         if SHORT > 0:
             well = well & (stop - start > SHORT)
         walked = (well & (at < N)).to(tl.int32)
-        to = walks + 3 * (count + tl.cumsum(walked, 0) - walked) + 1
-        tl.store(to, n, mask=walked != 0)
-        tl.store(to + 1, first, mask=walked != 0)
-        tl.store(to + 2, last, mask=walked != 0)
-        count += tl.sum(walked, 0)
+        if parts is None:
+            to = walks + 3 * (count + tl.cumsum(walked, 0) - walked) + 1
+            tl.store(to, n, mask=walked != 0)
+            tl.store(to + 1, first, mask=walked != 0)
+            tl.store(to + 2, last, mask=walked != 0)
+            count += tl.sum(walked, 0)
+        else:
+            cut, room, before = cutting
+            number, length, chunks = cut_prompt(stop - start, cut, C)
+            begun = tl.where(number > 1, number * walked, 0)
+            # If bounds are wrong, there may be no room. Then prompts are not cut.
+            begun = tl.where(starts + tl.cumsum(begun, 0) <= room, begun, 0)
+            number, length = tl.maximum(begun, walked), tl.where(begun > 0, length, chunks)
+            own, s = count + tl.cumsum(number, 0) - number, starts + tl.cumsum(begun, 0) - begun
+            for j in range(tl.max(number, 0)):
+                known, m = j < number, own + j
+                to = walks + 3 * m + 1
+                tl.store(to, n, mask=known)
+                tl.store(to + 1, tl.where(j == 0, first, -1), mask=known)
+                tl.store(to + 2, tl.where(j == number - 1, last, -1), mask=known)
+                to = parts + 5 * m + 2
+                tl.store(to, j * length, mask=known)
+                tl.store(to + 1, tl.minimum((j + 1) * length, chunks), mask=known)
+                tl.store(to + 2, tl.where(begun > 0, before + (s + j) * HV, -1), mask=known)
+                tl.store(parts + 5 * (s + j) + 5, m, mask=j < begun)
+            cuts = (begun > 0).to(tl.int32)
+            tl.store(parts + 5 * (prompts + tl.cumsum(cuts, 0) - cuts) + 6, s, mask=cuts > 0)
+            count += tl.sum(number, 0)
+            starts += tl.sum(begun, 0)
+            prompts += tl.sum(cuts, 0)
     tl.store(walks, count)
+    if parts is not None:
+        tl.store(parts, starts)
+        tl.store(parts + 1, prompts)
 
 
 @triton.jit
@@ -77,9 +127,9 @@ def list_prompts(
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     slots = (slots, null_slot)
     if slot == 0:
-        list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+        list_walks(walks, None, tables, cu_seqlens, N, T, slots, None, HV, C, SHORT)
         numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
-        lay(table, marks, numbers, cu_seqlens, walks, N, T, HV, C, True, PROGRAMS)
+        lay(table, marks, numbers, cu_seqlens, walks, None, N, T, HV, C, True, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, True)
     if (token >= stop) | is_short(n, cu_seqlens, N, T, SHORT):
         return

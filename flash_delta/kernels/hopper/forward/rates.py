@@ -25,8 +25,9 @@ That pass runs this kernel again (BACK). Rates take a quarter of the memory of A
 again. Then row 2 is r_k / (scale r_q). The kernel reads ``norms``, of which the forward pass has left two vectors per
 key head. With a raw gate it writes the log decays to ``decays``.
 
-On a pool (``walks``) the first program lists the sequences that the loop walks, and lays the tape (tape.py). The
-kernel writes zeros to o of padding, and nothing for sequences that `decode` runs.
+On a pool (``walks``) the first program lists the sequences that the loop walks, in parts if they are long
+(prompt_list.py), and lays the tape (tape.py). The kernel writes zeros to o of padding, and nothing for sequences that
+`decode` runs.
 
 Grid (slots, HV / HEADS). A program has HEADS value heads; with a norm they are those of one key head.
 """
@@ -42,6 +43,7 @@ from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, r
 from flash_delta.kernels.hopper.forward.prompt_list import find_slots, is_short, list_walks
 from flash_delta.kernels.hopper.forward.tape import NUMBERS as OF_TAPE
 from flash_delta.kernels.hopper.forward.tape import Tape, lay, most_programs
+from flash_delta.kernels.hopper.segments.memory import Parts
 from flash_delta.kernels.hopper.tiles import RATES, RATES_OF_ROWS
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
@@ -50,7 +52,8 @@ from flash_delta.kernels.runtime.workspace import Walked
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
-NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "g_batch", "beta_batch", *OF_TAPE]
+OF_POOL = ["room", "slots", "null_slot", "read_row", "write_row", "has_row"]
+NUMBERS = [*OF_TAPE, "N", "T", *OF_POOL, "g_batch", "beta_batch"]
 SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # the least |b|: to divide by, to erase in its chunk
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
@@ -58,9 +61,9 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decod
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, decays, walks, read_indices, write_indices,
-    has_initial_state, table, marks, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, N, T, slots,
-    null_slot, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch, g_strides, beta_batch,
-    beta_strides,
+    has_initial_state, table, marks, parts, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, cut, room,
+    N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch, g_strides,
+    beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
@@ -71,9 +74,9 @@ def rates(
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     slots = (slots, null_slot)
     if walks is not None and slot + first == 0:
-        list_walks(walks, tables, cu_seqlens, N, T, slots, SHORT)
+        list_walks(walks, parts, tables, cu_seqlens, N, T, slots, (cut, room, programs), HV, C, SHORT)
         numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
-        lay(table, marks, numbers, cu_seqlens, walks, N, T, HV, C, PACKED, PROGRAMS)
+        lay(table, marks, numbers, cu_seqlens, walks, parts, N, T, HV, C, PACKED, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if token >= stop:
         return
@@ -152,37 +155,40 @@ def new_rates(p: Problem) -> Tensor:
     return torch.empty(count_slots(p) * p.HV * 2, 4 * C, dtype=torch.float32, device=p.device)
 
 
-def new_walks(p: Problem) -> Tensor:
-    """Memory for the list of sequences that the loop walks on a pool (prompt_list.py)."""
-    numbers = -(-(1 + 3 * p.N) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
+def new_walks(p: Problem, starts: int = 0) -> Tensor:
+    """Memory for the list of sequences that the loop walks on a pool (prompt_list.py). ``starts``: how many parts of
+    them there may be, if they are cut."""
+    numbers = -(-(1 + 3 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
     return torch.empty(numbers, dtype=torch.int32, device=p.device)
 
 
 def run_rates(
     c: Call, o: Tensor, out: Tensor, saved: Walked | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS,
-    tape: Tape | None = None,
+    tape: Tape | None = None, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``, ``tape``: on a pool with ``slots``."""
+    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``, ``tape``, ``parts``: on a pool with
+    ``slots``."""
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     written = (o, out, None if saved is None else saved.norms, None)
-    _run(c, (walks, slots, tables, tape), written, DIVIDES=saved is not None, BACK=False)
+    _run(c, (walks, slots, tables, tape, parts), written, DIVIDES=saved is not None, BACK=False)
 
 
 def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | None) -> None:
     """Launches `rates` for the backward pass by hand. ``norms``: as the forward pass has left them."""
-    _run(c, (None, NO_SLOTS, (None,) * 3, None), (None, out, norms, decays), DIVIDES=True, BACK=True)
+    _run(c, (None, NO_SLOTS, (None,) * 3, None, None), (None, out, norms, decays), DIVIDES=True, BACK=True)
 
 
 def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:
-    p, x, (walks, slots, tables, tape) = c.p, c.x, on_pool
+    p, x, (walks, slots, tables, tape, parts) = c.p, c.x, on_pool
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
     of_tape, numbers = ((None, None), (0,) * len(OF_TAPE)) if tape is None else ((tape.table, tape.marks), tape.numbers)
-    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, walks, *tables, *of_tape)
+    listed, cut, room = (None, (0, 0, 0), 0) if parts is None else (parts.listed, tuple(parts.cut), parts.starts)
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, walks, *tables, *of_tape, listed)
     tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
-        *numbers, p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot,
+        *numbers, cut, room, p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot,
         *(table(t)[0] for t in tables), p.scale, p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g),
         batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns, PROGRAMS=most_programs(c.shape.chip.processors), **form,
     )  # fmt: skip

@@ -59,7 +59,7 @@ class Tape(NamedTuple):
 
     table: Tensor
     marks: Tensor
-    handed: Tensor  # the states that are handed over, one per program
+    handed: Tensor  # the states that are handed over, one per program; then those that parts of prompts start from
     programs: int
     pace: Pace
 
@@ -73,14 +73,15 @@ class Tape(NamedTuple):
         return self.programs, word_of(self.table.device), PATIENCE, *self.pace
 
 
-def new_tape(p: Problem, programs: int, pace: Pace) -> Tape:
-    """Memory for a tape of so many programs, in whole units of 256 bytes, as `run` rounds memory."""
+def new_tape(p: Problem, programs: int, pace: Pace, starts: int = 0) -> Tape:
+    """Memory for a tape of so many programs, in whole units of 256 bytes, as `run` rounds memory. ``starts``: how many
+    sequences there may be in addition, since parts count as sequences."""
 
     def numbers(count: int, dtype: torch.dtype, unit: int) -> Tensor:
         return torch.empty(-(-count // unit) * unit, dtype=dtype, device=p.device)
 
-    table, marks = numbers(4 * programs + 5, torch.int64, 32), numbers(p.N + 1, torch.int32, 64)
-    handed = torch.empty(programs * p.V, p.K, dtype=torch.float32, device=p.device)
+    table, marks = numbers(4 * programs + 5, torch.int64, 32), numbers(p.N + starts + 1, torch.int32, 64)
+    handed = torch.empty((programs + starts * p.HV) * p.V, p.K, dtype=torch.float32, device=p.device)
     return Tape(table, marks, handed, programs, pace)
 
 
@@ -90,11 +91,11 @@ def new_loop_tape(p: Problem, chip: Chip, t: LoopTile) -> Tape | None:
     return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
 
 
-def new_pool_tape(p: Problem, chip: Chip) -> Tape:
+def new_pool_tape(p: Problem, chip: Chip, starts: int) -> Tape:
     """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
     t = SLIM if p.K == 64 else WIDE
-    programs = count_programs(p, chip, t, pool_loops(p, chip, every=False)[-1].sequences)
-    return new_tape(p, programs, t.pace.on_pool(p))
+    programs = count_programs(p, chip, t, pool_loops(p, chip, every=False, starts=starts)[-1].sequences)
+    return new_tape(p, programs, t.pace.on_pool(p), starts)
 
 
 def new_channel_tape(p: Problem, chip: Chip, sequences: int) -> Tape:
@@ -112,11 +113,11 @@ def count_chunks(n, known, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def lay(
-    table, marks, numbers, cu_seqlens, walks, N, T, HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    table, marks, numbers, cu_seqlens, walks, parts, N, T, HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """``numbers``: those of NUMBERS. ``walks``: the sequences on a pool (prompt_list.py), or None. PROGRAMS: a power of
-    two above the number of programs.
+    """``numbers``: those of NUMBERS. ``walks``: the sequences on a pool, or None. ``parts``: which parts of them
+    (prompt_list.py), or None. PROGRAMS: a power of two above the number of programs.
 
     If bounds are wrong, sequences may seem to have more tokens than there are. Those have no length here, so that
     numbers stay below 2^31. The loop finds the chunks of a sequence by itself, and never walks more of them."""
@@ -131,9 +132,13 @@ def lay(
         at = i + tl.arange(0, 128)
         known = at < count
         n = tl.minimum(at, count - 1)
-        if walks is not None:
-            n = tl.load(walks + 3 * n + 1)
-        chunks = count_chunks(n, known, cu_seqlens, N, T, C, PACKED)
+        if parts is not None:
+            part = parts + 5 * n + 2
+            chunks = tl.load(part + 1, mask=known, other=0) - tl.load(part, mask=known, other=0)
+        else:
+            if walks is not None:
+                n = tl.load(walks + 3 * n + 1)
+            chunks = count_chunks(n, known, cu_seqlens, N, T, C, PACKED)
         upto = found + tl.cumsum(chunks, 0)
         chunks = tl.minimum(upto, most) - tl.minimum(upto - chunks, most)
         found = tl.minimum(found + tl.sum(chunks, 0), most)
@@ -187,7 +192,7 @@ def lay_tape(
     waits for this kernel only, so it waits for `rates`, too, at its end."""
     lead(OVERLAP)
     numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
-    lay(table, marks, numbers, cu_seqlens, None, N, T, HV, C, PACKED, PROGRAMS)
+    lay(table, marks, numbers, cu_seqlens, None, None, N, T, HV, C, PACKED, PROGRAMS)
     follow(FOLLOWS and OVERLAP)
 
 

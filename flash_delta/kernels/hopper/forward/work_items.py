@@ -4,8 +4,10 @@ An item is one value head of one sequence. On a pool an earlier kernel has liste
 states (prompt_list.py). A piece is a run of chunks of an item. Without a tape every piece is a whole item, and programs
 take items in turns. With a tape (tape.py) a program's first piece may end early, and its last piece may begin late.
 
-The functions take ``work``: (cu_seqlens, T, items, pool, share). pool: the list, and the ``least`` and the ``most``
-prompts that this launch walks, or None. share: the tape's table and the program's number, or None.
+The functions take ``work``: (cu_seqlens, T, items, pool, share). pool: the list, the ``least`` and the ``most``
+prompts that this launch walks, and the list of parts if prompts are cut; or None. share: the tape's table and the
+program's number, or None. If prompts are cut, a part of a prompt counts as a sequence, except that its tokens are
+counted from the beginning of the prompt.
 
 Other kernels walk segments (segments/), one per program, or whole sequences by a tape. A run of chunks is the one or
 the other. With SEGMENTS their ``work`` is (cu_seqlens, T, length, N)."""
@@ -88,13 +90,20 @@ def find_piece(i, pieces, work, HV, PACKED: gl.constexpr):
     cu_seqlens, T, _, pool, share = work
     if share is None:
         n, hv, start, length = bounds(i, cu_seqlens, pool, T, HV, PACKED)
-        return i, n, hv, start, length, length * 0, length
+        if pool is not None and len(pool) > 3:
+            begin, end, _ = find_part(i, pool, length, HV)
+            return i, n, hv, start, length, begin, end
+        else:
+            return i, n, hv, start, length, length * 0, length
     else:
         _, count, _, first, entry, leave = pieces
         item = first - i
         n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-        begin = gl.where(i == count - 1, entry * C, 0)
-        end = gl.where((i == 0) & (leave > 0), gl.minimum(leave * C, length), length)
+        own, stop = 0, length
+        if pool is not None and len(pool) > 3:
+            own, stop, _ = find_part(item, pool, length, HV)
+        begin = gl.where(i == count - 1, own + entry * C, own)
+        end = gl.where((i == 0) & (leave > 0), gl.minimum(own + leave * C, stop), stop)
         return item, n, hv, start, length, begin, end
 
 
@@ -128,6 +137,15 @@ def find_run(i, runs, work, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr, BA
             row = n * 0
         chunk = first_slot(n, start, work[1], PACKED) + first
         return hv, row, start, size, first * C, chunks, chunk, n, n, first, first + chunks == all_chunks
+
+
+@gluon.jit
+def find_part(item, pool, length, HV):
+    """An item's part of its prompt: its first token, the one after its last, and the number of the state that it starts
+    from, or -1 for a prompt's first part (prompt_list.py)."""
+    at = pool[3] + 5 * (item // HV) + 2
+    start = gl.load(at + 2)
+    return gl.load(at) * C, gl.minimum(gl.load(at + 1) * C, length), gl.where(start < 0, start, start + item % HV)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ number after the other, which needs no layout. And the tests run Gluon kernels i
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.layouts import BY_WARP, C
 
@@ -73,6 +74,16 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, walks=Non
 
 
 @gluon.jit
+def part_length(tokens, cut):
+    """The chunks of a prompt's parts, as in plan.py, and how many chunks are before the last part."""
+    shortest, fewest, most = cut
+    whole, chunks = tokens // C, (tokens + C - 1) // C
+    number = gl.where(whole >= shortest, gl.minimum(whole // fewest, most), 1)
+    length = gl.maximum((chunks + number - 1) // number, 1)
+    return length, gl.maximum((chunks - 1) // length, 0) * length
+
+
+@gluon.jit
 def place(HV):
     """The slot of this program's segment, and its value head. The heads of a slot are launched one after the other, so
     that the long segments of all heads start together, before the short sequences of any head."""
@@ -90,14 +101,37 @@ def find_chunks(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
+def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr, listed=None):
     """The results of `find_chunks` with two changes. There are no chunks if this map is not needed. And instead of
-    whether the segment is the last one, it returns whether the map is Phi (1) or B (0)."""
+    whether the segment is the last one, it returns whether the map is Phi (1) or B (0). ``listed``: as in
+    `find_listed`."""
     keys = 1 - gl.program_id(1)
-    n, row, start, size, token, chunks, slot, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-    if last | ((number == 0) & (keys > 0)):
-        chunks = chunks * 0
-    return n, row, start, size, token, chunks, slot, number, keys
+    if listed is not None:
+        return find_listed(HV, cu_seqlens, T, listed, keys)
+    else:
+        n, row, start, size, token, chunks, slot, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
+        if last | ((number == 0) & (keys > 0)):
+            chunks = chunks * 0
+        return n, row, start, size, token, chunks, slot, number, keys
+
+
+@gluon.jit
+def find_listed(HV, cu_seqlens, T, listed, keys):
+    """The same for part s of the prompts that are cut, with two changes. The first result is the part's number among
+    all parts, and the one before the last is its first chunk.
+
+    listed: the list of prompts and that of their parts (forward/prompt_list.py)."""
+    walks, parts = listed
+    gdc_wait()  # the kernel that makes the lists has ended
+    s, _ = place(HV)
+    known = s < gl.load(parts)
+    m = gl.where(known, gl.load(parts + 5 * gl.where(known, s, 0) + 5), 0)
+    begin, end = gl.load(parts + 5 * m + 2), gl.load(parts + 5 * m + 3)
+    n = gl.where(known, gl.load(walks + 3 * m + 1), 0)
+    start, stop = extent(n, cu_seqlens, T, True)
+    needed = known & (end * C < stop - start) & ((begin > 0) | (keys == 0))
+    slot = first_slot(n, start, T, True) + begin
+    return m, m * 0, start, stop - start, begin * C, gl.where(needed, end - begin, 0), slot, begin, keys
 
 
 @gluon.jit

@@ -34,22 +34,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow, lead
-from flash_delta.kernels.hopper.boxes import inverses, lines, ragged, rows, squares, states, strides
+from flash_delta.kernels.hopper.boxes import inverses, lines, pool, ragged, rows, squares, states, strides
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.forward.tape import Tape
 from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.layouts import HALF as NARROW
 from flash_delta.kernels.hopper.load_role import load_role
 from flash_delta.kernels.hopper.rings import barriers, end_barriers, rate
 from flash_delta.kernels.hopper.segments.bounds import count_left, find_map, place, without_faded
-from flash_delta.kernels.hopper.segments.memory import HALF, Walk
+from flash_delta.kernels.hopper.segments.cut import MOST_PARTS
+from flash_delta.kernels.hopper.segments.factor import run_factor_chunks
+from flash_delta.kernels.hopper.segments.memory import HALF, Parts, Walk
 from flash_delta.kernels.hopper.tiles import MAPS, compose_tile
 from flash_delta.kernels.runtime import arguments
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.triton.forward.scan import load_state as load_rows
 from flash_delta.kernels.triton.forward.scan import store_state as store_rows
+from flash_delta.problem import Slots
 
 PART = gl.constexpr(8)  # after so many chunks a state group checks whether Phi is zero
 NEVER = gl.constexpr(2**30)
@@ -64,13 +68,13 @@ def map_role(
     sk, sr, sa = tiles
     full, done = bars
     FINE: gl.constexpr = sa.shape[0] == 3 * NS
-    cu_seqlens, T, length, N = work
+    cu_seqlens, T, length, N, listed = work
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    n, _, _, _, token, chunks, slot, number, keys = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    n, _, _, _, token, chunks, slot, number, keys = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
     needed = chunks > 0
     _, chunks, _, skipped = without_faded(token, chunks, slot, keys, lasting)
     index = gl.program_id(0)  # slot * HV + value head
@@ -79,8 +83,12 @@ def map_role(
     kept = (skipped == 0) & (keys > 0)  # Phi starts as the identity, or as zero if chunks have decayed; B as zero
     S = gl.where((i + v + gl.where(kept, 0, WIDTH)) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
     if INITIAL and ((number == 0) & (keys == 0) & (skipped == 0)):
-        head = (n * HV + place(HV)[1]) * WIDTH
-        S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
+        if listed is None:
+            head = (n * HV + place(HV)[1]) * WIDTH
+            S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
+        else:
+            source, head = gl.load(listed[0] + 3 * n + 2), place(HV)[1] * WIDTH
+            S = load_state(initial, source, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk arrived
     sb = gl.convert_layout(S.to(ty), operand)
     E = warpgroup_mma(sb, sk.index(0).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -115,6 +123,9 @@ def map_role(
         leave(flags, v // 64, full, done, begin, chunks, NS)
     if needed:
         if keys == 0:
+            if listed is not None:  # it becomes the start of the next part
+                part = gl.load(listed[1] + 5 * place(HV)[0] + 5) + 1
+                index = gl.load(listed[1] + 5 * part + 4) + place(HV)[1]
             store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
             store_parts(Phi_desc, S, index * 2 * WIDTH + v, so, WIDTH)
@@ -151,15 +162,22 @@ def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "k_batch", "v_batch", "group", "HV"])
 def find_maps(
-    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, length, N, T, k_batch, v_batch,
-    heads, group, HV,
+    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, walks, parts, length, N, T, k_batch,
+    v_batch, heads, group, HV,
     WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (slots of segments * HV, 2)."""
+    """Grid (slots of segments * HV, 2). With ``walks`` and ``parts`` (forward/prompt_list.py) it is (starts * HV, 2),
+    and ``initial`` is the pool."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
-    _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED)
+    first, listed = gl.program_id(0) * 0, None  # a number and no constant, so that both groups are one function
+    if parts is not None:
+        listed = (walks, parts)
+        gdc_wait()  # the kernel that makes the lists has ended
+        if gl.program_id(0) >= gl.load(parts) * HV:
+            return
+    _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
     gdc_wait()  # `rates` has ended, so a kernel that waits for this one also waits for earlier kernels
     if chunks == 0:  # a sequence of one segment needs no map
         return
@@ -187,8 +205,7 @@ def find_maps(
     flags.index(2).store(gl.full([32], NEVER, gl.int32, THREADS))
     fence_async_shared()
     barrier()  # all warps of the program: the barriers are initialised, and the flags set
-    first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
-    bars, work = (full, done), (cu_seqlens, T, length, N)
+    bars, work = (full, done), (cu_seqlens, T, length, N, listed)
     strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
     shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, left, HV)
     loads = ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), (flags, left), bars, work, strides)
@@ -235,25 +252,80 @@ def compose_maps(
     store_rows(starts, strides, S, slot + step, hv, d, c, V, K, segments > 1)
     B_ahead = load_rows(B, strides, slot + step, hv, d, c, V, K, segments > 2)
     for number in range(1, segments - 1):
-        at = Phi + ((slot + step * number).to(tl.int64) * HV + hv) * (2 * K * K) + square
-        Phi_high, Phi_low = tl.load(at), tl.load(at + K * K)
-        high = S.to(tl.bfloat16)
-        low = (S - high.to(tl.float32)).to(tl.bfloat16)
-        small = tl.dot(low, Phi_high) + tl.dot(high, Phi_low)  # apart from S: in one sum, products wait for each other
-        S = tl.dot(high, Phi_high, B_ahead) + small
+        S = apply_map(Phi + ((slot + step * number).to(tl.int64) * HV + hv) * (2 * K * K) + square, S, B_ahead, K)
         B_ahead = load_rows(B, strides, slot + step * (number + 1), hv, d, c, V, K, number + 2 < segments)
         store_rows(starts, strides, S, slot + step * (number + 1), hv, d, c, V, K)
 
 
+@triton.jit
+def apply_map(Phi, S, B, K: tl.constexpr):
+    """Phi S + B. ``Phi``: the addresses of its larger parts."""
+    Phi_high, Phi_low = tl.load(Phi), tl.load(Phi + K * K)
+    high = S.to(tl.bfloat16)
+    low = (S - high.to(tl.float32)).to(tl.bfloat16)
+    small = tl.dot(low, Phi_high) + tl.dot(high, Phi_low)  # apart from S: in one sum, products wait for each other
+    return tl.dot(high, Phi_high, B) + small
+
+
+@triton.jit(do_not_specialize=["before", "HV"])
+def compose_starts(
+    handed, Phi, walks, parts, pool, before, HV, pool_strides, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    MOST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The same for prompts in parts (forward/prompt_list.py). Their starts are in ``handed``, after so many other
+    states. `find_maps` has left B of a part where the start of the next part goes. A prompt's first start is the state
+    in its slot. Grid (V / BV, HV, prompts that may be cut)."""
+    lead(OVERLAP)
+    d, hv, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.arange(0, K)
+    strides, square = (HV.to(tl.int64) * V * K, V * K, 1, K), c[:, None] * K + c[None, :]
+    follow(OVERLAP)
+    if tl.program_id(2) >= tl.load(parts + 1):
+        return
+    s = tl.load(parts + 5 * tl.program_id(2) + 6)
+    part = tl.load(parts + 5 * s + 5)
+    at, slot = part + tl.arange(0, MOST), tl.load(walks + 3 * part + 2)
+    n = tl.load(walks + 3 * at + 1, mask=at < tl.load(walks), other=-1)
+    number = tl.sum((n == tl.load(walks + 3 * part + 1)).to(tl.int32), 0)  # of the prompt's parts
+    S = load_rows(pool, pool_strides, slot, hv, d, c, V, K, slot >= 0)
+    store_rows(handed, strides, S, s, before + hv, d, c, V, K)
+    S = load_rows(handed, strides, s + 1, before + hv, d, c, V, K)
+    B = load_rows(handed, strides, s + 2, before + hv, d, c, V, K, number > 2)
+    for i in range(1, number - 1):
+        S = apply_map(Phi + ((s + i).to(tl.int64) * HV + hv) * (2 * K * K) + square, S, B, K)
+        B = load_rows(handed, strides, s + i + 2, before + hv, d, c, V, K, i + 2 < number)
+        store_rows(handed, strides, S, s + i + 1, before + hv, d, c, V, K)
+
+
 def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
+    initial, started = (w.B, False) if c.x.initial_state is None else (c.x.initial_state, True)
+    slots, given = count_slots(c.p, w.length), (states(c.p, initial), rows(w.B))
+    _find_maps(c, rates, w, given, (None, None, w.length), slots, INITIAL=started)
+
+
+def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts, slots: Slots) -> None:
+    """Finds the state that every part of a prompt starts from, for the loop on a pool."""
+    p, given, lists = c.p, (pool(c.p, slots.state_pool), rows(tape.handed)), (walks, w.listed)
+    run_factor_chunks(c, rates, w)
+    _find_maps(c, rates, w, given, (*lists, 0), w.starts, INITIAL=True)
+    t = compose_tile(p, c.shape.chip)
+    pointers, grid = (tape.handed, w.Phi, *lists, slots.state_pool), (p.V // t.BV, p.HV, w.prompts)
+    numbers = tape.programs, p.HV, arguments.states(p, slots.state_pool)
+    arguments.launch_rule(c, compose_starts, pointers, grid, t, *numbers, MOST=MOST_PARTS, follows=True)
+
+
+def _find_maps(
+    c: Call, rates: Tensor, w: Walk | Parts, given: tuple[Descriptor, Descriptor], listed: tuple, count: int,
+    **own: bool,
+) -> None:  # fmt: skip
+    """``given``: of the first states, and of where B goes. ``listed``: two lists of prompts, or the tokens of a
+    segment. ``count``: of segments."""
     p, x = c.p, c.x
-    initial, started = (w.B, False) if x.initial_state is None else (x.initial_state, True)
     values = (
-        ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), states(p, initial), rows(w.B), squares(w.Phi),
-        rates, x.cu_seqlens, w.length, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
+        ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), *given, squares(w.Phi), rates, x.cu_seqlens,
+        *listed, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = arguments.constants_of(c, find_maps, values, INITIAL=started, FINE=fine(p), **MAPS)
-    launch_described(c, find_maps, DescribedPlan((count_slots(p, w.length) * p.HV, 2), values, constants))
+    constants = arguments.constants_of(c, find_maps, values, FINE=fine(p), **own, **MAPS)
+    launch_described(c, find_maps, DescribedPlan((count * p.HV, 2), values, constants))
 
 
 def run_compose_maps(c: Call, w: Walk) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.kernels.hopper.segments.cut import Cut, count_starts, cut_prompts
 from flash_delta.problem import Problem
 
 HALF = 64  # value columns of a warp group
@@ -20,6 +21,22 @@ class Walk(NamedTuple):
     B: Tensor | None  # transposed, [slots of segments, HV, V, K] float32
     Phi: Tensor | None  # transposed, in two parts, [slots of segments, HV, 2, K, K] bfloat16
     starts: Tensor | None  # [slots of segments, HV, V, K] float32
+
+
+class Parts(NamedTuple):
+    """How prompts on a pool are cut into parts, the list of these parts, and what finds the states that they start
+    from. These states are behind those that programs hand over (forward/tape.py)."""
+
+    cut: Cut
+    starts: int  # how many parts there may be
+    prompts: int  # how many prompts may be cut
+    listed: Tensor  # forward/prompt_list.py
+    A: Tensor | None  # as in Walk; without starts there is none, nor a Phi
+    Phi: Tensor | None  # as in Walk, [starts, HV, 2, K, K]
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self[3:] if t is not None)
 
 
 class Maps(NamedTuple):
@@ -42,11 +59,31 @@ def maps_in(p: Problem, length: int, memory: Tensor) -> Maps:
     return Maps(Phi.view(slots, p.HV, 2, p.K, p.K), starts.view(slots, p.HV, p.V, p.K))
 
 
+def new_inverses(p: Problem) -> Tensor:
+    """Memory for the A of all chunks."""
+    return torch.empty(count_slots(p), p.HV, 3, C, C // 2, dtype=p.dtype, device=p.device)
+
+
+def new_parts(p: Problem, processors: int, starts: int | None = None) -> Parts | None:
+    """Memory for prompts in parts. None if no prompt of such heads is cut. ``starts``: by default as many as there may
+    be in the call."""
+    cut = cut_prompts(p, processors)
+    if cut is None:
+        return None
+    starts, prompts = count_starts(p, cut) if starts is None else (starts, starts)
+    numbers = -(-(2 + 5 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
+    listed = torch.empty(numbers, dtype=torch.int32, device=p.device)
+    if starts == 0:
+        return Parts(cut, 0, 0, listed, None, None)
+    Phi = torch.empty(starts, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device)
+    return Parts(cut, starts, prompts, listed, new_inverses(p), Phi)
+
+
 def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk:
     """Memory for a walk in segments of ``length`` tokens, or of whole sequences if it is None. ``A``, ``maps``: memory
     for these, if they are saved."""
     if A is None:
-        A = torch.empty(count_slots(p), p.HV, 3, C, C // 2, dtype=p.dtype, device=p.device)
+        A = new_inverses(p)
     if length is None:
         return Walk((p.T // C + 1) * C, A, None, None, None)
     Phi, starts = maps_in(p, length, new_maps(p, length) if maps is None else maps)

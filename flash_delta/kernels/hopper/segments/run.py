@@ -8,15 +8,12 @@ from flash_delta.kernels.hopper.segments.memory import Walk
 from flash_delta.kernels.hopper.segments.scan import run_walk_segments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Trace
-from flash_delta.problem import Slots
 
 
-def run_walk(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None = None, slots: Slots | None = None
-) -> None:
-    """Does the same as `run_loop`, in segments. ``slots``: those of a pool, for checkpoints."""
+def run_walk(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None = None) -> None:
+    """Does the same as `run_loop`, in segments."""
     run_factor_chunks(c, rates, w)
     if w.starts is not None:
         run_find_maps(c, rates, w)
         run_compose_maps(c, w)
-    run_walk_segments(c, o, final, rates, w, trace, slots)
+    run_walk_segments(c, o, final, rates, w, trace)

@@ -16,9 +16,6 @@ Each slot of the rings has a barrier of these kinds:
     pfull    the score group completes it when P is ready
     done     all state groups complete it when they have read all tiles of a chunk, so that its slots are free
 
-For a prompt on a pool the state groups also store checkpoints (checkpoints.py). A segment starts from the state that
-the whole sequence has there. Checkpoints go through the buffer of o, like states at the end.
-
 With SAVE the state groups also write S0 of every chunk and U to memory, as in the loop. The backward pass computes S0
 and U again with this kernel (`run_retrace`). Then there is neither q nor O, and no score group. There programs may also
 share whole sequences (forward/tape.py). Nothing is saved of heads of 256.
@@ -37,9 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, pool, ragged, rows, saved, states, strides
-from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.boxes import handed_by, inverses, lines, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.forward.state_copies import apart_all, load_state, send, store_state, store_through
@@ -57,9 +52,6 @@ from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.workspace import Trace
-from flash_delta.problem import Slots
-
-NOWHERE = (None, *checkpoints.NONE)  # no pool, and no checkpoints
 
 
 @gluon.jit
@@ -92,7 +84,7 @@ def state_role(
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
     SEGMENTS: gl.constexpr,
 ):  # fmt: skip
-    o_desc, saved, tiles, sb, bars, starts, final, handed, pool, kept, work, HV = shared
+    o_desc, saved, tiles, sb, bars, starts, final, handed, work, HV = shared
     sq, sk, sr, sa, sp = tiles
     full, pfull, done = bars
     FINE: gl.constexpr = sa.shape[0] == 3 * NS
@@ -122,7 +114,6 @@ def state_role(
                 S = load_state(handed, None, left_at, v, so, sbar, WIDTH, True, 1, WIDE_ROWS) + lost
             elif INITIAL:
                 S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
-            offset = find_offset(kept, n, size)
             for step in range(chunks):
                 t = earlier + step
                 s, x = t % NS, t % SCORES
@@ -184,10 +175,6 @@ def state_role(
                     out = so.index((t * SENT + SENT - 1) % NO)
                     box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + step * C
                     store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
-                if kept is not None:
-                    to = find_checkpoint(kept, n, token + (step + 1) * C, size, offset)
-                    if to >= 0:
-                        store_state(pool, S, to, hv * WIDTH, v, so, WIDTH, V_FIRST, NO)
             if share is not None and not last:
                 store_state(handed, S, None, share[1] * WIDTH, v, so, WIDTH, True, 1)
                 hand_over(flag_of(share, share[1], v // 64))
@@ -202,13 +189,12 @@ def state_role(
 NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
 
 
-@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def walk_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, handed, tape, cu_seqlens, length, N,
-    T, q_batch, k_batch, v_batch, heads, group, HV, pool, checkpoints, offsets, slots, null_slot, columns, interval,
-    checkpoint_row, checkpoint_column, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
-    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
-    FINE: gl.constexpr, TAPED: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
+    T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr,
+    TAPED: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     SEGMENTS: gl.constexpr = tape is None
@@ -250,12 +236,7 @@ def walk_segments(
         work = (cu_seqlens, T, N * HV, None, (tape, u))
     strides = ((q_batch, k_batch, v_batch), heads, group)
     score = ((sq, sk, sr, sp), bars, work, HV)
-    saved, kept = (s_desc, u_desc), None
-    if checkpoints is not None:
-        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
-        if offsets is not None:
-            kept += (offsets,)
-    state = (o_desc, saved, (sq, sk, sr, sa, sp), sb, bars, starts, final, handed, pool, kept, work, HV)
+    state = (o_desc, (s_desc, u_desc), (sq, sk, sr, sa, sp), sb, bars, starts, final, handed, work, HV)
     loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
     first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
     if GROUPS == 2 and q_desc is None:
@@ -292,25 +273,19 @@ def walk_segments(
     end_barriers(made)
 
 
-def run_walk_segments(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None, slots: Slots | None
-) -> None:
-    """Launches the walk. ``slots``: those of a pool, for checkpoints."""
-    on_pool = NOWHERE
-    if slots is not None and slots.checkpoint_indices is not None:
-        on_pool = pool(c.p, slots.state_pool), *checkpoint_arguments(c.p, slots)
+def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None) -> None:
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, trace, *ends, on_pool, None, **WALKS[c.p.K])
+    _run(c, rates, w, trace, *ends, None, **WALKS[c.p.K])
 
 
 def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace, tape: Tape | None = None) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
-    _run(c, rates, w, trace, None, None, None, NOWHERE, tape, **RETRACE)
+    _run(c, rates, w, trace, None, None, None, tape, **RETRACE)
 
 
 def _run(
     c: Call, rates: Tensor, w: Walk, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
-    final: Descriptor | None, on_pool: tuple, tape: Tape | None, **constants: int,
+    final: Descriptor | None, tape: Tape | None, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
     groups = 2 if p.K == 128 else 1
@@ -319,7 +294,7 @@ def _run(
         starts = states(p, x.initial_state)
     arguments = (
         q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *saved(trace), starts, final,
-        *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV, *on_pool,
+        *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(
         c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
