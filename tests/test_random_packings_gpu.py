@@ -33,5 +33,6 @@ def test_no_draw_misses(form, tokens):
             wrong += [f"{backend}: {told}" for told in missed]
             worst[backend] = max(worst[backend], ratio)
     told = ", ".join(f"{backend} {ratio:.2f}" for backend, ratio in worst.items())
-    print(f"{form}, {tokens} tokens: {rounds * together} draws, {len(wrong)} misses; the worst over what is allowed: {told}", flush=True)
+    done = f"{form}, {tokens} tokens: {rounds * together} draws, {len(wrong)} misses"
+    print(f"{done}; the worst over what is allowed: {told}", flush=True)
     assert not wrong, "\n".join([f"{len(wrong)} misses", *wrong[:20]])
