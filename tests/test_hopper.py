@@ -147,7 +147,7 @@ def test_what_else_is_said_of_a_call(on_a_card):
         "up to 16 of them side by side"
     )
     prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
-    parts = "it walks prompts of 4224 tokens or more in up to 16 parts, side by side"
+    parts = "it walks prompts of 3200 tokens or more in up to 16 parts, side by side"
     assert backend.remark(prompt) == backend.remark(prompt._replace(batch_invariant=True, N=5)) == parts
     assert backend.remark(prompt._replace(HV=48)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None

@@ -333,17 +333,17 @@ def problem(**changes):
 def test_which_prompts_are_cut():
     """Only heads and chip decide, and then a prompt's own length."""
     cut = cut_prompts(problem(), 132)
-    assert cut == Cut(66, 16, 16)
+    assert cut == Cut(50, 16, 16)
     for changes in ({"T": 512}, {"N": 2}, {"batch_invariant": True}, {"checkpoint_every": 64}, {"max_prompts": 1}):
         assert cut_prompts(problem(**changes), 132) == cut
-    for heads, expected in ((4, (48, 8, 16)), (16, (117, 16, 8)), (32, (401, 16, 4))):
+    for heads, expected in ((4, (37, 8, 16)), (16, (84, 16, 8)), (32, (220, 16, 4))):
         assert cut_prompts(problem(HV=heads), 132) == expected
-    assert cut_prompts(problem(HV=48), 132) is None, "one prompt nearly fills the chip"
-    assert [part_length(n, cut) for n in (0, 1, 64 * 66 - 1, 64 * 66, 8192, 32768)] == [0, 1, 66, 17, 16, 32]
+    assert cut_prompts(problem(HV=48), 132) is None, "there is no room for three parts"
+    assert [part_length(n, cut) for n in (0, 1, 64 * 50 - 1, 64 * 50, 8192, 32768)] == [0, 1, 50, 17, 16, 32]
     assert count_starts(problem(), cut) == (16, 1)
-    assert count_starts(problem(T=64 * 66 - 1), cut) == (0, 0)
-    assert count_starts(problem(N=101, T=39168), cut) == (612 // 16, 612 // 66)
-    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == (32, 9)
+    assert count_starts(problem(T=64 * 50 - 1), cut) == (0, 0)
+    assert count_starts(problem(N=101, T=39168), cut) == (612 // 16, 612 // 50)
+    assert count_starts(problem(N=101, T=39168, max_prompts=2), cut) == (32, 12)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")

@@ -354,4 +354,4 @@ def test_prompts_in_parts(process, place, options):
     assert compilations == 2, "one for each number of heads"
 
 
-LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 350), (64, 1, 8192), (64, 2, 8192))
+LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 250), (64, 1, 8192), (64, 2, 8192))

@@ -10,8 +10,8 @@ from flash_delta.kernels.runtime.pool_launches import prompts_at_most
 from flash_delta.kernels.runtime.segment_plan import FEWEST
 from flash_delta.problem import Problem
 
-GAIN = 1.5  # a prompt on a pool is cut if this makes it so much faster where it is alone
-MOST_PARTS = 16
+GAIN = 1.25  # a prompt on a pool is cut if this makes it so much faster where it is alone
+FEWEST_PARTS, MOST_PARTS = 3, 16  # of a long prompt. Heads that leave room for fewer parts were not measured
 LONGEST = 2048  # chunks; prompts are never cut if this only pays for longer ones
 
 
@@ -51,7 +51,7 @@ def _cut(HV: int, width: int, processors: int) -> Cut | None:
     gained = pace.chunk - GAIN * (pace.part_chunk + pace.part_share * share)  # per chunk
     lost = GAIN * (pace.start + pace.start_share * share) - pace.call
     most = min(MOST_PARTS, processors // HV)
-    if most < 2 or gained * LONGEST < lost:
+    if most < FEWEST_PARTS or gained * LONGEST < lost:
         return None
     together = 2 * HV * most <= processors  # halves of all parts run at once, and parts may be short
     fewest = FEWEST if together else 2 * FEWEST
