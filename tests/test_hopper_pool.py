@@ -411,6 +411,7 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(HV=8, N=1, starts=16) == (PoolLaunch(NARROW, 8, 0, 8), PoolLaunch(WIDE, 17, 9)), "in parts"
     assert launches(HV=8, N=1, starts=7) == (PoolLaunch(NARROW, 8),)
     assert launches(HV=8, max_prompts=1, starts=16) == launches(HV=8, N=1, starts=16)
+    assert launches(HV=8, max_prompts=9, starts=16) == (PoolLaunch(WIDE, 25),), "nine prompts do not fit as halves"
     assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 

@@ -32,8 +32,8 @@ def prompts_at_most(p: Problem) -> tuple[int, int | None]:
 def pool_launches(
     p: Problem, chip: Chip, tiles: Sequence[Any], programs: Callable[[Any], int], parts: int = 0
 ) -> tuple[PoolLaunch, ...]:
-    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one, unless there may
-    be parts.
+    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one, unless some of these
+    prompts may be cut.
 
     Args:
         tiles: the candidates, in the order of the number of prompts that they are best for.
@@ -42,12 +42,12 @@ def pool_launches(
     """
     bound, most = prompts_at_most(p)
     promised, launches, least = (bound if most is None else min(bound, most)) + parts, [], 0
-    most = most if parts == 0 else None
     for tile in tiles:
         together = chip.processors // programs(tile)  # sequences that run at once
         if together >= promised or tile is tiles[-1]:
             break
-        if most is None and together >= max(1, least):
+        likely = most is None or (parts > 0 and most <= together)
+        if likely and together >= max(1, least):
             launches.append(PoolLaunch(tile, together, least, together))
             least = together + 1
     return (*launches, PoolLaunch(tile, max(1, promised), least))
