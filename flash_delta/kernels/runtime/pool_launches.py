@@ -32,8 +32,8 @@ def prompts_at_most(p: Problem) -> tuple[int, int | None]:
 def pool_launches(
     p: Problem, chip: Chip, tiles: Sequence[Any], programs: Callable[[Any], int], parts: int = 0
 ) -> tuple[PoolLaunch, ...]:
-    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one, unless some of these
-    prompts may be cut.
+    """The launches. The last one serves all larger numbers. With ``max_prompts`` it is the only one, unless some of
+    these prompts may be cut.
 
     Args:
         tiles: the candidates, in the order of the number of prompts that they are best for.
