@@ -3,6 +3,7 @@ emulated."""
 
 import os
 import random
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequenc
 from prompt_truth import check_prompts, make_prompts
 from serving_truth import slots
 
+from flash_delta import chunk_gated_delta_rule
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.forward import loop, prompt_list
 from flash_delta.kernels.hopper.segments import factor, maps, memory
@@ -30,7 +32,7 @@ from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
 from flash_delta.ops.serving.around import around_of
 from flash_delta.ops.serving.warmup import prefill_call
 from flash_delta.problem import Inputs, Problem, Slots
-from tests.gluon_emulator import Kernel, emulated
+from tests.gluon_emulator import Kernel, emulated, take_every_call
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
 runs = pytest.mark.skipif(
@@ -320,6 +322,28 @@ def test_prompts_in_parts_in_place(launched, monkeypatch):
     o, after = run("gdn-raw", x | {"write_indices": x["read_indices"]}, "hopper")
     assert torch.equal(o, apart)
     assert torch.equal(after[:3], pools[3:6])
+
+
+@runs
+@pytest.mark.parametrize("v_first", [False, True], ids=["k-first", "v-first"])
+@pytest.mark.parametrize("initial", [False, True], ids=["zeros", "states"])
+def test_without_a_pool(launched, monkeypatch, initial, v_first):
+    """If only the device knows the lengths of packed sequences, they have the bits that they have on a pool."""
+    cut_prompts_at(monkeypatch, 2, 1, 3)
+    monkeypatch.setattr(backend, "LISTED", ("listed", initial, v_first))
+    x = make_prefill("gdn-raw", (70, 330, 1, 0, 192), behind=9, **(TINY | {"v_first": v_first}))
+    x["has_initial_state"] = torch.full((5,), initial, device=DEVICE)
+    want, pool = check("gdn-raw", x | {"batch_invariant": True}, "hopper")
+    assert launched() in (None, [None, None, 1])
+    if DEVICE == "cpu":
+        take_every_call(monkeypatch, backend.forward)
+        monkeypatch.setattr(backend, "_lists", lambda p: True)  # a host knows bounds in its own memory
+    given = {name: t for name, t in x.items() if name in signature(chunk_gated_delta_rule).parameters}
+    states = x["state_pool"][:5] if initial else None
+    o, final = chunk_gated_delta_rule(**given, initial_state=states, output_final_state=True, backend="hopper")
+    assert launched() in (None, [None, None, 1])
+    assert torch.equal(o, want)
+    assert torch.equal(final, pool[5:10])
 
 
 def problem(**changes):

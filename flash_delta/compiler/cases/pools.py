@@ -30,6 +30,12 @@ def serving(
     return p, x._replace(initial_state=None), slots
 
 
+def listed(width: int) -> tuple[Problem, Inputs, Slots]:
+    """Packed sequences of lengths that only the device knows, without a pool."""
+    p, x = problem_of(RuleCase(width, raw=True))
+    return p, x, Slots(x.initial_state, None)
+
+
 POOLS = {
     "pool": partial(serving, 128, torch.float32, v_first=False, checkpoints=False),
     "pool-v-first": partial(serving, 128, torch.float32, v_first=True, checkpoints=True),
@@ -45,20 +51,25 @@ FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}}
 PROCESSORS = 132  # with as many multiprocessors prompts are cut into parts
 
 
-def call_pool(case: str, t: LoopTile, *, parted: bool) -> None:
+def call_pool(described: tuple[Problem, Inputs, Slots], t: LoopTile, *, parted: bool) -> None:
     """``parted``: prompts may be cut."""
-    p, x, slots = POOLS[case]()
+    p, x, slots = described
+    final = torch.empty_like(slots.state_pool) if p.pool is None else slots.state_pool
     c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
     parts = new_parts(p, PROCESSORS, starts=1) if parted else None
     o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p, 1), new_pool_tape(p, c.shape.chip, 1)
     run_rates(c, o, rates, None, walks, slots, tape, parts)
     if parts is not None:
-        run_find_starts(c, rates, walks, tape, parts, slots)
-    run_pool_loops(c, o, rates, walks, tape, parts, slots, t)
+        run_find_starts(c, rates, walks, tape, parts, slots, final)
+    run_pool_loops(c, o, rates, walks, tape, parts, slots, final, t)
 
 
 def launches() -> Iterator[Launch]:
-    for case, described_pool in POOLS.items():
-        for form, t in FORMS[described_pool()[0].K].items():
-            yield Launch(f"{case}-{form}", partial(call_pool, case, t, parted=False))
-            yield Launch(f"{case}-parts-{form}", partial(call_pool, case, t, parted=True))
+    for case, describe in POOLS.items():
+        described = describe()
+        for form, t in FORMS[described[0].K].items():
+            yield Launch(f"{case}-{form}", partial(call_pool, described, t, parted=False))
+            yield Launch(f"{case}-parts-{form}", partial(call_pool, described, t, parted=True))
+    for width, forms in FORMS.items():
+        for form, t in forms.items():
+            yield Launch(f"listed-{width}-{form}", partial(call_pool, listed(width), t, parted=True))

@@ -64,7 +64,7 @@ from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
 from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
-FORWARD, PREFILL = ("hopper",), ("prefill", "hopper")  # the kinds of this backend's calls
+FORWARD, LISTED, PREFILL = ("hopper",), ("hopper", "listed"), ("prefill", "hopper")  # the kinds of calls
 WIDTHS = (64, 128, 256)
 WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a walk of whole sequences
 MOST_VALUES = 512
@@ -158,7 +158,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return by_channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
-    kind = *FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute
+    kind = LISTED if _lists(p) else (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
@@ -170,6 +170,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
+    if kind == LISTED:
+        return _forward_listed(p, x, given, Outputs(o, final), known)
     chip, length = chip_of(p.device), _length(wide)
     maps = None if length is None or saved is None else new_maps(wide, length)
     planned = () if maps is None else (maps,)
@@ -201,6 +203,44 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
     remember(call, given, known, (p.lengths, *kind))
     return Outputs(o, final, kept, planned=planned)
+
+
+def _lists(p: Problem) -> bool:
+    """Whether the device lists the sequences of a forward pass without a pool, and cuts long ones, since it alone knows
+    their lengths. No sequence may be cut with ``batch_invariant``: alone and without bounds it is not."""
+    if not p.packed or p.lengths is not None or p.needs_grad or p.batch_invariant or p.K == WHOLE:
+        return False
+    return cut_prompts(padded(p), chip_of(p.device).processors) is not None
+
+
+def _forward_listed(p: Problem, x: Inputs, given: Inputs, outputs: Outputs, known: KnownCall | None) -> Outputs:
+    """The forward pass of packed sequences as on a pool, where sequence n has slot n."""
+    wide, (o, final) = padded(p), outputs[:2]
+    copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
+    memory = _new_memory(wide, chip_of(p.device))
+
+    def kernels(given: Call) -> None:
+        c = run_widen(given, copies)
+        _walk_listed(c, o_wide, memory, Slots(c.x.initial_state, None), final_wide)
+        run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
+
+    with on(p.device):
+        call = make_call(p, x, LISTED, known=known)
+        run(call, kernels, o, final, spare=(*_served(*memory), *made))
+    remember(call, given, known, (p.lengths, *LISTED))
+    return outputs
+
+
+def _walk_listed(c: Call, o: Tensor, memory: tuple, slots: Slots, final: Tensor) -> None:
+    """Launches the walk of the sequences that the device lists. ``memory``: that of `_new_memory`. States are read from
+    ``slots.state_pool`` and written to ``final``."""
+    rates, walks, tape, parts = memory
+    if every(c) and parts is not None:  # the kernels for parts, too
+        parts = new_parts(c.p._replace(N=1, T=1), c.shape.chip.processors, starts=1)
+    run_rates(c, o, rates, None, walks, slots, tape, parts)
+    if parts is not None and parts.starts > 0:
+        run_find_starts(c, rates, walks, tape, parts, slots, final)
+    run_pool_loops(c, o, rates, walks, tape, parts, slots, final)
 
 
 def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
@@ -257,20 +297,14 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    rates, walks, tape, parts = _new_memory(p, chip_of(p.device))
-    convolved = new_convolved(p)
+    memory, convolved = _new_memory(p, chip_of(p.device)), new_convolved(p)
 
     def kernels(c: Call) -> None:
-        rule, w = run_before(c, convolved), parts
+        rule = run_before(c, convolved)
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
-        if every(c):  # the kernels for parts, too
-            w = new_parts(p._replace(N=1, T=1), chip_of(p.device).processors, starts=1)
-        run_rates(rule, o, rates, None, walks, slots, tape, w)
-        if w is not None and w.starts > 0:
-            run_find_starts(rule, rates, walks, tape, w, slots)
-        run_pool_loops(rule, o, rates, walks, tape, w, slots)
+        _walk_listed(rule, o, memory, slots, slots.state_pool)
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
@@ -280,7 +314,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(*_served(rates, walks, tape, parts), *convolved))
+        run(call, kernels, o, spare=(*_served(*memory), *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o
 
@@ -317,7 +351,7 @@ def _handed(walk: Walk | None, tape: Tape | None, *, planned: bool, saved: bool)
 
 
 def _new_memory(p: Problem, chip: Chip) -> tuple[Tensor, Tensor, Tape, Parts | None]:
-    """Memory for prompts on a pool: rates, the list of prompts, the tape, and what prompts in parts need."""
+    """Memory for sequences that the device lists: rates, the list, the tape, and what sequences in parts need."""
     parts = new_parts(p, chip.processors)
     starts = 0 if parts is None else parts.starts
     return new_rates(p), new_walks(p, starts), new_pool_tape(p, chip, starts), parts
@@ -348,9 +382,12 @@ def remark(p: Problem) -> str | None:
         said.append(f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}")
     walked = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
     length = _length(walked)
-    cut = None if p.pool is None else cut_prompts(p, chip_of(p.device).processors)
+    cut = cut_prompts(walked, chip_of(p.device).processors) if p.pool is not None or _lists(walked) else None
     if cut is not None:
-        said.append(f"it walks prompts of {C * cut.shortest} tokens or more in up to {cut.most} parts, side by side")
+        sequences = "sequences" if p.pool is None else "prompts"
+        said.append(
+            f"it walks {sequences} of {C * cut.shortest} tokens or more in up to {cut.most} parts, side by side"
+        )
     elif p.pool is None and length is not None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")

@@ -26,7 +26,7 @@ class PoolLaunch(NamedTuple):
 def prompts_at_most(p: Problem) -> tuple[int, int | None]:
     """How many sequences can be prompts, given the number of tokens; and the caller's limit for them. With batch
     invariance short sequences count as prompts."""
-    return (p.N, None) if p.batch_invariant else (min(p.N, p.T // (SHORT + 1)), p.max_prompts)
+    return (p.N, None) if p.batch_invariant or p.pool is None else (min(p.N, p.T // (SHORT + 1)), p.max_prompts)
 
 
 def pool_launches(

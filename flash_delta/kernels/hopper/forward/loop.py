@@ -292,15 +292,20 @@ def forward_loop(
 
 
 def run_pool_loops(
-    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None, slots: Slots, *choice: LoopTile
-) -> None:
-    """Launches the loop on a pool of states, once for every tile that the number of prompts may select."""
+    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None, slots: Slots, final: Tensor,
+    *choice: LoopTile,
+) -> None:  # fmt: skip
+    """Launches the loop for sequences that the device lists, once for every tile that their number may select. States
+    are read from ``slots.state_pool``, or are zeros, and written to ``final``: the same pool, or a slot for each
+    sequence."""
     p, (starts, listed) = c.p, (0, None) if parts is None else (parts.starts, parts.listed)
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c), starts=starts)
-    states, kept = pool(p, slots.state_pool), checkpoint_arguments(p, slots)
+    initial = pool(p, final if slots.state_pool is None else slots.state_pool)
+    ends = initial, initial if slots.state_pool is final else pool(p, final)
+    kept = checkpoints.NONE if p.pool is None else checkpoint_arguments(p, slots)
     taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
     handed = None if parts is None else rows(tape.handed)
-    _run(c, o, rates, taped, (*(None,) * 3, states, states), (walks, listed, *kept), initial=True, handed=handed)
+    _run(c, o, rates, taped, (*(None,) * 3, *ends), (walks, listed, *kept), initial=True, handed=handed)
 
 
 def run_loop(

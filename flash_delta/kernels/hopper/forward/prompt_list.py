@@ -25,11 +25,14 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decod
 
 @triton.jit
 def find_slots(tables, n, slots):
-    """The slots that sequences n read and write (-1: none), and which sequences are not padding, as in `scan`.
+    """The slots that sequences n read and write (-1: none), and which sequences are not padding, as in `scan`. Without
+    tables sequence n has slot n. It reads nothing if there are no slots.
 
     tables: indices of slots to read and to write, flags of initial states, and the strides of these three.
     slots: as `as_slot` takes it."""
     read_indices, write_indices, has_initial_state, read_row, write_row, has_row = tables
+    if read_indices is None:
+        return tl.where(n < slots[0], n, -1), n, n >= 0
     read, stored, write, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
     )

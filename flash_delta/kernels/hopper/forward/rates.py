@@ -188,7 +188,7 @@ def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bo
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
-        *numbers, cut, room, p.N, p.T, 0 if walks is None else len(slots.state_pool), p.null_slot,
+        *numbers, cut, room, p.N, p.T, 0 if slots.state_pool is None else len(slots.state_pool), p.null_slot,
         *(table(t)[0] for t in tables), p.scale, p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g),
         batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns, PROGRAMS=most_programs(c.shape.chip.processors), **form,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Decides which prompts on a pool are cut into parts (segments/), from measured times on an H200 (docs/notes), in
 microseconds."""
 
+from functools import cache
 from math import ceil
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ def cut_prompts(p: Problem, processors: int) -> Cut | None:
     return _cut(p.HV, p.K, processors)
 
 
+@cache
 def _cut(HV: int, width: int, processors: int) -> Cut | None:
     pace, share = CUTS[width], HV / processors
     gained = pace.chunk - GAIN * (pace.part_chunk + pace.part_share * share)  # per chunk

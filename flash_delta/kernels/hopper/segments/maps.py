@@ -302,14 +302,16 @@ def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
     _find_maps(c, rates, w, given, (None, None, w.length), slots, INITIAL=started)
 
 
-def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts, slots: Slots) -> None:
-    """Finds the state that every part of a prompt starts from, for the loop on a pool."""
-    p, given, lists = c.p, (pool(c.p, slots.state_pool), rows(tape.handed)), (walks, w.listed)
+def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts, slots: Slots, final: Tensor) -> None:
+    """Finds the state that every part of a prompt starts from. ``slots``, ``final``: as `run_pool_loops` takes them."""
+    p, lists = c.p, (walks, w.listed)
+    states = final if slots.state_pool is None else slots.state_pool
+    given = pool(p, states), rows(tape.handed)
     run_factor_chunks(c, rates, w)
     _find_maps(c, rates, w, given, (*lists, 0), w.starts, INITIAL=True)
     t = compose_tile(p, c.shape.chip)
-    pointers, grid = (tape.handed, w.Phi, *lists, slots.state_pool), (p.V // t.BV, p.HV, w.prompts)
-    numbers = tape.programs, p.HV, arguments.states(p, slots.state_pool)
+    pointers, grid = (tape.handed, w.Phi, *lists, states), (p.V // t.BV, p.HV, w.prompts)
+    numbers = tape.programs, p.HV, arguments.states(p, states)
     arguments.launch_rule(c, compose_starts, pointers, grid, t, *numbers, MOST=MOST_PARTS, follows=True)
 
 
