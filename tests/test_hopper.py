@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 
 import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
-from flash_delta.kernels.hopper import backend, boxes, layouts
+from flash_delta.kernels.hopper import backend, boxes, layouts, listed
 from flash_delta.kernels.hopper.backward import run as by_hand
 from flash_delta.kernels.hopper.backward.memory import Tapes
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
@@ -48,7 +48,7 @@ def problem(**changes) -> Problem:
 @pytest.fixture
 def on_a_card(monkeypatch):
     """A Hopper GPU of 132 multiprocessors, for all that only asks what there is."""
-    for module in (backend, by_channel, channel_prefill):
+    for module in (backend, by_channel, channel_prefill, listed):
         monkeypatch.setattr(module, "chip_of", lambda device: Chip("sm_90", 132))
 
 
@@ -146,6 +146,11 @@ def test_what_else_is_said_of_a_call(on_a_card):
         "it walks every head's 256 values as 2 heads of 128; it walks sequences in segments of 2048 tokens, "
         "up to 16 of them side by side"
     )
+    unknown = problem(T=32768, N=5, HV=8)
+    parts = "it walks sequences of 3200 tokens or more in up to 16 parts, side by side"
+    assert backend.remark(unknown) == parts
+    for known in ({"lengths": (32000, 500, 200, 60, 8)}, {"needs_grad": True}, {"batch_invariant": True}):
+        assert backend.remark(unknown._replace(**known)) != parts
     prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
     parts = "it walks prompts of 3200 tokens or more in up to 16 parts, side by side"
     assert backend.remark(prompt) == backend.remark(prompt._replace(batch_invariant=True, N=5)) == parts

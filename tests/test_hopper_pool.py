@@ -17,7 +17,7 @@ from prompt_truth import check_prompts, make_prompts
 from serving_truth import slots
 
 from flash_delta import chunk_gated_delta_rule
-from flash_delta.kernels.hopper import backend
+from flash_delta.kernels.hopper import backend, listed
 from flash_delta.kernels.hopper.forward import loop, prompt_list
 from flash_delta.kernels.hopper.segments import factor, maps, memory
 from flash_delta.kernels.hopper.segments.cut import Cut, count_starts, cut_prompts, part_length
@@ -56,7 +56,7 @@ def launched(monkeypatch):
         package, path = "flash_delta.kernels.hopper", ".".join(module.__name__.split(".")[-2:])
         kernel = Kernel(getattr(emulated(package, path), name), lambda constants: noted.append(constants.get("GROUPS")))
         monkeypatch.setattr(module, name, kernel)
-    for module in (calls, backend):
+    for module in (calls, listed, backend):
         monkeypatch.setattr(module, "chip_of", lambda device: Chip("interpreter", 3))
     load = _run.load_backend
     monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
@@ -76,7 +76,7 @@ def launched(monkeypatch):
 def cut_prompts_at(monkeypatch, *numbers):
     """Prompts are cut into parts, by the numbers of a `Cut`."""
     _known_calls.calls.clear()
-    for module in (memory, backend):
+    for module in (memory, listed, backend):
         monkeypatch.setattr(module, "cut_prompts", lambda p, processors: Cut(*numbers))
     monkeypatch.setattr(backend, "PREFILL", ("prefill", *numbers))
     monkeypatch.setattr(factor, "FACTOR_PROGRAMS", 1)  # so that each factors several chunks
@@ -337,7 +337,7 @@ def test_without_a_pool(launched, monkeypatch, initial, v_first):
     assert launched() in (None, [None, None, 1])
     if DEVICE == "cpu":
         take_every_call(monkeypatch, backend.forward)
-        monkeypatch.setattr(backend, "_lists", lambda p: True)  # a host knows bounds in its own memory
+        monkeypatch.setattr(backend, "lists", lambda p: True)  # a host knows bounds in its own memory
     given = {name: t for name, t in x.items() if name in signature(chunk_gated_delta_rule).parameters}
     states = x["state_pool"][:5] if initial else None
     o, final = chunk_gated_delta_rule(**given, initial_state=states, output_final_state=True, backend="hopper")
@@ -410,11 +410,11 @@ def list_parts(walks, parts, indices, bounds, N, cutting):
     import triton.language as tl
 
     @triton.jit
-    def listed(walks, parts, read, write, cu_seqlens, N, T, cut, room, before, HV: tl.constexpr, SHORT: tl.constexpr):
+    def listing(walks, parts, read, write, cu_seqlens, N, T, cut, room, before, HV: tl.constexpr, SHORT: tl.constexpr):
         tables, slots = (read, write, None, 1, 1, 0), (2000, -1)
         prompt_list.list_walks(walks, parts, tables, cu_seqlens, N, T, slots, (cut, room, before), HV, 64, SHORT)
 
-    listed[(1,)](walks, parts, *indices, bounds, N, int(bounds[-1]), *cutting, 2, 16)
+    listing[(1,)](walks, parts, *indices, bounds, N, int(bounds[-1]), *cutting, 2, 16)
 
 
 def test_launches_for_the_prompts_that_there_may_be():

@@ -140,6 +140,7 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/pool-64*/rates", HOPPER, "spill", "one number of the tape, in one program", 10, "3.6"),
     Allowed(f"{BY_HAND}/channel-pool*/list_prompts", HOPPER, "spill", "the same", 10, "3.6"),
     Allowed(f"{BY_HAND}/pool-64*slim/forward_loop", HOPPER, "spill", "the same", 140),
+    Allowed(f"{BY_HAND}/listed-64-slim/forward_loop", HOPPER, "spill", "the same, without a pool", 160, "3.9"),
     Allowed(f"{BY_HAND}/channel*/channel_loop", HOPPER, "spill", "addresses, beside two halves of a state", 40),
     Allowed(f"{BY_HAND}/channel-loop/channel_loop", HOPPER, "spill", "the same", 60, "3.9"),
     Allowed(f"{BY_HAND}/channel-free*/channel_loop", HOPPER, "spill", "the same, beside the branch for pieces", 70),

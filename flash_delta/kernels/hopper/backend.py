@@ -33,11 +33,12 @@ from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.columns import as_heads, joined
 from flash_delta.kernels.hopper.forward.inverse_tiles import fine
-from flash_delta.kernels.hopper.forward.loop import run_loop, run_pool_loops
+from flash_delta.kernels.hopper.forward.loop import run_loop
 from flash_delta.kernels.hopper.forward.lost import check_states
 from flash_delta.kernels.hopper.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.forward.tape import Tape, new_loop_tape, new_pool_tape
+from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.forward.tape import Tape, new_loop_tape
+from flash_delta.kernels.hopper.listed import lists, new_listed_walk, run_listed_walk
 from flash_delta.kernels.hopper.padding import (
     Found,
     Padded,
@@ -49,13 +50,12 @@ from flash_delta.kernels.hopper.padding import (
 )
 from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles, split_endless, split_length
 from flash_delta.kernels.hopper.segments.cut import cut_prompts
-from flash_delta.kernels.hopper.segments.maps import run_find_starts
-from flash_delta.kernels.hopper.segments.memory import Parts, Walk, new_maps, new_parts, new_walk
+from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
 from flash_delta.kernels.hopper.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
-from flash_delta.kernels.runtime.launch import again, remember, run
+from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.forward.scan_launches import crowded
@@ -65,6 +65,7 @@ from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_conv
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, LISTED, PREFILL = ("hopper",), ("hopper", "listed"), ("prefill", "hopper")  # the kinds of calls
+FORWARD_ALONE = (*FORWARD, False, False)  # without a backward pass
 WIDTHS = (64, 128, 256)
 WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a walk of whole sequences
 MOST_VALUES = 512
@@ -158,7 +159,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return by_channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
-    kind = LISTED if _lists(p) else (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
+    kind = LISTED if lists(p) else (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
     made = again(known, (p.lengths, *kind), x)
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
@@ -170,14 +171,36 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
         final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
         return Outputs(o.zero_(), final, kept)
+    chip, wanted = chip_of(p.device), Outputs(o, final, kept)
     if kind == LISTED:
-        return _forward_listed(p, x, given, Outputs(o, final), known)
-    chip, length = chip_of(p.device), _length(wide)
-    maps = None if length is None or saved is None else new_maps(wide, length)
-    planned = () if maps is None else (maps,)
+        name, planned, (kernels, spare) = kind, (), _prepare_listed(p, x, wanted, chip)
+        later = partial(_later_call, FORWARD_ALONE, p, x)
+    else:
+        length = _length(wide, chip)
+        maps = None if length is None or saved is None else new_maps(wide, length)
+        planned = () if maps is None else (maps,)
+        chosen, kernels, spare = _prepare(p, x, wanted, saved, maps, chip)
+        name, later = (*kind, *chosen), None
+        if saved is not None and by_hand.unsupported(p) is None:
+            later = partial(by_hand.later_call, p, x)
+        elif lists(p._replace(N=2)):
+            later = partial(_later_call, LISTED, p, x)
+    with on(p.device):
+        call = make_call(p, x, kind, known=known, name=name)
+        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
+    remember(call, given, known, (p.lengths, *kind))
+    return wanted._replace(planned=planned)
+
+
+def _prepare(
+    p: Problem, x: Inputs, outputs: Outputs, saved: Workspace | None, maps: Tensor | None, chip: Chip
+) -> tuple[tuple, Kernels, tuple[Tensor | None, ...]]:
+    """What was chosen for a call; the function that launches all kernels; and the memory that only these need."""
+    wide, (o, final) = padded(p), outputs[:2]
+    length, makes = _length(wide, chip), makes_rates(p)
     views = [] if saved is None else saved.views()
     A, trace = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk, makes = _new_walk(wide, length, A, maps), makes_rates(p)
+    walk = _new_walk(wide, length, A, maps)
     rates = None if makes and walk is None else new_rates(p)
     tile = loop_tile(wide, chip, trace is not None)
     tape = None if walk is not None else new_loop_tape(wide, chip, tile)
@@ -185,7 +208,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
-        w, r = _every_walk(wide) if every(c) else (walk, rates)
+        w, r = _every_walk(wide, chip) if every(c) else (walk, rates)
         launched = loop_tiles(wide.K, trace is not None) if every(c) else (tile,)
         parts = [] if saved is None else c.parts(saved)
         if w is not None or not makes:
@@ -196,51 +219,34 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             run_walk(c, o_wide, final_wide, r, w, trace)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
-    with on(p.device):
-        call = make_call(p, x, kind, known=known, name=(*kind, length, tile, tape is None))
-        later = partial(by_hand.later_call, p, x) if saved is not None and by_hand.unsupported(p) is None else None
-        spare = (rates, *_handed(walk, tape, planned=bool(planned), saved=bool(kept)), *made)
-        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
-    remember(call, given, known, (p.lengths, *kind))
-    return Outputs(o, final, kept, planned=planned)
+    spare = (rates, *_handed(walk, tape, planned=maps is not None, saved=saved is not None), *made)
+    return (length, tile, tape is None), kernels, spare
 
 
-def _lists(p: Problem) -> bool:
-    """Whether the device lists the sequences of a forward pass without a pool, and cuts long ones, since it alone knows
-    their lengths. No sequence may be cut with ``batch_invariant``: alone and without bounds it is not."""
-    if not p.packed or p.lengths is not None or p.needs_grad or p.batch_invariant or p.K == WHOLE:
-        return False
-    return cut_prompts(padded(p), chip_of(p.device).processors) is not None
-
-
-def _forward_listed(p: Problem, x: Inputs, given: Inputs, outputs: Outputs, known: KnownCall | None) -> Outputs:
-    """The forward pass of packed sequences as on a pool, where sequence n has slot n."""
-    wide, (o, final) = padded(p), outputs[:2]
+def _prepare_listed(p: Problem, x: Inputs, outputs: Outputs, chip: Chip) -> tuple[Kernels, tuple[Tensor | None, ...]]:
+    """The same for packed sequences that the device lists, as on a pool where sequence n has slot n."""
+    o, final = outputs[:2]
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
-    memory = _new_memory(wide, chip_of(p.device))
+    w = new_listed_walk(padded(p), chip)
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
-        _walk_listed(c, o_wide, memory, Slots(c.x.initial_state, None), final_wide)
+        run_listed_walk(c, o_wide, w, Slots(c.x.initial_state, None), final_wide)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
-    with on(p.device):
-        call = make_call(p, x, LISTED, known=known)
-        run(call, kernels, o, final, spare=(*_served(*memory), *made))
-    remember(call, given, known, (p.lengths, *LISTED))
-    return outputs
+    return kernels, (*w.memory, *made)
 
 
-def _walk_listed(c: Call, o: Tensor, memory: tuple, slots: Slots, final: Tensor) -> None:
-    """Launches the walk of the sequences that the device lists. ``memory``: that of `_new_memory`. States are read from
-    ``slots.state_pool`` and written to ``final``."""
-    rates, walks, tape, parts = memory
-    if every(c) and parts is not None:  # the kernels for parts, too
-        parts = new_parts(c.p._replace(N=1, T=1), c.shape.chip.processors, starts=1)
-    run_rates(c, o, rates, None, walks, slots, tape, parts)
-    if parts is not None and parts.starts > 0:
-        run_find_starts(c, rates, walks, tape, parts, slots, final)
-    run_pool_loops(c, o, rates, walks, tape, parts, slots, final)
+def _later_call(kind: tuple, p: Problem, x: Inputs) -> tuple[Call, Kernels]:
+    """A call like this one, of the other kind of inference. A number of sequences may choose either, so both are
+    compiled together."""
+    nowhere, chip = p._replace(device=torch.device("meta")), chip_of(p.device)
+    outputs = Outputs(*_new_outputs(nowhere))
+    if kind == LISTED:
+        kernels, _ = _prepare_listed(nowhere, x, outputs, chip)
+    else:
+        _, kernels, _ = _prepare(nowhere, x, outputs, None, None, chip)
+    return make_call(p, x, kind), kernels
 
 
 def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
@@ -260,10 +266,10 @@ def _new_copies(
     return copies, outputs, (*copies, *outputs)
 
 
-def _every_walk(p: Problem) -> tuple[Walk | None, Tensor]:
+def _every_walk(p: Problem, chip: Chip) -> tuple[Walk | None, Tensor]:
     """The walk for compiling everything that a call may launch."""
     one = p._replace(N=1, T=1)
-    return _new_walk(one, split_endless(p, chip_of(p.device).processors, back=_goes_back(p))), new_rates(one)
+    return _new_walk(one, split_endless(p, chip.processors, back=_goes_back(p))), new_rates(one)
 
 
 def backward(
@@ -285,7 +291,7 @@ def backward(
     if not all(map(is_, given, (x, do, dfinal))):
         d = backward(p, given[0], saved, *given[1:], known)
         return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
-    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _length(padded(p)), name)
+    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _length(padded(p), chip_of(p.device)), name)
     return triton.gradients_of(x, made)
 
 
@@ -297,14 +303,14 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    memory, convolved = _new_memory(p, chip_of(p.device)), new_convolved(p)
+    w, convolved = new_listed_walk(p, chip_of(p.device)), new_convolved(p)
 
     def kernels(c: Call) -> None:
         rule = run_before(c, convolved)
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
             run_walk_to_offset(rule, slots, before=True)
-        _walk_listed(rule, o, memory, slots, slots.state_pool)
+        run_listed_walk(rule, o, w, slots, slots.state_pool)
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
@@ -314,7 +320,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     with on(p.device):
         given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(*_served(*memory), *convolved))
+        run(call, kernels, o, spare=(*w.memory, *convolved))
     triton.remember_served(call, x, known, PREFILL)
     return o
 
@@ -332,9 +338,9 @@ def _goes_back(p: Problem) -> bool:
     return p.needs_grad and by_hand.unsupported(p) is None
 
 
-def _length(p: Problem) -> int | None:
+def _length(p: Problem, chip: Chip) -> int | None:
     """Tokens of a segment, in both passes if the backward pass is by hand. None if sequences are not split."""
-    return split_length(p, chip_of(p.device).processors, back=_goes_back(p))
+    return split_length(p, chip.processors, back=_goes_back(p))
 
 
 def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk | None:
@@ -350,23 +356,11 @@ def _handed(walk: Walk | None, tape: Tape | None, *, planned: bool, saved: bool)
     return (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
 
 
-def _new_memory(p: Problem, chip: Chip) -> tuple[Tensor, Tensor, Tape, Parts | None]:
-    """Memory for sequences that the device lists: rates, the list, the tape, and what sequences in parts need."""
-    parts = new_parts(p, chip.processors)
-    starts = 0 if parts is None else parts.starts
-    return new_rates(p), new_walks(p, starts), new_pool_tape(p, chip, starts), parts
-
-
-def _served(rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None) -> tuple[Tensor, ...]:
-    """All tensors of `_new_memory`."""
-    return (rates, walks, *tape.memory, *(() if parts is None else parts.memory))
-
-
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     if p.gate == "channel":
         return channel_prefill.workspace_bytes(p, x)
-    own = _served(*_new_memory(p._replace(device=torch.device("meta")), chip_of(p.device)))
+    own = new_listed_walk(p._replace(device=torch.device("meta")), chip_of(p.device)).memory
     copied = () if p.taps else (t for t in x[:3] if not describable(t))
     return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
 
@@ -381,14 +375,14 @@ def remark(p: Problem) -> str | None:
     elif p.V != p.K:
         said.append(f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}")
     walked = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
-    length = _length(walked)
-    cut = cut_prompts(walked, chip_of(p.device).processors) if p.pool is not None or _lists(walked) else None
-    if cut is not None:
-        sequences = "sequences" if p.pool is None else "prompts"
-        said.append(
-            f"it walks {sequences} of {C * cut.shortest} tokens or more in up to {cut.most} parts, side by side"
-        )
-    elif p.pool is None and length is not None:
+    chip = chip_of(p.device)
+    length = _length(walked, chip)
+    if p.pool is not None or lists(walked):
+        cut = cut_prompts(walked, chip.processors)
+        if cut is not None and (p.pool is not None or C * cut.shortest <= p.T):
+            long = f"{'sequences' if p.pool is None else 'prompts'} of {C * cut.shortest} tokens or more"
+            said.append(f"it walks {long} in up to {cut.most} parts, side by side")
+    elif length is not None:
         number = -(-p.T // length)
         said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:

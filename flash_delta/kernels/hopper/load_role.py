@@ -84,7 +84,7 @@ def load_role(
     ``sv2``, it gets the second 64 of these columns.
 
     given: (descs, tiles, flags, bars, work, strides), where descs and tiles are as in `load_chunk`.
-    work: as in work_items.py; for `find_maps` with the last argument of `find_map` behind it.
+    work: as in work_items.py; for `find_maps` followed by the last argument of `find_map`.
     strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
     key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
