@@ -9,7 +9,9 @@ from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from tiny_layers import DELTA_LAYERS, D, random
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
@@ -198,6 +200,43 @@ def test_operators_are_what_they_say(name, case):
     torch.library.opcheck(torch.ops.flash_delta.delta_rule_backward.default, (*tensors, *behind))
 
 
+def targets_of(graph_module):
+    return [str(node.target) for node in graph_module.graph.nodes if "flash_delta" in str(node.target)]
+
+
+def test_a_compiled_graph_has_only_operators_without_a_derivative():
+    """One each way. Such a call enters Python once."""
+    found, x = [], inputs_of("gdn", "ragged")
+
+    def compiler(graph_module, _):
+        found.append(targets_of(graph_module))
+        return make_boxed_func(graph_module.forward)
+
+    both = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    op = torch.compile(flash_delta.chunk_gated_delta_rule, fullgraph=True, backend=both)
+    assert_same(run(MEMBERS["gdn"], x), with_gradients(*op(**x), x, torch.float32))
+    assert found == [["flash_delta.delta_rule_forward.default"], ["flash_delta.delta_rule_backward.default"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, where it exports
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs(strict):
+    """A program has a derivative, and takes other lengths. A decomposed one has the same results, and no derivative."""
+    layer, x = DELTA_LAYERS["gdn-grouped"]().double(), random(2, 40, D)
+    sizes = ({1: torch.export.Dim("T", min=20, max=4096)},)
+    program = torch.export.export(layer, (x,), dynamic_shapes=sizes, strict=strict)
+    assert targets_of(program) == ["flash_delta.delta_rule.default"]
+    module, longer = program.module(), random(2, 55, D).requires_grad_()
+    want, got = layer(longer), module(longer)
+    torch.testing.assert_close(got, want)
+    for d, e in zip(*(torch.autograd.grad(y.square().sum(), longer) for y in (want, got)), strict=True):
+        torch.testing.assert_close(d, e)
+    low = program.run_decompositions()
+    assert targets_of(low) == ["flash_delta.delta_rule_forward.default"]
+    with torch.no_grad():
+        torch.testing.assert_close(low.module()(longer), want)
+
+
 BAD = [  # member, changed arguments, what the message must contain
     ("kda", {"beta": torch.zeros(2, 150)}, "chunk_kda: beta: expected a tensor [2, 150, 4]"),
     ("kda", {"k": torch.zeros(2, 149, 2, 16)}, "chunk_kda: k: expected a tensor [2, 150, 2, 16]"),
@@ -243,9 +282,7 @@ def test_a_second_derivative_is_refused():
     x = inputs_of("gdn", "ragged")
     arguments = operator_arguments(MEMBERS["gdn"], x, needs_grad=True)
     for o in (rule.delta_rule(*arguments)[0], compiled(flash_delta.chunk_gated_delta_rule)[0](**x)[0]):
-        with pytest.raises(
-            RuntimeError, match=r"no autograd formula was registered|does not .* support double backward"
-        ):
+        with pytest.raises(RuntimeError, match=r"a second derivative is asked for|does not .* support double backward"):
             torch.autograd.grad(torch.autograd.grad(o.sum(), x["q"], create_graph=True)[0].sum(), x["k"])
 
 

@@ -121,7 +121,7 @@ class DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, problem: Problem, known: KnownCall, *tensors: Tensor | None):
         out = forward(problem, known, Inputs(*tensors))
-        ctx.problem, ctx.known = problem, known
+        ctx.op, ctx.problem, ctx.known = problem.op, problem, known
         ctx.save_for_backward(*tensors, *out.saved, *out.planned)
         ctx.set_materialize_grads(False)
         if out.states is not None:

@@ -196,7 +196,7 @@ def _describe_gate(x: Gated, op: str, kind: str, lower_bound: float | None, outp
 class Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx, known: KnownCall, *tensors: Tensor | None):
-        ctx.problem, ctx.known = known.problem, known
+        ctx.op, ctx.problem, ctx.known = known.problem.op, known.problem, known
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return known.backend.convolve(known.problem, Convolved(*tensors), known)
@@ -211,7 +211,7 @@ class Convolve(torch.autograd.Function):
 class Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, known: KnownCall, *tensors: Tensor | None):
-        ctx.problem, ctx.known = known.problem, known
+        ctx.op, ctx.problem, ctx.known = known.problem.op, known.problem, known
         ctx.save_for_backward(*tensors)
         return known.backend.normalize(known.problem, Normalized(*tensors), known)
 
@@ -224,7 +224,7 @@ class Normalize(torch.autograd.Function):
 class Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, known: KnownCall, *tensors: Tensor | None):
-        ctx.problem, ctx.known = known.problem, known
+        ctx.op, ctx.problem, ctx.known = known.problem.op, known.problem, known
         ctx.save_for_backward(*tensors)
         return known.backend.gate(known.problem, Gated(*tensors), known)
 

@@ -46,7 +46,7 @@ def refuse_transforms(op: str, names: Sequence[str], tensors: Sequence[Tensor | 
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """For ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.problem``. If somebody asks for a
+    """For ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.op``. If somebody asks for a
     derivative of the gradients, it is refused. PyTorch's once_differentiable would treat the gradients as constants if
     the incoming gradient is a constant, as that of ``o.sum()``."""
 
@@ -57,7 +57,7 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
             return backward(ctx, saved, *gradients)
         with torch.no_grad():
             found = backward(ctx, saved, *gradients)
-        return _Once.apply(ctx.problem.op, len(found), *found, *saved, *gradients)
+        return _Once.apply(ctx.op, len(found), *found, *saved, *gradients)
 
     return refusing
 
