@@ -16,6 +16,7 @@ from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.accuracy import run
+from tests.hostile_bounds import HOSTILE, T, hostile, leave_unread
 from tests.test_hopper_backward import by_hand_in  # noqa: F401
 from tests.test_hopper_segments import PACKED, RAW, ROWS
 
@@ -58,3 +59,23 @@ def test_no_bit_depends_on_borders(by_hand_in, monkeypatch, cell):  # noqa: F811
     for tape in tapes:
         assert tape.table[0] == programs
         assert tape.table[5 + 2 * programs : 5 + 4 * programs].any()  # states were handed over
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_bounds(by_hand_in, monkeypatch, name):  # noqa: F811
+    """No program waits for a later one, or leaves its tensors. Either would be an error here."""
+    leave_unread(monkeypatch)
+    bounds, laid = hostile(name, "cpu"), []
+    case = replace(LONG, T=T, K=64, V=64, lengths=(T, *(0 for _ in bounds[2:])))
+    x = make_inputs(case, MEMBERS["gdn"], torch.bfloat16) | {"cu_seqlens": bounds}
+    by_hand_in(None)
+
+    def lay(p, chip):
+        laid.append(Tapes(new_tape(p, 3, Pace(10, 1, 0)), new_tape(p, 3, Pace(10, 1, 0))))
+        return laid[-1]
+
+    monkeypatch.setattr(by_hand, "new_tapes", lay)
+    monkeypatch.setattr(by_hand, "chip_of", lambda device: Chip("interpreter", 3))
+    monkeypatch.setattr(calls, "chip_of", by_hand.chip_of)
+    MEMBERS["gdn"].op(**x)[0].nan_to_num().sum().backward()
+    assert [tape.table[0] for tape in laid[0]] == [3, 3], "all programs came"
