@@ -64,8 +64,17 @@ def prompts(count, length, heads=32, kept=None, channel=True, **options):
     return op(*rows, beta, pool, bounds, numbers, numbers, state_v_first=True, backend="hopper", **options)
 
 
-def launched_for_prompts(place, calls):
-    """The kernels of prefills, each called twice; and the names of all that the first call has compiled."""
+def packed(count, length, heads=8):
+    """A forward pass by name of sequences whose lengths only the device knows, without gradients."""
+    import flash_delta
+
+    q, k, v = (torch.zeros(1, count * length, heads, 128, dtype=torch.bfloat16) for _ in range(3))
+    bounds = torch.arange(count + 1, dtype=torch.int32) * length
+    flash_delta.chunk_gated_delta_rule(q, k, v, v[..., 0], v[..., 0], cu_seqlens=bounds, backend="hopper")
+
+
+def launched_for_prompts(place, calls, call=prompts):
+    """The kernels of prefills, each called twice; and how often something was compiled."""
     from pretended_gpu import pretended_gpu
 
     from flash_delta.kernels.runtime import cuda_driver, launch
@@ -81,7 +90,7 @@ def launched_for_prompts(place, calls):
         patch.setattr(launch, "_compile", lambda *given: compiled.append(given) or compile_(*given))
         for count, length, options in calls:
             for _ in range(2):
-                prompts(count, length, **options)
+                call(count, length, **options)
     return names, len(compiled)
 
 
@@ -339,6 +348,7 @@ def test_prompts_with_a_decay_per_channel(process, place, options, ways):
 
 
 IN_PARTS = ("factor_chunks", "find_maps", "compose_starts")
+IN_SEGMENTS = ("factor_chunks", "find_maps", "compose_maps", "walk_segments")
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"kept": "stride"}, {"kept": "offset"}], ids=str)
@@ -352,6 +362,21 @@ def test_prompts_in_parts(process, place, options):
     assert found == [twice[1:], IN_PARTS + twice, twice, twice[1:], twice]
     assert names[::2] == names[1::2]
     assert compilations == 2, "one for each number of heads"
+
+
+@pytest.mark.parametrize("one_first", [False, True], ids=["several-first", "one-first"])
+def test_packed_sequences_whose_lengths_only_the_device_knows(process, place, one_first):
+    """The host plans for one sequence. The device lists several, and cuts long ones. No number of sequences or tokens
+    compiles anything."""
+    one = {700: ("forward_loop",), 9000: ("rates", *IN_SEGMENTS)}
+    several = {700: ("rates", "forward_loop"), 2000: ("rates", *IN_PARTS, "forward_loop")}
+    calls = [(1, length, names) for length, names in one.items()]
+    calls += [(3, length, names) for length, names in several.items()]
+    calls = calls if one_first else calls[::-1]
+    given = [(count, length, {}) for count, length, _ in calls]
+    names, compilations = process.submit(launched_for_prompts, place, given, packed).result()
+    assert [tuple(of) for of in names] == [of for _, _, of in calls for _ in range(2)]
+    assert compilations == 1
 
 
 LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 250), (64, 1, 8192), (64, 2, 8192))
