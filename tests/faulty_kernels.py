@@ -41,16 +41,19 @@ def transposed_accumulator(x, y, q, o, C: tl.constexpr, K: tl.constexpr):
 
 
 @gluon.jit
-def turned(o, END: gl.constexpr):
-    """o = [127, ..., 0], through shared memory. Without END the compiler gives the barrier's memory to the tile."""
+def turned(o, EARLY: gl.constexpr, LATE: gl.constexpr):
+    """o = [127, ..., 0], through shared memory. If the barrier is not invalidated LATE, the compiler gives its memory to
+    the tile. That does no harm if it was invalidated EARLY."""
     bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
+    if EARLY:
+        mbarrier.invalidate(bars.index(0))
     i = gl.arange(0, 128, layout=FLAT)
     tile = gl.allocate_shared_memory(gl.int32, [128], LINE)
     tile.store(127 - i)
     barrier()
     gl.store(o + i, tile.load(FLAT))
-    if END:
+    if LATE:
         mbarrier.invalidate(bars.index(0))
 
 
@@ -65,8 +68,8 @@ def transpose_accumulator():
     transposed_accumulator[(1,)](x, y, q, o, C=64, K=128, num_warps=4, enable_fp_fusion=True)
 
 
-def turn(end):
-    turned[(1,)](torch.empty(128, dtype=torch.int32, device="meta"), END=end, num_warps=4, enable_fp_fusion=True)
+def turn(**when):
+    turned[(1,)](torch.empty(128, dtype=torch.int32, device="meta"), **when, num_warps=4, enable_fp_fusion=True)
 
 
 def launches(target):
@@ -78,8 +81,9 @@ def launches(target):
     if target == "sm_90a":
         yield Launch("large", partial(multiply, 128, 256, 64))  # 256 of 255 registers for the accumulator
         yield Launch("lint", transpose_accumulator)
-        yield Launch("barriers", partial(turn, False))
-        yield Launch("ended", partial(turn, True))
+        yield Launch("barriers", partial(turn, EARLY=False, LATE=False))
+        yield Launch("ended", partial(turn, EARLY=False, LATE=True))
+        yield Launch("ended-early", partial(turn, EARLY=True, LATE=False))
     if target == "sm_100":
         yield Launch("tensor", partial(multiply, 256, 256, 32, precision="tf32x3", dtype=torch.float32))
     if target == "gfx942":

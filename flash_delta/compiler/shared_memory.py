@@ -3,11 +3,13 @@
 The hardware keeps a copy of a barrier (mbarrier) until it is invalidated. When another process gets the GPU in the
 middle of a kernel, the hardware writes that copy to the barrier's memory. Whatever else lies there is damaged then.
 Triton frees memory after its last use, so it may give a barrier's memory to a tile, to the scratch memory of an
-operation, or to the values that a role reads when it starts.
+operation, or to the values that a role reads when it starts. If the last use is the invalidation, that does no harm:
+so it is with the barriers of loops that Triton pipelines itself.
 """
 
 import re
 import tempfile
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +20,9 @@ ADDRESS = 8  # bytes of a pointer, or of a descriptor's address
 LEAST = 16  # bytes of scratch memory, whose size Triton 3.6 does not say: there the rest is not looked at
 PTX_VERSION = 80  # of any kernel for Hopper: the allocation does not depend on it
 
+_FUNCTION = re.compile(r"^(?=  tt\.func)", re.MULTILINE)
+_PART = re.compile(r"(%[\w#]+) = ttg\.memdesc_\w+ (%[\w#]+)")
+_BEGUN, _ENDED = (re.compile(rf"ttng\.{name}_barrier (%[\w#]+)") for name in ("init", "inval"))
 _OFFSET, _SIZE = re.compile(r"allocation\.offset = (\d+)"), re.compile(r"allocation\.size = (\d+)")
 _ARRAY = re.compile(r"(?:tensor|memdesc)<((?:\d+x)*)(\w+)")
 _CAPTURE = re.compile(r"!ttg\.memdesc<((?:\d+x)+)[^>]*>|!tt\.(?:ptr|tensordesc)<[^>]*>|\b([if]\d+)\b")
@@ -31,10 +36,14 @@ class Use(NamedTuple):
 
 
 def shared_barriers(ttgir: str, capability: int) -> list[str]:
-    """``barrier: other use`` for every two uses of the same bytes of which one is a barrier."""
+    """``barrier: other use`` for every two uses of the same bytes of which one is a barrier that is not invalidated."""
     if "ttng.init_barrier" not in ttgir:
         return []
-    uses = list(map(_use, _allocating(_allocated(ttgir, capability))))
+    uses = []
+    for function in _FUNCTION.split(_allocated(ttgir, capability)):
+        ended = _invalidated(function)
+        for use in map(_use, _allocating(function)):
+            uses.append(use._replace(is_barrier=use.is_barrier and use.name.split(" = ")[0] not in ended))
     return [
         f"{barrier.name}: {use.name}"
         for barrier in uses
@@ -60,6 +69,13 @@ def _allocated(ttgir: str, capability: int) -> str:
     nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, PTX_VERSION)
     manager.run(module, "allocation")
     return str(module)
+
+
+def _invalidated(function: str) -> set[str]:
+    """The arrays of barriers of which as many are invalidated as are initialised."""
+    whole = dict(_PART.findall(function))
+    begun, ended = (Counter(whole.get(part, part) for part in found.findall(function)) for found in (_BEGUN, _ENDED))
+    return {array for array, count in begun.items() if ended[array] >= count}
 
 
 def _allocating(code: str) -> list[str]:
