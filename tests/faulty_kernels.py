@@ -42,8 +42,8 @@ def transposed_accumulator(x, y, q, o, C: tl.constexpr, K: tl.constexpr):
 
 @gluon.jit
 def turned(o, EARLY: gl.constexpr, LATE: gl.constexpr):
-    """o = [127, ..., 0], through shared memory. If the barrier is not invalidated LATE, the compiler gives its memory to
-    the tile. That does no harm if it was invalidated EARLY."""
+    """o = [127, ..., 0], through shared memory. If the barrier is not invalidated LATE, the compiler gives its memory
+    to the tile. That does no harm if it was invalidated EARLY."""
     bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
     if EARLY:
