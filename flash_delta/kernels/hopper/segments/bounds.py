@@ -75,7 +75,7 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, walks=Non
 
 @gluon.jit
 def part_length(tokens, cut):
-    """The chunks of a prompt's parts, as in plan.py, and how many chunks are before the last part."""
+    """The chunks of a prompt's parts, as in cut.py, and how many chunks are before the last part."""
     shortest, fewest, most = cut
     whole, chunks = tokens // C, (tokens + C - 1) // C
     number = gl.where(whole >= shortest, gl.minimum(whole // fewest, most), 1)

@@ -1,5 +1,5 @@
-"""Decides which prompts on a pool are cut into parts (segments/), from measured times on an H200 (docs/notes), in
-microseconds."""
+"""Decides which sequences that the device lists (listed.py) are cut into parts, from measured times on an H200
+(docs/notes), in microseconds. They are prompts on a pool, and are called prompts here."""
 
 from functools import cache
 from math import ceil
