@@ -155,6 +155,7 @@ class ConvolutionProblem(NamedTuple):
     packed: Compiled[bool]
     activation: Schema[Compiled[str | None]]
     output_final_state: Schema[bool] = False
+    DQ: Compiled[int] = 0  # channels of q, and of k; v has the others. 0: there is one tensor x
 
 
 class Convolved(NamedTuple):
@@ -164,6 +165,18 @@ class Convolved(NamedTuple):
     weight: Tensor  # [D, W]
     bias: Tensor | None = None  # [D]
     initial_state: Tensor | None = None  # [N, D, W]: the last inputs, the oldest first
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class ConvolvedHeads(NamedTuple):
+    """The tensors of the three convolutions of a layer, which have no bias and no state."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    q_weight: Tensor  # [H * K, W]
+    k_weight: Tensor  # [H * K, W]
+    v_weight: Tensor  # [HV * V, W]
     cu_seqlens: Tensor | None = None  # [N + 1]
 
 
@@ -208,7 +221,7 @@ class Gated(NamedTuple):
 
 
 AroundProblem = ConvolutionProblem | NormProblem | GateProblem
-AroundInputs = Convolved | Normalized | Gated
+AroundInputs = Convolved | ConvolvedHeads | Normalized | Gated
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,8 @@ from flash_delta.kernels.triton.around.convolution import (
     count_parts,
     run_convolve,
     run_convolve_backward,
+    run_convolve_heads,
+    run_convolve_heads_backward,
     run_convolve_token,
 )
 from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
@@ -30,6 +32,7 @@ from flash_delta.problem import (
     AroundProblem,
     ConvolutionProblem,
     Convolved,
+    ConvolvedHeads,
     Gated,
     GateProblem,
     KnownCall,
@@ -38,6 +41,7 @@ from flash_delta.problem import (
 )
 
 CONVOLVE, TOKEN, NORMALIZE, GATE = ("convolve",), ("convolve_token",), ("normalize",), ("gate",)  # kinds of calls
+CONVOLVE_HEADS, CONVOLVE_HEADS_BACK = ("convolve_heads",), ("convolve_heads_backward",)
 CONVOLVE_BACK, NORMALIZE_BACK = ("convolve_backward",), ("normalize_backward",)
 
 
@@ -106,6 +110,45 @@ def convolve_backward(
     return d
 
 
+def convolve_heads(p: ConvolutionProblem, x: ConvolvedHeads, known: KnownCall | None = None) -> tuple[Tensor, ...]:
+    """q, k and v after their convolutions, contiguous. There is at least one token."""
+    y = tuple([x.q.new_empty(*t.shape) for t in x[:3]])
+    if again(known, CONVOLVE_HEADS, x, made=y):
+        return y
+    with on(p.device):
+        call = make_module_call(p, _with_adjoining(x), CONVOLVE_HEADS, known=known)
+        run(call, lambda c: run_convolve_heads(c, y), *y)
+        remember(call, x)
+    return y
+
+
+def convolve_heads_backward(
+    p: ConvolutionProblem, x: ConvolvedHeads, d: tuple[Tensor, ...], to: tuple[Tensor, ...], weights: bool,
+    known: KnownCall | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Writes the gradients of q, k and v to ``to``, and returns those of all weights [D, W] if these are wanted.
+    ``d``: the contiguous gradients of the outputs."""
+    name = (*CONVOLVE_HEADS_BACK, weights, fastcall.key(False, x, d, to))
+    made = again(known, name, x, d, to)
+    if made is not None:
+        return made[0] if weights else None
+    dweight = torch.empty(p.D, p.W, dtype=x.q_weight.dtype, device=p.device) if weights else None
+    with on(p.device):
+        kind = (*CONVOLVE_HEADS_BACK, weights)
+        call = make_module_call(p, _with_adjoining(x), kind, *d, *to, known=known, name=name)
+        rows = count_parts(call), p.W, p.D
+        parts = torch.empty(rows, dtype=torch.float32, device=p.device) if weights else None
+
+        def kernels(c: Call) -> None:
+            run_convolve_heads_backward(c, parts)
+            if weights:
+                run_total(c, parts, dweight, None)
+
+        run(call, kernels, dweight, spare=(parts,))
+    remember(call, (*x, *d, *to))
+    return dweight
+
+
 def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None) -> Tensor:
     """y for one token ``x [N, D]`` or ``[N, D, 1]`` of every row. ``initial_state`` is updated in place."""
     y = x.x.new_empty(*x.x.shape)
@@ -130,22 +173,34 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
     return y
 
 
-def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:
-    given, name = (*x, dy), _name_back(NORMALIZE_BACK, x, dy)
-    made = again(known, name, x, (dy,))
+def normalize_backward(
+    p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None, dgate: Tensor | None = None,
+    weights: bool = True,
+) -> Normalized:  # fmt: skip
+    """``dgate``: where to write the gate's gradient; None: to new memory. ``weights``: whether that of the weight is
+    wanted."""
+    given, kind = (*x, dy, dgate), (*NORMALIZE_BACK, weights)
+    name = _name_back(kind, x, dy, dgate)
+    made = again(known, name, x, (dy, dgate))
     if made is not None:
         return Normalized(*made)
     d = Normalized(*_new_like(x, p.device))
+    d = d._replace(weight=d.weight if weights else None, gate=d.gate if dgate is None else None)
     if not dy.numel():
         _zero(d)
         return d
+    rows, to = _rows(x), d.gate if dgate is None else dgate
     with on(p.device):
-        call = make_module_call(p, _rows(x), NORMALIZE_BACK, _unit(dy.reshape(-1, p.D)), known=known, name=name)
-        parts = torch.empty(count_row_parts(call), 1, p.D, dtype=torch.float32, device=p.device)
+        more = _unit(dy.reshape(-1, p.D)), None if dgate is None else _by_heads(dgate)
+        call = make_module_call(p, rows, kind, *more, known=known, name=name)
+        count = count_row_parts(call), 1, p.D
+        parts = torch.empty(count, dtype=torch.float32, device=p.device) if weights else None
 
         def kernels(c: Call) -> None:
-            run_normalize_backward(c, d.x, d.gate, parts)
-            run_total(c, parts, d.weight, None)
+            found = None if to is None else to.view(rows.gate.shape) if dgate is None else c.more[1]
+            run_normalize_backward(c, d.x, found, parts)
+            if weights:
+                run_total(c, parts, d.weight, None)
 
         run(call, kernels, *d, spare=(parts,))
     remember(call, given)
@@ -222,10 +277,29 @@ def _with_flat_parameters(x: Convolved) -> Convolved:
     return x._replace(weight=x.weight.contiguous(), bias=bias, cu_seqlens=bounds)
 
 
+def _with_adjoining(x: ConvolvedHeads) -> ConvolvedHeads:
+    """Inputs whose heads adjoin, or which are as wide in q, k and v; contiguous weights and bounds."""
+    tensors = [_unit(t) for t in x[:3]]
+    if x.q.shape[3] != x.v.shape[3]:
+        tensors = [t if t.stride(2) == t.shape[3] else t.contiguous() for t in tensors]
+    vectors = (None if t is None else t.contiguous() for t in x[3:])
+    return ConvolvedHeads(*tensors, *vectors)
+
+
 def _rows(x: Normalized) -> Normalized:
     D = x.x.shape[-1]
-    gate = None if x.gate is None else _unit(x.gate.reshape(-1, D))
+    gate = None if x.gate is None else _by_heads(_unit(x.gate))
     return Normalized(_unit(x.x.reshape(-1, D)), x.weight.contiguous(), gate)
+
+
+def _by_heads(gate: Tensor) -> Tensor:
+    """The gate as [tokens, heads, D]. If all rows are equally far apart, there is one head. The two last axes are
+    always tokens' heads. A copy is made only if strides allow neither."""
+    D = gate.shape[-1]
+    try:
+        return gate.view(-1, 1, D)
+    except RuntimeError:
+        return gate.reshape(-1, *gate.shape[-2:]) if gate.dim() > 2 else gate.reshape(-1, 1, D)
 
 
 def _unit(t: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ tokens later. Before a sequence's first token, dx is the gradient of its initial
 programs' parts of dweight and dbias, always in the same order.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -54,9 +55,9 @@ def load_state(state, strides, n, d, i, mask):
 
 
 @triton.jit
-def load_input(x, strides, state, state_strides, n, t, start, d, mask, W: tl.constexpr):
+def load_input(x, strides, place, state, state_strides, n, t, start, d, mask, W: tl.constexpr):
     """Token t of a sequence's row, in float32. Before the first token it comes from the state, or is 0."""
-    value = tl.load(x + t.to(tl.int64) * strides[1] + d, mask=mask & (t >= start), other=0.0).to(tl.float32)
+    value = tl.load(x + t.to(tl.int64) * strides[1] + place, mask=mask & (t >= start), other=0.0).to(tl.float32)
     if state is not None:
         i = W + t - start
         value += load_state(state, state_strides, n, d, i, mask & (t < start) & (i >= 0))
@@ -72,76 +73,125 @@ def load_group(x, stride, t, stop, d, inside, G: tl.constexpr, rounded: tl.const
     return [numbers.to(rounded).to(tl.float32) for numbers in group]
 
 
+@triton.jit
+def find_channels(D: tl.constexpr, DQ: tl.constexpr, BD: tl.constexpr):
+    """The program's slot; 0, 1 or 2 for channels of q, k or v; how many channels these have; the program's own ones.
+    q and k have DQ of D channels each. If DQ is D, there is only q, which may be any tensor."""
+    BLOCKS: tl.constexpr = (DQ + BD - 1) // BD
+    if DQ == D:
+        return tl.program_id(0) // BLOCKS, 0, DQ, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    else:
+        ALL: tl.constexpr = 2 * BLOCKS + (D - 2 * DQ + BD - 1) // BD
+        slot, block = tl.program_id(0) // ALL, tl.program_id(0) % ALL
+        part = tl.minimum(block // BLOCKS, 2)
+        return slot, part, of_part(part, DQ, DQ, D - 2 * DQ), (block - part * BLOCKS) * BD + tl.arange(0, BD)
+
+
+@triton.jit
+def of_part(part, q, k, v):
+    return tl.where(part == 0, q, tl.where(part == 1, k, v))
+
+
+@triton.jit
+def tensors_of_part(part, q, k, v):
+    """The tensors of one part. Each of q, k, v is a tuple of the same length."""
+    found = ()
+    for i in tl.static_range(len(q)):
+        found = found + (of_part(part, q[i], k[i], v[i]),)
+    return found
+
+
+@triton.jit
+def place_of(d, strides, HEAD: tl.constexpr):
+    """Where the channels lie in a token of [B, T, H, K]. HEAD: K if heads do not adjoin, else None."""
+    return d if HEAD is None else d // HEAD * strides[2] + d % HEAD
+
+
 @triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve(
-    x, weight, bias, initial_state, cu_seqlens, y, final_state, N, T, BT, x_strides, state_strides,
-    D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+    x, weight, bias, initial_state, cu_seqlens, y, final_state, others, N, T, BT, x_strides, other_strides,
+    state_strides, D: tl.constexpr, DQ: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    HEAD: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """y and final_state are contiguous: [B, T, D] and [N, D, W]."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    """y and final_state are contiguous: [B, T, D] and [N, D, W]. x may be q. Then ``others`` has k and v, in one tuple
+    with their weights and outputs, and there are no states."""
+    slot, part, width, d = find_channels(D, DQ, BD)
+    if others is not None:
+        x, weight, y = tensors_of_part(part, (x, weight, y), others[:3], others[3:])
+        x_strides = tensors_of_part(part, x_strides, other_strides[:3], other_strides[3:])
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
-    token, inside, live = start + number * BT, d < D, n < N
+    token, inside, live = start + number * BT, d < width, n < N
     known = inside & live  # tokens after the last sequence may have any value
     before = known & (token <= stop)  # a slot may have no tokens; its first token then lies far beyond stop
     x += row.to(tl.int64) * x_strides[0]
-    y += row.to(tl.int64) * T * D
-    taps, base = load_taps(weight, d, inside, W), None
+    y += row.to(tl.int64) * T * width
+    taps, base, place = load_taps(weight, d, inside, W), None, place_of(d, x_strides, HEAD)
     if bias is not None:
         base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     window = []
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
+        window += [load_input(x, x_strides, place, initial_state, state_strides, n, t, start, d, before, W)]
     for t in range(token, tl.minimum(token + BT, stop), G):
-        window, at = window + load_group(x, x_strides[1], t, stop, d, known, G), y + tl.cast(t, tl.int64) * D + d
+        window += load_group(x, x_strides[1], t, stop, place, known, G)
+        at = y + tl.cast(t, tl.int64) * width + d
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
             if SILU:
                 z *= sigmoid(z)
             if PACKED:
                 z = tl.where(live, z, 0.0)
-            tl.store(at + j * D, z.to(y.dtype.element_ty), mask=inside & (t + j < stop))
+            tl.store(at + j * width, z.to(y.dtype.element_ty), mask=inside & (t + j < stop))
         window = window[G:]
     if final_state is not None and ((number == 0) & live):
         for w in tl.static_range(W):
-            last = load_input(x, x_strides, initial_state, state_strides, n, stop - W + w, start, d, inside, W)
+            t = stop - W + w
+            last = load_input(x, x_strides, place, initial_state, state_strides, n, t, start, d, inside, W)
             at = final_state + (n.to(tl.int64) * D + d) * W + w
             tl.store(at, last.to(final_state.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve_backward(
-    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, parts, N, T, BT, x_strides, state_strides,
-    dy_strides, dfinal_strides, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, others, parts, N, T, BT, x_strides,
+    dy_strides, dx_strides, other_strides, state_strides, dfinal_strides, D: tl.constexpr, DQ: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, HEAD: tl.constexpr, DX_HEAD: tl.constexpr,
     PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """dx and dinitial are contiguous. ``parts`` are those of dweight, [slots, W, D]; with a bias there is one more row,
-    for dbias."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    slot, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    """dinitial is contiguous. ``parts`` are those of dweight, [slots, W, D], or None if nobody wants it; with a bias
+    there is one more row, for dbias. ``others`` as in `convolve`, with the gradients of k's and v's outputs and their
+    own ones."""
+    slot, part, width, d = find_channels(D, DQ, BD)
+    channel = part * DQ + d
+    if others is not None:
+        x, weight, dy, dx = tensors_of_part(part, (x, weight, dy, dx), others[:4], others[4:])
+        q_strides = x_strides + dy_strides + dx_strides
+        all_strides = tensors_of_part(part, q_strides, other_strides[:9], other_strides[9:])
+        x_strides, dy_strides, dx_strides = all_strides[:3], all_strides[3:6], all_strides[6:]
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
-    token, inside, live = start + number * BT, d < D, n < N
+    token, inside, live = start + number * BT, d < width, n < N
     known, end = inside & live, tl.minimum(token + BT, stop)
     before = known & (token <= stop)
     x += row.to(tl.int64) * x_strides[0]
     dy += row.to(tl.int64) * dy_strides[0]
-    dx += row.to(tl.int64) * T * D
+    dx += row.to(tl.int64) * dx_strides[0]
     taps, base = load_taps(weight, d, inside, W), None
+    place, dx_place = place_of(d, x_strides, HEAD), place_of(d, dx_strides, DX_HEAD)
     if bias is not None:
         base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     window, dz, dtaps, dbase = [], [], [], tl.zeros([BD], tl.float32)
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window += [load_input(x, x_strides, initial_state, state_strides, n, t, start, d, before, W)]
+        window += [load_input(x, x_strides, place, initial_state, state_strides, n, t, start, d, before, W)]
         dz += [tl.zeros([BD], tl.float32)]
     for _ in tl.static_range(W):
         dtaps += [tl.zeros([BD], tl.float32)]
     steps = tl.where((token < stop) | (number == 0), end - token + W - 1, 0)  # there may be no chunk
     for i in range(0, steps, G):
         t = token + i
-        window = window + load_group(x, x_strides[1], t, stop, d, known, G)
-        group, back = load_group(dy, dy_strides[1], t, stop, d, known, G), dx + (t - (W - 1)).to(tl.int64) * D + d
+        window = window + load_group(x, x_strides[1], t, stop, place, known, G)
+        group = load_group(dy, dy_strides[1], t, stop, d, known, G)
+        back = dx + (t - (W - 1)).to(tl.int64) * dx_strides[1] + dx_place
         for j in tl.static_range(G):
             new, p = group[j], t + j - (W - 1)
             if SILU:
@@ -161,7 +211,7 @@ def convolve_backward(
                 last = p - (stop - W)
                 dinput += load_state(dfinal, dfinal_strides, n, d, last, known & (last >= 0) & (last < W))
             dinput = dinput.to(dx.dtype.element_ty)
-            tl.store(back + j * D, dinput, mask=inside & (p >= token) & (p < end))
+            tl.store(back + j * dx_strides[1], dinput, mask=inside & (p >= token) & (p < end))
             if dinitial is not None:
                 at = dinitial + (n.to(tl.int64) * D + d) * W + W + p - start
                 tl.store(at, dinput.to(dinitial.dtype.element_ty), mask=known & (p < start) & (number == 0))
@@ -172,12 +222,13 @@ def convolve_backward(
             oldest = load_state(dfinal, dfinal_strides, n, d, 0, known & (start >= stop))
         at = dinitial + (n.to(tl.int64) * D + d) * W
         tl.store(at, oldest.to(dinitial.dtype.element_ty), mask=known & (number == 0))
-    ROWS: tl.constexpr = W if bias is None else W + 1
-    at = parts + slot.to(tl.int64) * ROWS * D + d
-    for w in tl.static_range(W):
-        tl.store(at + w * D, dtaps[w], mask=inside)
-    if bias is not None:
-        tl.store(at + W * D, dbase, mask=inside)
+    if parts is not None:
+        ROWS: tl.constexpr = W if bias is None else W + 1
+        at = parts + slot.to(tl.int64) * ROWS * D + channel
+        for w in tl.static_range(W):
+            tl.store(at + w * D, dtaps[w], mask=inside)
+        if bias is not None:
+            tl.store(at + W * D, dbase, mask=inside)
 
 
 @triton.jit
@@ -224,6 +275,7 @@ CUTS = {  # a thread has 16 bytes of a row of 16-bit numbers; AMD's warps are tw
 }
 FEWEST, PROGRAMS = 16, 6  # the fewest tokens of a program; the programs that a multiprocessor should have
 TOKEN = Tile(4, 1, 256)
+NO_STRIDES = (0, 0, 0)
 
 
 def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> Cut:
@@ -240,7 +292,7 @@ def cut_of(kernel: str, c: Call) -> Cut:
     backward pass of 1,024 tokens of 2,048 channels then takes 11 us instead of 31. BT is an argument of the
     two kernels, so a new number compiles nothing."""
     p, chip = c.p, c.shape.chip
-    w = choose_cut(kernel, chip, p.W, p.D, c.x.x.dtype)
+    w = choose_cut(kernel, chip, p.W, p.D, c.x[0].dtype)
     BT, walked = w.BT, p.B * p.T * -(-p.D // w.BD)  # the tokens of all programs
     while BT > FEWEST and walked < PROGRAMS * chip.processors * BT:
         BT //= 2
@@ -258,14 +310,38 @@ def count_parts(c: Call) -> int:
 
 
 def run_convolve(c: Call, y: Tensor, final: Tensor | None) -> None:
-    launch(c, convolve, (*c.x, y, final), _along(c, "convolve"))
+    x = c.x
+    pointers = *x, y, final, None
+    launch(c, convolve, pointers, _along(c, "convolve", x.x.stride(), (), strides(x.initial_state), head=(None,)))
 
 
-def run_convolve_backward(c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor) -> None:
+def run_convolve_heads(c: Call, y: tuple[Tensor, Tensor, Tensor]) -> None:
+    """q, k and v in one launch."""
+    x = c.x
+    others = x.k, x.k_weight, y[1], x.v, x.v_weight, y[2]
+    pointers = x.q, x.q_weight, None, None, x.cu_seqlens, y[0], None, others
+    more = (*strides(x.k), *strides(x.v)), NO_STRIDES
+    launch(c, convolve, pointers, _along(c, "convolve", strides(x.q), *more, head=(_head(x[:3]),)))
+
+
+def run_convolve_backward(c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor | None) -> None:
     """``c.more``: dy, and dfinal or None."""
-    dy, dfinal = c.more
-    plan = _along(c, "convolve_backward", dy.stride(), strides(dfinal))
-    launch(c, convolve_backward, (*c.x, dy, dfinal, dx, dinitial, parts), plan)
+    x, (dy, dfinal) = c.x, c.more
+    all_strides = x.x.stride(), dy.stride(), dx.stride(), (), strides(x.initial_state), strides(dfinal)
+    pointers = *x, dy, dfinal, dx, dinitial, None, parts
+    launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, head=(None, None)))
+
+
+def run_convolve_heads_backward(c: Call, parts: Tensor | None) -> None:
+    """``c.more``: the gradients of the outputs [B, T, H, K], and three tensors to which those of q, k and v are
+    written."""
+    x, (dq, dk, dv, *found) = c.x, c.more
+    others = x.k, x.k_weight, dk, found[1], x.v, x.v_weight, dv, found[2]
+    pointers = x.q, x.q_weight, None, None, x.cu_seqlens, dq, None, found[0], None, others, parts
+    of_q, *more = ([*strides(t), *strides(d), *strides(to)] for t, d, to in zip(x[:3], (dq, dk, dv), found, strict=True))
+    all_strides = *map(tuple, (of_q[:3], of_q[3:6], of_q[6:], more[0] + more[1])), NO_STRIDES, NO_STRIDES
+    head = _head(x[:3]), _head(found)
+    launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, head=head))
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
@@ -277,13 +353,20 @@ def run_convolve_token(c: Call, y: Tensor) -> None:
 
 
 def strides(t: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if t is None else t.stride()
+    return NO_STRIDES if t is None else t.stride()[:3]
 
 
-def _along(c: Call, kernel: str, *more: tuple[int, ...]) -> Plan:
-    """The plan for programs along the tokens. ``more``: strides of the gradients that are given."""
-    p, x, w = c.p, c.x, cut_of(kernel, c)
-    scalars, silu = (p.N, p.T, w.BT, x.x.stride(), strides(x.initial_state), *more), p.activation is not None
-    constants = {"D": p.D, "W": p.W, "BD": w.BD, "G": w.G, "PACKED": p.packed, "SILU": silu}
-    grid = (count_pieces(p, w.BT) * -(-p.D // w.BD), 1, 1)
-    return Plan(grid, Tile(w.warps, 1), scalars, constants)
+def _head(tensors: Iterable[Tensor]) -> int | None:
+    """The width of heads [B, T, H, K] of which some do not adjoin, or None. Then all have the same width."""
+    found = [t for t in tensors if t.shape[2] > 1 and t.stride(2) != t.shape[3]]
+    return found[0].shape[3] if found else None
+
+
+def _along(c: Call, kernel: str, *all_strides: tuple[int, ...], head: tuple[int | None, ...]) -> Plan:
+    """The plan for programs along the tokens. ``head``: for x, and for its gradient, whether heads adjoin (`_head`)."""
+    p, w = c.p, cut_of(kernel, c)
+    constants = {"D": p.D, "DQ": p.DQ or p.D, "W": p.W, "BD": w.BD, "G": w.G}
+    constants |= dict(zip(("HEAD", "DX_HEAD"), head, strict=False))
+    constants |= {"PACKED": p.packed, "SILU": p.activation is not None}
+    blocks = -(-p.D // w.BD) if not p.DQ else 2 * -(-p.DQ // w.BD) + -(-(p.D - 2 * p.DQ) // w.BD)
+    return Plan((count_pieces(p, w.BT) * blocks, 1, 1), Tile(w.warps, 1), (p.N, p.T, w.BT, *all_strides), constants)

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
-from flash_delta.kernels.runtime.arguments import batch
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
@@ -34,6 +33,13 @@ def load_rows(x, stride, row, d, mask):
 
 
 @triton.jit
+def places_of(strides, row, d, HEADS: tl.constexpr):
+    """Where rows of a tensor [tokens, HEADS, D] lie. Row r is head r % HEADS of a token."""
+    r = row.to(tl.int64)
+    return (r // HEADS * strides[0] + r % HEADS * strides[1])[:, None] + d[None, :]
+
+
+@triton.jit
 def reciprocal_rms(x, row, M, eps, D: tl.constexpr):
     """r of every row. It is 1 for rows from M on, which are zeros. With eps = 0 r would be infinite, and 0 r NaN."""
     return tl.rsqrt(tl.where(row < M, tl.sum(x * x, 1) / D + eps, 1.0))
@@ -41,16 +47,17 @@ def reciprocal_rms(x, row, M, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "eps"])
 def normalize(
-    x, gate, weight, y, M, eps, x_stride, gate_stride, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    x, gate, weight, y, M, eps, x_stride, gate_strides, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A program has ROWS of the M rows. y is contiguous."""
+    """A program has ROWS of the M rows. y is contiguous. The gate is [M / HEADS, HEADS, D]."""
     row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
     inside = (row < M)[:, None] & (d < D)[None, :]
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     tile = load_rows(x, x_stride, row, d, inside)
     if ACTIVATION is not None:
-        act, _ = activate(load_rows(gate, gate_stride, row, d, inside), ACTIVATION)
+        given = tl.load(gate + places_of(gate_strides, row, d, HEADS), mask=inside, other=0.0)
+        act, _ = activate(given.to(tl.float32), ACTIVATION)
     result = tile * reciprocal_rms(tile, row, M, eps, D)[:, None] * w[None, :]
     if ACTIVATION is not None:
         result *= act
@@ -60,11 +67,11 @@ def normalize(
 
 @triton.jit(do_not_specialize=["M", "eps", "step"])
 def normalize_backward(
-    x, gate, weight, dy, dx, dgate, parts, M, eps, step, x_stride, gate_stride, dy_stride, D: tl.constexpr,
-    BD: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, gate, weight, dy, dx, dgate, parts, M, eps, step, x_stride, gate_strides, dgate_strides, dy_stride,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS of the M rows at a time, and the next ones ``step`` rows further on. It writes parts
-    [programs, D] of dw."""
+    [programs, D] of dw, unless ``parts`` is None."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BD], tl.float32)
@@ -74,17 +81,20 @@ def normalize_backward(
         n, u = load_rows(x, x_stride, row, d, inside), load_rows(dy, dy_stride, row, d, inside)
         at = row.to(tl.int64)[:, None] * D + d[None, :]
         if ACTIVATION is not None:
-            act, slope = activate(load_rows(gate, gate_stride, row, d, inside), ACTIVATION)
+            given = tl.load(gate + places_of(gate_strides, row, d, HEADS), mask=inside, other=0.0)
+            act, slope = activate(given.to(tl.float32), ACTIVATION)
         r = reciprocal_rms(n, row, M, eps, D)
         n *= r[:, None]
         if ACTIVATION is not None:
-            tl.store(dgate + at, (u * n * w[None, :] * slope).to(dgate.dtype.element_ty), mask=inside)
+            to = dgate + places_of(dgate_strides, row, d, HEADS)
+            tl.store(to, (u * n * w[None, :] * slope).to(dgate.dtype.element_ty), mask=inside)
             u *= act
         dw += u * n
         u *= w[None, :]
         mean = tl.sum(u * n, 1) / D
         tl.store(dx + at, ((u - n * mean[:, None]) * r[:, None]).to(dx.dtype.element_ty), mask=inside)
-    tl.store(parts + tl.program_id(0).to(tl.int64) * D + d, tl.sum(dw, 0), mask=d < D)
+    if parts is not None:
+        tl.store(parts + tl.program_id(0).to(tl.int64) * D + d, tl.sum(dw, 0), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -110,11 +120,11 @@ SUMMED = 128  # rows in a step of ``total``
 
 
 def run_normalize(c: Call, y: Tensor) -> None:
-    """x and the gate are rows [M, D]."""
+    """x are rows [M, D], and the gate is [M / heads, heads, D]."""
     x, BD, rows, t = c.x, *row_tile(c.p.D, ROWS)
     M = len(x.x)
-    scalars = M, c.p.eps, x.x.stride(0), batch(x.gate)
-    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
+    scalars = M, c.p.eps, x.x.stride(0), token_and_head(x.gate)
+    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "HEADS": heads_of(x.gate), "ACTIVATION": c.p.activation}
     launch(c, normalize, (x.x, x.gate, x.weight, y), Plan((-(-M // rows), 1, 1), t, scalars, constants))
 
 
@@ -124,14 +134,23 @@ def count_row_parts(c: Call) -> int:
     return min(PROGRAMS, -(-len(c.x.x) // rows))
 
 
-def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor) -> None:
-    """``c.more``: dy [M, D]."""
-    x, (dy,), BD, rows, t = c.x, c.more, *row_tile(c.p.D, BACKWARD_ROWS)
-    programs = len(parts)
-    scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), batch(x.gate), dy.stride(0)
-    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "ACTIVATION": c.p.activation}
+def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor | None) -> None:
+    """``c.more``: dy [M, D]. dgate as the gate."""
+    x, dy, BD, rows, t = c.x, c.more[0], *row_tile(c.p.D, BACKWARD_ROWS)
+    programs = count_row_parts(c)
+    gates = token_and_head(x.gate), token_and_head(dgate)
+    scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), *gates, dy.stride(0)
+    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "HEADS": heads_of(x.gate), "ACTIVATION": c.p.activation}
     pointers = x.x, x.gate, x.weight, dy, dx, dgate, parts
     launch(c, normalize_backward, pointers, Plan((programs, 1, 1), t, scalars, constants))
+
+
+def token_and_head(gate: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gate is None else gate.stride()[:2]
+
+
+def heads_of(gate: Tensor | None) -> int:
+    return 1 if gate is None else gate.shape[1]
 
 
 def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> None:
