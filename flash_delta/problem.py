@@ -220,6 +220,27 @@ class Gated(NamedTuple):
     dt_bias: Tensor | None = None  # HV * K elements
 
 
+class Mixed(NamedTuple):
+    """The tensors of a mixer, which is all of a layer that is between its projections. In the backward pass the same
+    tuple holds their gradients. What is None of q, k, v, g, beta and z lies in ``packed``, except that there may be no
+    z at all."""
+
+    packed: Tensor | None  # [B, T, P]
+    q: Tensor | None  # [B, T, H, K], before its convolution, as k and v
+    k: Tensor | None  # [B, T, H, K]
+    v: Tensor | None  # [B, T, HV, V]
+    g: Tensor | None  # [B, T, HV] or [B, T, HV, K], before A_log and dt_bias
+    beta: Tensor | None  # [B, T, HV], logits
+    z: Tensor | None  # [B, T, HV, V]: the gate of the norm
+    q_weight: Tensor  # [H * K, W], or [H * K, 1, W]
+    k_weight: Tensor  # [H * K, W], or [H * K, 1, W]
+    v_weight: Tensor  # [HV * V, W], or [HV * V, 1, W]
+    A_log: Tensor | None  # [HV]
+    dt_bias: Tensor | None  # [HV] or [HV * K]
+    norm_weight: Tensor  # [V]
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
 AroundProblem = ConvolutionProblem | NormProblem | GateProblem
 AroundInputs = Convolved | ConvolvedHeads | Normalized | Gated
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.layers._mixer import Mixer
-from flash_delta.modules._shards import own_shard
+from flash_delta.layers._plain import is_plain, joint_weights
+from flash_delta.modules._shards import own_shard, shared
+from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import fused_gdn_gate
 from flash_delta.ops._check.options import as_float, as_size
+from flash_delta.ops.mix import Layout, mix
 
 
 class DeltaMixer(Mixer):
@@ -23,6 +27,7 @@ class DeltaMixer(Mixer):
     """
 
     allow_neg_eigval = False
+    gate = "scalar"  # or "channel"
 
     def _add_gate(self, biases: int) -> None:
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
@@ -46,6 +51,37 @@ class DeltaMixer(Mixer):
     def _log_decay(self, raw: Tensor) -> Tensor:
         """The log decay that the op computes from the raw gate, in nats."""
         raise NotImplementedError
+
+    def _mixes(self, T: int) -> bool:
+        """One op does everything between plain projections, except for short inputs without gradients."""
+        if self._steps_through(T) or not self.use_short_conv:
+            return False
+        modules = self.q_conv1d, self.k_conv1d, self.v_conv1d, self.o_norm
+        taps = all(m.bias is None and m.activation == "silu" for m in modules[:3])
+        return taps and all(is_plain(m) and m.backend == self.backend for m in modules)
+
+    def _mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        projected, layout = self._project(x)
+        norm = self.o_norm
+        return mix(
+            projected,
+            tuple(own_shard(m.weight) for m in (self.q_conv1d, self.k_conv1d, self.v_conv1d)),
+            norm_weight=shared(norm.weight),
+            layout=layout,
+            gate=self.gate,
+            norm_eps=norm.eps,
+            norm_activation=getattr(norm, "activation", None) and ACTIVATIONS[norm.activation],
+            allow_neg_eigval=self.allow_neg_eigval,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+            **self.gate_options(),
+        )
+
+    def _project(self, x: Tensor) -> tuple[Tensor | tuple[Tensor | None, ...], Layout | None]:
+        """What `mix` takes, and where a packed projection has it."""
+        tokens = self._heads(self.q_proj(x), self.k_proj(x), self.v_proj(x)) | self._gates(x)
+        z = self.g_proj(x).unflatten(-1, (-1, self.head_v_dim)) if hasattr(self, "g_proj") else None
+        return (*(tokens[name] for name in ("q", "k", "v", "g", "beta")), z), None
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
         return {"g": self._raw_gate(x), "beta": self.b_proj(x)}
@@ -81,6 +117,14 @@ class ScalarGateMixer(DeltaMixer):
     def _add_gate(self) -> None:
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         super()._add_gate(self.num_v_heads)
+
+    def _project(self, x: Tensor) -> tuple[Tensor | tuple[Tensor | None, ...], Layout | None]:
+        names = "q_proj", "k_proj", "v_proj", *(("g_proj",) if self.use_gate else ()), "a_proj", "b_proj"
+        weights = joint_weights([getattr(self, name) for name in names], x)
+        if weights is None:
+            return super()._project(x)
+        sizes = self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        return F.linear(x, torch.cat(weights)), Layout.adjoining(*sizes, gated=self.use_gate)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""

@@ -154,6 +154,8 @@ class Mixer(GateParameters):
         seq_idx = read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state)
         seq_idx = seq_idx if seq_idx is None else packing.pack(seq_idx[..., None])[..., 0]
         x = packing.pack(hidden_states)
+        if state is None and seq_idx is None and cp_context is None and self._mixes(hidden_states.shape[1]):
+            return packing.unpack(self.o_proj(self._mix(x, packing.cu_seqlens)))
         past = MixerState() if state is None else state
         tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context, seq_idx)
         options = self.options() | {"initial_state": past.recurrent, "output_final_state": state is not None}
@@ -167,6 +169,14 @@ class Mixer(GateParameters):
         if state is not None:
             state.conv, state.recurrent = conv, recurrent
         return packing.unpack(self.output(o, x))
+
+    def _mixes(self, T: int) -> bool:
+        """Whether `_mix` computes T tokens."""
+        return False
+
+    def _mix(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """x [B, T, D] -> what o_proj projects [B, T, HV * V], for sequences that start from zeros."""
+        raise NotImplementedError
 
     # The layer's work before and after the op, for engines that keep the states themselves (flash_delta.ops.serving).
 

@@ -58,6 +58,8 @@ class KimiDeltaAttention(DeltaMixer):
         torch.Size([1, 1, 64])
     """
 
+    gate = "channel"
+
     def __init__(
         self,
         hidden_size: int = 2048,

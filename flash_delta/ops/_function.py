@@ -39,16 +39,22 @@ def run(
             known = _look(given, options, x, bounds)
         else:
             known = look_at(partial(_look, bounds=bounds), torch.is_grad_enabled(), given, options, x)
-    problem = known.problem
-    if bounds is not None:  # a known call does not remember these values
-        problem = _with_lengths(problem, read_lengths(problem.op, x, bounds))
-    elif problem.lengths is None and plans_on_host(known.backend):
-        problem = _with_lengths(problem, read_lengths(problem.op, x, None, wait=True))
+    problem = plan_lengths(known, x, bounds)
     if known.needs_grad:
         o, final_state, states = DeltaRule.apply(problem, known, *x)
     else:  # without autograd, which would take a good part of a decoding step
         o, final_state, _, states, _ = forward(problem, known, x)
     return _results(problem, o, final_state, states, output_final_state)
+
+
+def plan_lengths(known: KnownCall, x: Inputs, bounds: Bounds) -> Problem:
+    """The known problem, with the lengths of this call if the host has them or its backend needs them there."""
+    problem = known.problem
+    if bounds is not None:  # a known call does not remember these values
+        return _with_lengths(problem, read_lengths(problem.op, x, bounds))
+    if problem.lengths is None and plans_on_host(known.backend):
+        return _with_lengths(problem, read_lengths(problem.op, x, None, wait=True))
+    return problem
 
 
 def _run_traced(
