@@ -10,13 +10,23 @@ from flash_delta.compiler import Launch
 from flash_delta.kernels.triton.around.backend import (
     convolve,
     convolve_backward,
+    convolve_heads,
+    convolve_heads_backward,
     convolve_token,
     gate,
     gate_backward,
     normalize,
     normalize_backward,
 )
-from flash_delta.problem import ConvolutionProblem, Convolved, Gated, GateProblem, Normalized, NormProblem
+from flash_delta.problem import (
+    ConvolutionProblem,
+    Convolved,
+    ConvolvedHeads,
+    Gated,
+    GateProblem,
+    Normalized,
+    NormProblem,
+)
 
 
 class ConvolutionCase(NamedTuple):
@@ -35,6 +45,10 @@ CONVOLUTIONS = {
     "convolution-float32-packed": ConvolutionCase(dtype=torch.float32, whole=True),
     "convolution-8-taps-packed": ConvolutionCase(W=8, whole=True),
     "convolution-narrow": ConvolutionCase(D=100),
+}
+MIXERS = {  # numbers from one key head to the next in the packed projection
+    "mixer": 128,
+    "mixer-of-qwen3-next": 768,
 }
 NORMS = {  # columns, activation, dtype
     "norm-128": (128, None, torch.bfloat16),
@@ -73,6 +87,33 @@ def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
     normalize_backward(p, inputs, x)
 
 
+def call_mixer(pitch: int) -> None:
+    """The convolutions of a layer with 16 key heads and 32 value heads of 128."""
+    q, k, v, _ = projections(pitch)
+    new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    x = ConvolvedHeads(q, k, v, new(2048, 4), new(2048, 4), new(4096, 4))
+    p = ConvolutionProblem("launches", 1, 256, 8192, 4, 1, torch.bfloat16, q.device, False, "silu", False, 2048)
+    found = convolve_heads(p, x)
+    convolve_heads_backward(p, x, found, (q, k, v), weights=True)
+
+
+def call_mixer_norm(pitch: int) -> None:
+    """The norm of such a layer."""
+    *_, v, z = projections(pitch)
+    p = NormProblem("launches", 128, torch.bfloat16, v.device, "silu", eps=1e-6)
+    o = torch.empty(v.shape, device="meta", dtype=torch.bfloat16)
+    inputs = Normalized(o, torch.empty(128, device="meta", dtype=torch.bfloat16), z)
+    normalize(p, inputs)
+    normalize_backward(p, inputs, o, dgate=z)
+
+
+def projections(pitch: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and z in a packed projection. ``pitch``: numbers from one key head to the next."""
+    packed = torch.empty(1, 256, 12352, device="meta", dtype=torch.bfloat16)
+    strides = {16: (256 * 12352, 12352, pitch, 1), 32: (256 * 12352, 12352, 128, 1)}
+    return tuple(packed.as_strided((1, 256, heads, 128), strides[heads]) for heads in (16, 16, 32, 32))
+
+
 def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) -> None:
     new = partial(torch.empty, device="meta")
     kind = "scalar" if K == 1 else "channel"
@@ -85,6 +126,9 @@ def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) ->
 def launches(target: str) -> Iterator[Launch]:
     for name, case in CONVOLUTIONS.items():
         yield Launch(name, partial(call_convolution, case))
+    for name, pitch in MIXERS.items():
+        yield Launch(name, partial(call_mixer, pitch))
+        yield Launch(f"{name}-norm", partial(call_mixer_norm, pitch))
     for name, case in NORMS.items():
         yield Launch(name, partial(call_norm, *case))
     for name, case in GATES.items():
