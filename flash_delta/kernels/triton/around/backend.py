@@ -16,6 +16,7 @@ from flash_delta.kernels.runtime.chip import CPU
 from flash_delta.kernels.runtime.launch import again, remember, run
 from flash_delta.kernels.triton.around.convolution import (
     count_parts,
+    pitched,
     run_convolve,
     run_convolve_backward,
     run_convolve_heads,
@@ -23,7 +24,7 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_token,
 )
 from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
-from flash_delta.kernels.triton.around.norm import count_row_parts, run_normalize, run_normalize_backward, run_total
+from flash_delta.kernels.triton.around.norm import count_row_parts, heads_of, run_normalize, run_normalize_backward, run_total
 from flash_delta.problem import (
     MOST_GATES,
     MOST_TAPS,
@@ -116,7 +117,9 @@ def convolve_heads(p: ConvolutionProblem, x: ConvolvedHeads, known: KnownCall | 
     if again(known, CONVOLVE_HEADS, x, made=y):
         return y
     with on(p.device):
-        call = make_module_call(p, _with_adjoining(x), CONVOLVE_HEADS, known=known)
+        x_taken = _with_adjoining(x)
+        kind = (*CONVOLVE_HEADS, pitched(x_taken[:3]))
+        call = make_module_call(p, x_taken, kind, known=known, name=CONVOLVE_HEADS)
         run(call, lambda c: run_convolve_heads(c, y), *y)
         remember(call, x)
     return y
@@ -134,8 +137,9 @@ def convolve_heads_backward(
         return made[0] if weights else None
     dweight = torch.empty(p.D, p.W, dtype=x.q_weight.dtype, device=p.device) if weights else None
     with on(p.device):
-        kind = (*CONVOLVE_HEADS_BACK, weights)
-        call = make_module_call(p, _with_adjoining(x), kind, *d, *to, known=known, name=name)
+        x_taken = _with_adjoining(x)
+        kind = (*CONVOLVE_HEADS_BACK, weights, pitched(x_taken[:3]), pitched(to))
+        call = make_module_call(p, x_taken, kind, *d, *to, known=known, name=name)
         rows = count_parts(call), p.W, p.D
         parts = torch.empty(rows, dtype=torch.float32, device=p.device) if weights else None
 
@@ -167,7 +171,8 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
     if again(known, NORMALIZE, x, made=(y,)) or not y.numel():
         return y
     with on(p.device):
-        call = make_module_call(p, _rows(x), NORMALIZE, known=known)
+        rows = _rows(x)
+        call = make_module_call(p, rows, (*NORMALIZE, heads_of(rows.gate)), known=known, name=NORMALIZE)
         run(call, lambda c: run_normalize(c, y), y)
         remember(call, x)
     return y
@@ -177,8 +182,8 @@ def normalize_backward(
     p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None, dgate: Tensor | None = None,
     weights: bool = True,
 ) -> Normalized:  # fmt: skip
-    """``dgate``: where to write the gate's gradient; None: to new memory. ``weights``: whether that of the weight is
-    wanted."""
+    """``dgate``: where to write the gate's gradient, with strides like the gate's; None: to new memory. ``weights``:
+    whether that of the weight is wanted."""
     given, kind = (*x, dy, dgate), (*NORMALIZE_BACK, weights)
     name = _name_back(kind, x, dy, dgate)
     made = again(known, name, x, (dy, dgate))
@@ -189,16 +194,15 @@ def normalize_backward(
     if not dy.numel():
         _zero(d)
         return d
-    rows, to = _rows(x), d.gate if dgate is None else dgate
+    rows = _rows(x)
     with on(p.device):
         more = _unit(dy.reshape(-1, p.D)), None if dgate is None else _by_heads(dgate)
-        call = make_module_call(p, rows, kind, *more, known=known, name=name)
+        call = make_module_call(p, rows, (*kind, heads_of(rows.gate)), *more, known=known, name=name)
         count = count_row_parts(call), 1, p.D
         parts = torch.empty(count, dtype=torch.float32, device=p.device) if weights else None
 
         def kernels(c: Call) -> None:
-            found = None if to is None else to.view(rows.gate.shape) if dgate is None else c.more[1]
-            run_normalize_backward(c, d.x, found, parts)
+            run_normalize_backward(c, d.x, d.gate, parts)
             if weights:
                 run_total(c, parts, d.weight, None)
 

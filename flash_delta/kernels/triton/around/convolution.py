@@ -321,7 +321,7 @@ def run_convolve_heads(c: Call, y: tuple[Tensor, Tensor, Tensor]) -> None:
     others = x.k, x.k_weight, y[1], x.v, x.v_weight, y[2]
     pointers = x.q, x.q_weight, None, None, x.cu_seqlens, y[0], None, others
     more = (*strides(x.k), *strides(x.v)), NO_STRIDES
-    launch(c, convolve, pointers, _along(c, "convolve", strides(x.q), *more, head=(_head(x[:3]),)))
+    launch(c, convolve, pointers, _along(c, "convolve", strides(x.q), *more, head=(pitched(x[:3]),)))
 
 
 def run_convolve_backward(c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor | None) -> None:
@@ -340,7 +340,7 @@ def run_convolve_heads_backward(c: Call, parts: Tensor | None) -> None:
     pointers = x.q, x.q_weight, None, None, x.cu_seqlens, dq, None, found[0], None, others, parts
     of_q, *more = ([*strides(t), *strides(d), *strides(to)] for t, d, to in zip(x[:3], (dq, dk, dv), found, strict=True))
     all_strides = *map(tuple, (of_q[:3], of_q[3:6], of_q[6:], more[0] + more[1])), NO_STRIDES, NO_STRIDES
-    head = _head(x[:3]), _head(found)
+    head = pitched(x[:3]), pitched(found)
     launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, head=head))
 
 
@@ -356,7 +356,7 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
     return NO_STRIDES if t is None else t.stride()[:3]
 
 
-def _head(tensors: Iterable[Tensor]) -> int | None:
+def pitched(tensors: Iterable[Tensor]) -> int | None:
     """The width of heads [B, T, H, K] of which some do not adjoin, or None. Then all have the same width."""
     found = [t for t in tensors if t.shape[2] > 1 and t.stride(2) != t.shape[3]]
     return found[0].shape[3] if found else None

@@ -135,13 +135,13 @@ def count_row_parts(c: Call) -> int:
 
 
 def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor | None) -> None:
-    """``c.more``: dy [M, D]. dgate as the gate."""
-    x, dy, BD, rows, t = c.x, c.more[0], *row_tile(c.p.D, BACKWARD_ROWS)
-    programs = count_row_parts(c)
-    gates = token_and_head(x.gate), token_and_head(dgate)
-    scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), *gates, dy.stride(0)
-    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "HEADS": heads_of(x.gate), "ACTIVATION": c.p.activation}
-    pointers = x.x, x.gate, x.weight, dy, dx, dgate, parts
+    """``c.more``: dy [M, D], and where to write the gate's gradient, or None for dgate, which is contiguous."""
+    x, (dy, to), D, BD, rows, t = c.x, c.more, c.p.D, *row_tile(c.p.D, BACKWARD_ROWS)
+    programs, heads = count_row_parts(c), heads_of(x.gate)
+    dgate_strides = (heads * D, D) if to is None else to.stride()[:2]
+    scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), token_and_head(x.gate), dgate_strides, dy.stride(0)
+    constants = {"D": D, "BD": BD, "ROWS": rows, "HEADS": heads, "ACTIVATION": c.p.activation}
+    pointers = x.x, x.gate, x.weight, dy, dx, dgate if to is None else to, parts
     launch(c, normalize_backward, pointers, Plan((programs, 1, 1), t, scalars, constants))
 
 
