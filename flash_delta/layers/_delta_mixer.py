@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.layers._mixer import Mixer
-from flash_delta.layers._plain import is_plain, joint_weights
+from flash_delta.layers._plain import is_plain, project_jointly
 from flash_delta.modules._shards import own_shard, shared
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import fused_gdn_gate
@@ -120,11 +119,11 @@ class ScalarGateMixer(DeltaMixer):
 
     def _project(self, x: Tensor) -> tuple[Tensor | tuple[Tensor | None, ...], Layout | None]:
         names = "q_proj", "k_proj", "v_proj", *(("g_proj",) if self.use_gate else ()), "a_proj", "b_proj"
-        weights = joint_weights([getattr(self, name) for name in names], x)
-        if weights is None:
+        projected = project_jointly([getattr(self, name) for name in names], x)
+        if projected is None:
             return super()._project(x)
         sizes = self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
-        return F.linear(x, torch.cat(weights)), Layout.adjoining(*sizes, gated=self.use_gate)
+        return projected, Layout.adjoining(*sizes, gated=self.use_gate)
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""

@@ -1,4 +1,4 @@
-"""Modules that nothing has wrapped or replaced, so that a layer may use their parameters without calling them."""
+"""Projections that nothing has wrapped or replaced. A layer may use their weights without calling them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from flash_delta.ops._transforms import is_transformed
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -16,23 +18,39 @@ def is_plain(module: nn.Module) -> bool:
     return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)
 
 
-def joint_weights(projections: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
-    """The weights of projections, if one product with all of them is worth it, else None.
+def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | None:
+    """x [B, T, D] through all projections, one after the other on the last axis. None if they want their own calls.
 
-    A product with joint weights copies them first. So it is worth it in training only, where the sum of the gradients
-    of x would cost more. The modules have to be plain `nn.Linear` without bias. Adapters, quantised or sharded weights
-    and hooks want their own calls.
+    It is one product, so the gradient of x is not a sum of several. That is worth copying the weights in training, and
+    only there. The modules have to be plain `nn.Linear` without bias and all trained. Adapters, quantised or sharded
+    weights and hooks want their own calls.
     """
     weights = [m.weight for m in projections]
     first = weights[0]
-    if not (torch.is_grad_enabled() and first.requires_grad and x.requires_grad):
+    if not (torch.is_grad_enabled() and first.requires_grad and x.requires_grad) or is_transformed():
         return None
     for module, weight in zip(projections, weights, strict=True):
         same = weight.dtype == first.dtype and weight.requires_grad and not isinstance(weight, DTensor)
-        if type(module) is not nn.Linear or module.bias is not None or not is_plain(module) or not same:
+        if type(module) is not nn.Linear or module.bias is not None or not same or not is_plain(module):
             return None
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # joint weights would be cast anew, and not from autocast's memory
+    if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        return [w.to(dtype) for w in weights]
-    return weights
+        x, weights = x.to(dtype), [w.to(dtype) for w in weights]
+    return _Project.apply(x, *weights)
+
+
+class _Project(torch.autograd.Function):
+    """y = x [W_1; ...; W_n]^T. It saves the weights and not their copy, which would be a second model in memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return torch.mm(x.flatten(0, 1), torch.cat(weights).t()).view(*x.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        dy = dy.flatten(0, 1)
+        dweight = torch.mm(dy.t(), x.flatten(0, 1))
+        return torch.mm(dy, torch.cat(weights)).view(x.shape), *dweight.split([len(w) for w in weights])

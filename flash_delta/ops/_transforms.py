@@ -32,6 +32,11 @@ def has_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_transformed() -> bool:
+    """Whether tensors may have tangents or be wrapped by torch.func. Ordinary autograd Functions cannot take these."""
+    return has_tangents() or torch._C._are_functorch_transforms_active()
+
+
 def refuse_transforms(op: str, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raises ValueError for a tensor that torch.func has wrapped, or that has a tangent."""
     if torch.compiler.is_compiling():  # a tracer cannot ask a tensor
