@@ -17,9 +17,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE.parent / "flash_delta"
-ROOMS = ("ops", "kernels", "reference", "modules", "layers", "parallel")  # copied whole
+ROOMS = ("problem", "ops", "kernels", "reference", "modules", "layers", "parallel")  # copied whole
 INTEGRATIONS = ("__init__", "_context", "_functions")
-FILES = ("__init__.py", "backend.py", "problem.py", *(f"integrations/{name}.py" for name in INTEGRATIONS))
+FILES = ("__init__.py", "backend.py", *(f"integrations/{name}.py" for name in INTEGRATIONS))
 METADATA = {
     "name": "flash-delta",
     "version": 1,  # goes up when a call of the version before would not run any more

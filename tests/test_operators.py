@@ -18,7 +18,7 @@ from flash_delta.problem import Problem, Schema, marked
 
 PACKAGE = Path(flash_delta.__file__).parent
 NEW = {  # file -> the line behind which a field is added, and that field
-    "problem.py": ("    chunk_size: Schema[int] = 64\n", "    novel: Schema[Compiled[bool]] = False\n"),
+    "problem/rule.py": ("    chunk_size: Schema[int] = 64\n", "    novel: Schema[Compiled[bool]] = False\n"),
     "ops/_check/options.py": ("    chunk_size: int = 64\n", '    novel: Annotated[bool, "use_novel"] = False\n'),
 }
 CALL = """

@@ -13,7 +13,6 @@ from flash_delta.layers._plain import is_plain, project_jointly
 from flash_delta.modules._shards import own_shard, shared
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import fused_gdn_gate
-from flash_delta.ops._check.options import as_float, as_size
 from flash_delta.ops.mix import Layout, mix
 
 
@@ -26,7 +25,7 @@ class DeltaMixer(Mixer):
     """
 
     allow_neg_eigval = False
-    gate = "scalar"  # or "channel"
+    gate: str | None = None  # that of `mix`, if this op does what the mixer does
 
     def _add_gate(self, biases: int) -> None:
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
@@ -53,7 +52,7 @@ class DeltaMixer(Mixer):
 
     def _mixes(self, T: int) -> bool:
         """One op does everything between plain projections, except for short inputs without gradients."""
-        if self._steps_through(T) or not self.use_short_conv:
+        if self.gate is None or self._steps_through(T) or not self.use_short_conv:
             return False
         modules = self.q_conv1d, self.k_conv1d, self.v_conv1d, self.o_norm
         taps = all(m.bias is None and m.activation == "silu" for m in modules[:3])
@@ -137,12 +136,3 @@ class ScalarGateMixer(DeltaMixer):
     def _log_decay(self, raw: Tensor) -> Tensor:
         dtype = torch.promote_types(raw.dtype, torch.float32)
         return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype, backend=self.backend)
-
-
-def head_widths(layer: str, head_dim: int, expand_v: float) -> dict[str, int]:
-    """Key and value width of a head. The value width is ``expand_v`` times the key width."""
-    head_dim = as_size(layer, "head_dim", head_dim)
-    expand_v = as_float(layer, "expand_v", expand_v, "a positive number", lowest=1 / head_dim)
-    if not (head_dim * expand_v).is_integer():
-        raise ValueError(f"expand_v: expected head_dim * expand_v to be whole, got {head_dim} * {expand_v}")
-    return {"head_k_dim": head_dim, "head_v_dim": int(head_dim * expand_v)}

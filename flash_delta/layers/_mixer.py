@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from flash_delta.layers.documents import forget_at_starts, read_documents
 from flash_delta.layers.packing import Packing, check_width
 from flash_delta.layers.state import MixerState
 from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution
-from flash_delta.ops._check.options import as_bool, as_float, as_size
+from flash_delta.ops._check.options import as_bool, as_size
 from flash_delta.parallel import ContextParallel
 
 # Inference runs up to this many tokens one by one, because the chunk op always computes a whole chunk. On a CPU, a
@@ -245,16 +244,3 @@ class Mixer(GateParameters):
         ]
         outputs, states = zip(*results, strict=True)
         return outputs, states if keep_state else None
-
-
-def head_width(layer: str, name: str, hidden_size: int, expand: float, num_heads: int) -> int:
-    """The width of each head. All heads together have ``expand`` (the argument ``name``) times the hidden size."""
-    hidden_size, num_heads = as_size(layer, "hidden_size", hidden_size), as_size(layer, "num_heads", num_heads)
-    expand = as_float(layer, name, expand, "a positive number", lowest=1 / hidden_size)
-    total = round(hidden_size * expand)
-    if not math.isclose(total, hidden_size * expand) or total % num_heads != 0:
-        raise ValueError(
-            f"{name}: expected hidden_size * {name} to be a multiple of num_heads = {num_heads}, "
-            f"got {hidden_size} * {expand}"
-        )
-    return total // num_heads

@@ -34,7 +34,7 @@ def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | Non
         if type(module) is not nn.Linear or module.bias is not None or not same or not is_plain(module):
             return None
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weights = x.to(dtype), [w.to(dtype) for w in weights]
     return _Project.apply(x, *weights)

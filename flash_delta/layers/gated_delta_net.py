@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flash_delta.layers._delta_mixer import ScalarGateMixer, head_widths
+from flash_delta.layers._delta_mixer import ScalarGateMixer
+from flash_delta.layers._widths import head_widths
 from flash_delta.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops._check.options import as_bool
 
@@ -51,6 +52,8 @@ class GatedDeltaNet(ScalarGateMixer):
         >>> layer(token, state=state).shape
         torch.Size([1, 1, 64])
     """
+
+    gate = "scalar"
 
     def __init__(
         self,

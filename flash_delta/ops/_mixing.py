@@ -21,10 +21,10 @@ from flash_delta.ops._function import plan_lengths
 from flash_delta.ops._function import run as run_rule
 from flash_delta.ops._known_calls import look_at, recall
 from flash_delta.ops._modules import convolve, normalize
-from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced
+from flash_delta.ops._transforms import differentiable_once, is_traced, is_transformed
 from flash_delta.problem import (
-    ConvolvedHeads,
     Convolved,
+    ConvolvedHeads,
     Inputs,
     KnownCall,
     Mixed,
@@ -63,9 +63,9 @@ class KnownMix:
 
 @dataclass(slots=True, eq=False)
 class KnownMix:
-    """The known calls of a mixer's parts. Without kernels for all of them there is None."""
+    """The known calls of a mixer's parts."""
 
-    parts: tuple[KnownCall, KnownCall, KnownCall] | None  # the convolutions, the rule, the norm
+    parts: tuple[KnownCall, KnownCall, KnownCall] | None  # the convolutions, the rule, the norm; None: no such kernels
     needs_grad: bool
 
 
@@ -74,9 +74,11 @@ def run_mix(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None
     given = (backend, bounds is None, options)
     known = recall(given, x)
     if known is None:
-        if is_traced(x.norm_weight) or has_tangents():
+        if is_traced(x.norm_weight) or is_transformed():
             return _run_parts(x, options, bounds, backend)
-        known = look_at(_look, torch.is_grad_enabled(), given, None, x) if x.norm_weight.is_cuda else _look(given, None, x)
+        known = (
+            look_at(_look, torch.is_grad_enabled(), given, None, x) if x.norm_weight.is_cuda else _look(given, None, x)
+        )
     if known.parts is None:
         return _run_parts(x, options, bounds, backend)
     tokens = x.q if x.packed is None else x.packed
@@ -99,7 +101,9 @@ def _look(given: tuple[Any, ...], _: None, x: Mixed) -> KnownMix:
             check_convolution("mix", Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens), "silu", False)
         norm = Normalized(v, x.norm_weight, z)
         of_norm = describe_norm(norm, "mix", options.activation, check_norm("mix", norm, options.eps))
-        of_taps = describe_convolution(Convolved(v.flatten(-2), taps[2], None, None, x.cu_seqlens), "mix", "silu", False)
+        of_taps = describe_convolution(
+            Convolved(v.flatten(-2), taps[2], None, None, x.cu_seqlens), "mix", "silu", False
+        )
     HK = q.shape[2] * q.shape[3]
     of_taps = of_taps._replace(D=2 * HK + of_taps.D, DQ=HK)
     same = taps[0].dtype == taps[1].dtype == taps[2].dtype and taps[0].shape[1] == taps[2].shape[1] == taps[1].shape[1]

@@ -47,7 +47,14 @@ class Layout(NamedTuple):
     def adjoining(cls, H: int, HV: int, K: int, V: int, gated: bool = True) -> Layout:
         """q, k, v, z, g and beta one after the other, with one g per value head. Without ``gated`` there is no z."""
         places, offset = {}, 0
-        for name, heads, width in (("q", H, K), ("k", H, K), ("v", HV, V), ("z", HV if gated else 0, V), ("g", HV, 0), ("beta", HV, 0)):
+        for name, heads, width in (
+            ("q", H, K),
+            ("k", H, K),
+            ("v", HV, V),
+            ("z", HV if gated else 0, V),
+            ("g", HV, 0),
+            ("beta", HV, 0),
+        ):
             size = max(width, 1)
             places[name] = Place(offset, heads, width, size)
             offset += heads * size

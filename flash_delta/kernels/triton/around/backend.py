@@ -24,7 +24,13 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_token,
 )
 from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
-from flash_delta.kernels.triton.around.norm import count_row_parts, heads_of, run_normalize, run_normalize_backward, run_total
+from flash_delta.kernels.triton.around.norm import (
+    count_row_parts,
+    heads_of,
+    run_normalize,
+    run_normalize_backward,
+    run_total,
+)
 from flash_delta.problem import (
     MOST_GATES,
     MOST_TAPS,

@@ -338,7 +338,9 @@ def run_convolve_heads_backward(c: Call, parts: Tensor | None) -> None:
     x, (dq, dk, dv, *found) = c.x, c.more
     others = x.k, x.k_weight, dk, found[1], x.v, x.v_weight, dv, found[2]
     pointers = x.q, x.q_weight, None, None, x.cu_seqlens, dq, None, found[0], None, others, parts
-    of_q, *more = ([*strides(t), *strides(d), *strides(to)] for t, d, to in zip(x[:3], (dq, dk, dv), found, strict=True))
+    of_q, *more = (
+        [*strides(t), *strides(d), *strides(to)] for t, d, to in zip(x[:3], (dq, dk, dv), found, strict=True)
+    )
     all_strides = *map(tuple, (of_q[:3], of_q[3:6], of_q[6:], more[0] + more[1])), NO_STRIDES, NO_STRIDES
     head = pitched(x[:3]), pitched(found)
     launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, head=head))

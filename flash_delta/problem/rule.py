@@ -1,27 +1,11 @@
-"""The types that ops and backends exchange: the problem, its tensors, its results.
+"""A call of the delta rule: the problem, its tensors, its results."""
 
-An op checks its arguments and makes a :class:`Problem`. Every backend takes ``(problem, inputs)``. This module computes
-nothing and imports only torch.
-"""
-
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-PACKAGE = __name__.removesuffix(".problem")  # a longer name if another package contains this library (`make hub`)
-
-# Marks on fields of problems. Schemas of operators and compile keys are made from them.
-Kind = TypeVar("Kind")
-Schema = Annotated[Kind, "schema"]  # an argument of operators of torch.library, because it does not follow from tensors
-Compiled = Annotated[Kind, "compiled"]  # kernels are compiled for the field's value
-
-MOST_TAPS, WIDEST_ROW, MOST_GATES = 8, 8192, 128 * 65535  # of kernels: taps; numbers in a norm's row; a token's gates
-ENVIRONMENT = "FLASH_DELTA_BACKEND"  # the variable that names a backend for calls that do not
-SHORT = 16  # prefill runs sequences of at most so many tokens token by token: a chunk would be mostly empty
+from flash_delta.problem.marks import Compiled, Schema
 
 
 class Problem(NamedTuple):
@@ -139,139 +123,6 @@ class Around(NamedTuple):
     norm_gate: Tensor | None = None  # [B, T, HV, V]
     norm_weight: Tensor | None = None  # [V]
     conv_write_pool: Tensor | None = None  # [slots, D, L] or [rows, S, D, L], as Slots.write_pool
-
-
-class ConvolutionProblem(NamedTuple):
-    """A call of the short convolution: everything except the values of its tensors."""
-
-    op: Schema[str]
-    B: int
-    T: int
-    D: Compiled[int]  # channels
-    W: Compiled[int]  # taps
-    N: int  # sequences
-    dtype: torch.dtype  # the widest of its tensors
-    device: Compiled[torch.device]
-    packed: Compiled[bool]
-    activation: Schema[Compiled[str | None]]
-    output_final_state: Schema[bool] = False
-    DQ: Compiled[int] = 0  # channels of q, and of k; v has the others. 0: there is one tensor x
-
-
-class Convolved(NamedTuple):
-    """The tensors of a convolution. In the backward pass the same tuple holds their gradients."""
-
-    x: Tensor  # [B, T, D]
-    weight: Tensor  # [D, W]
-    bias: Tensor | None = None  # [D]
-    initial_state: Tensor | None = None  # [N, D, W]: the last inputs, the oldest first
-    cu_seqlens: Tensor | None = None  # [N + 1]
-
-
-class ConvolvedHeads(NamedTuple):
-    """The tensors of the three convolutions of a layer, which have no bias and no state."""
-
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    q_weight: Tensor  # [H * K, W]
-    k_weight: Tensor  # [H * K, W]
-    v_weight: Tensor  # [HV * V, W]
-    cu_seqlens: Tensor | None = None  # [N + 1]
-
-
-class NormProblem(NamedTuple):
-    """A call of the RMS norm over the last axis, gated if there is an activation."""
-
-    op: Schema[str]
-    D: Compiled[int]  # the last axis
-    dtype: torch.dtype  # the widest of its tensors
-    device: Compiled[torch.device]
-    activation: Schema[Compiled[str | None]]
-    eps: Schema[float]
-
-
-class Normalized(NamedTuple):
-    """The tensors of a norm. In the backward pass the same tuple holds their gradients."""
-
-    x: Tensor  # [..., D]
-    weight: Tensor  # [D]
-    gate: Tensor | None = None  # [..., D]
-
-
-class GateProblem(NamedTuple):
-    """A call that computes log decays from raw activations."""
-
-    op: Schema[str]
-    HV: Compiled[int]  # heads
-    K: Compiled[int]  # gates per head: one per channel, or 1 for a gate per head
-    dtype: torch.dtype  # the widest of its tensors
-    device: Compiled[torch.device]
-    gate: Schema[Literal["scalar", "channel"]]  # one per value head, one per key channel
-    lower_bound: Schema[float | None]  # as in Problem
-    output_dtype: Schema[Compiled[torch.dtype]]
-
-
-class Gated(NamedTuple):
-    """The tensors of a gate's call. In the backward pass the same tuple holds their gradients."""
-
-    g: Tensor  # [..., HV], or [..., HV, K] with a gate per channel
-    A_log: Tensor | None = None  # HV elements; None with a lower bound only
-    dt_bias: Tensor | None = None  # HV * K elements
-
-
-class Mixed(NamedTuple):
-    """The tensors of a mixer, which is all of a layer that is between its projections. In the backward pass the same
-    tuple holds their gradients. What is None of q, k, v, g, beta and z lies in ``packed``, except that there may be no
-    z at all."""
-
-    packed: Tensor | None  # [B, T, P]
-    q: Tensor | None  # [B, T, H, K], before its convolution, as k and v
-    k: Tensor | None  # [B, T, H, K]
-    v: Tensor | None  # [B, T, HV, V]
-    g: Tensor | None  # [B, T, HV] or [B, T, HV, K], before A_log and dt_bias
-    beta: Tensor | None  # [B, T, HV], logits
-    z: Tensor | None  # [B, T, HV, V]: the gate of the norm
-    q_weight: Tensor  # [H * K, W], or [H * K, 1, W]
-    k_weight: Tensor  # [H * K, W], or [H * K, 1, W]
-    v_weight: Tensor  # [HV * V, W], or [HV * V, 1, W]
-    A_log: Tensor | None  # [HV]
-    dt_bias: Tensor | None  # [HV] or [HV * K]
-    norm_weight: Tensor  # [V]
-    cu_seqlens: Tensor | None = None  # [N + 1]
-
-
-AroundProblem = ConvolutionProblem | NormProblem | GateProblem
-AroundInputs = Convolved | ConvolvedHeads | Normalized | Gated
-
-
-@dataclass(slots=True, eq=False)
-class KnownCall:
-    """What is known about a call. It is valid for all calls that differ only in the values of their tensors."""
-
-    problem: Problem | AroundProblem
-    backend: ModuleType  # the backend that runs it
-    needs_grad: bool
-    launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
-    # Repeats the launches, or returns None. For serving calls: (known, x, slots, around) -> o. For a recurrent op
-    # without gradients: (known, x) -> (o, states).
-    again: Callable[..., Any] | None = None
-
-
-def marked(fields: type, mark: Any) -> dict[str, Any]:
-    """Names and types of the fields of a named tuple that have ``mark``: `Schema` or `Compiled`."""
-    hints = get_type_hints(fields, include_extras=True)
-    marks = {name: hint.__metadata__ for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return {name: hints[name].__origin__ for name in marks if mark.__metadata__[0] in marks[name]}
-
-
-def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
-
-
-def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd has to record a call."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class Outputs(NamedTuple):

@@ -1,0 +1,90 @@
+"""The types that ops and backends exchange: the problem, its tensors, its results.
+
+An op checks its arguments and makes a :class:`Problem`. Every backend takes ``(problem, inputs)``. This room computes
+nothing and imports only torch.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem.around import (
+    AroundInputs,
+    AroundProblem,
+    ConvolutionProblem,
+    Convolved,
+    ConvolvedHeads,
+    Gated,
+    GateProblem,
+    Mixed,
+    Normalized,
+    NormProblem,
+)
+from flash_delta.problem.marks import (
+    ENVIRONMENT,
+    MOST_GATES,
+    MOST_TAPS,
+    PACKAGE,
+    SHORT,
+    WIDEST_ROW,
+    Compiled,
+    Schema,
+    marked,
+)
+from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots
+
+__all__ = [
+    "ENVIRONMENT",
+    "MOST_GATES",
+    "MOST_TAPS",
+    "PACKAGE",
+    "SHORT",
+    "WIDEST_ROW",
+    "Around",
+    "AroundInputs",
+    "AroundProblem",
+    "Compiled",
+    "ConvolutionProblem",
+    "Convolved",
+    "ConvolvedHeads",
+    "GateProblem",
+    "Gated",
+    "Inputs",
+    "KnownCall",
+    "Mixed",
+    "NormProblem",
+    "Normalized",
+    "Outputs",
+    "Problem",
+    "Schema",
+    "Slots",
+    "addresses",
+    "marked",
+    "needs_gradient",
+]
+
+
+@dataclass(slots=True, eq=False)
+class KnownCall:
+    """What is known about a call. It is valid for all calls that differ only in the values of their tensors."""
+
+    problem: Problem | AroundProblem
+    backend: ModuleType  # the backend that runs it
+    needs_grad: bool
+    launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
+    # Repeats the launches, or returns None. For serving calls: (known, x, slots, around) -> o. For a recurrent op
+    # without gradients: (known, x) -> (o, states).
+    again: Callable[..., Any] | None = None
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd has to record a call."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

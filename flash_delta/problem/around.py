@@ -1,0 +1,112 @@
+"""Calls of what is around the rule in a layer: convolution, norm and gate, and all of a mixer."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_delta.problem.marks import Compiled, Schema
+
+
+class ConvolutionProblem(NamedTuple):
+    """A call of the short convolution: everything except the values of its tensors."""
+
+    op: Schema[str]
+    B: int
+    T: int
+    D: Compiled[int]  # channels
+    W: Compiled[int]  # taps
+    N: int  # sequences
+    dtype: torch.dtype  # the widest of its tensors
+    device: Compiled[torch.device]
+    packed: Compiled[bool]
+    activation: Schema[Compiled[str | None]]
+    output_final_state: Schema[bool] = False
+    DQ: Compiled[int] = 0  # channels of q, and of k; v has the others. 0: there is one tensor x
+
+
+class Convolved(NamedTuple):
+    """The tensors of a convolution. In the backward pass the same tuple holds their gradients."""
+
+    x: Tensor  # [B, T, D]
+    weight: Tensor  # [D, W]
+    bias: Tensor | None = None  # [D]
+    initial_state: Tensor | None = None  # [N, D, W]: the last inputs, the oldest first
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class ConvolvedHeads(NamedTuple):
+    """The tensors of the three convolutions of a layer, which have no bias and no state."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    q_weight: Tensor  # [H * K, W]
+    k_weight: Tensor  # [H * K, W]
+    v_weight: Tensor  # [HV * V, W]
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class NormProblem(NamedTuple):
+    """A call of the RMS norm over the last axis, gated if there is an activation."""
+
+    op: Schema[str]
+    D: Compiled[int]  # the last axis
+    dtype: torch.dtype  # the widest of its tensors
+    device: Compiled[torch.device]
+    activation: Schema[Compiled[str | None]]
+    eps: Schema[float]
+
+
+class Normalized(NamedTuple):
+    """The tensors of a norm. In the backward pass the same tuple holds their gradients."""
+
+    x: Tensor  # [..., D]
+    weight: Tensor  # [D]
+    gate: Tensor | None = None  # [..., D]
+
+
+class GateProblem(NamedTuple):
+    """A call that computes log decays from raw activations."""
+
+    op: Schema[str]
+    HV: Compiled[int]  # heads
+    K: Compiled[int]  # gates per head: one per channel, or 1 for a gate per head
+    dtype: torch.dtype  # the widest of its tensors
+    device: Compiled[torch.device]
+    gate: Schema[Literal["scalar", "channel"]]  # one per value head, one per key channel
+    lower_bound: Schema[float | None]  # as in Problem
+    output_dtype: Schema[Compiled[torch.dtype]]
+
+
+class Gated(NamedTuple):
+    """The tensors of a gate's call. In the backward pass the same tuple holds their gradients."""
+
+    g: Tensor  # [..., HV], or [..., HV, K] with a gate per channel
+    A_log: Tensor | None = None  # HV elements; None with a lower bound only
+    dt_bias: Tensor | None = None  # HV * K elements
+
+
+class Mixed(NamedTuple):
+    """The tensors of a mixer, which is all of a layer that is between its projections. In the backward pass the same
+    tuple holds their gradients. What is None of q, k, v, g, beta and z lies in ``packed``, except that there may be no
+    z at all."""
+
+    packed: Tensor | None  # [B, T, P]
+    q: Tensor | None  # [B, T, H, K], before its convolution, as k and v
+    k: Tensor | None  # [B, T, H, K]
+    v: Tensor | None  # [B, T, HV, V]
+    g: Tensor | None  # [B, T, HV] or [B, T, HV, K], before A_log and dt_bias
+    beta: Tensor | None  # [B, T, HV], logits
+    z: Tensor | None  # [B, T, HV, V]: the gate of the norm
+    q_weight: Tensor  # [H * K, W], or [H * K, 1, W]
+    k_weight: Tensor  # [H * K, W], or [H * K, 1, W]
+    v_weight: Tensor  # [HV * V, W], or [HV * V, 1, W]
+    A_log: Tensor | None  # [HV]
+    dt_bias: Tensor | None  # [HV] or [HV * K]
+    norm_weight: Tensor  # [V]
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+AroundProblem = ConvolutionProblem | NormProblem | GateProblem
+AroundInputs = Convolved | ConvolvedHeads | Normalized | Gated
