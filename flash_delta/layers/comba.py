@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.layers._delta_mixer import ScalarGateMixer
-from flash_delta.layers._widths import head_widths
+from flash_delta.layers._options import head_widths
 from flash_delta.layers.documents import starts
 from flash_delta.modules._shards import own_shard
 from flash_delta.ops import chunk_comba

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_delta.layers._activation import ACTIVATIONS
 from flash_delta.layers._mixer import Mixer
-from flash_delta.layers._widths import head_width
+from flash_delta.layers._options import ACTIVATIONS, head_width
 from flash_delta.modules._shards import own_shard
 from flash_delta.ops import chunk_delta_rule, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops._check.options import as_bool

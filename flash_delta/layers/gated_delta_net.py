@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flash_delta.layers._delta_mixer import ScalarGateMixer
-from flash_delta.layers._widths import head_widths
+from flash_delta.layers._options import head_widths
 from flash_delta.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops._check.options import as_bool
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flash_delta.layers._delta_mixer import DeltaMixer
 from flash_delta.layers._gate import initial_dt_bias
-from flash_delta.layers._widths import head_widths
+from flash_delta.layers._options import head_widths
 from flash_delta.modules import GatedRMSNorm
 from flash_delta.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from flash_delta.ops._check.options import as_bool, as_lower_bound

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_delta.layers._activation import ACTIVATIONS
 from flash_delta.layers._mixer import Mixer
-from flash_delta.layers._widths import head_width
+from flash_delta.layers._options import ACTIVATIONS, head_width
 from flash_delta.modules import GatedRMSNorm, RMSNorm
 from flash_delta.ops import chunk_simple_gla
 from flash_delta.ops._check.options import as_bool, as_float, as_size

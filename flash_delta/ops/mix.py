@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import refuse
 from flash_delta.ops._check.rule import check_shape
-from flash_delta.ops._mixing import MixOptions, run_mix
+from flash_delta.ops._mixing.function import run_mix
+from flash_delta.ops._mixing.parts import MixOptions
 from flash_delta.problem import Mixed
 
 

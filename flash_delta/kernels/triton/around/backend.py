@@ -118,9 +118,9 @@ def convolve_backward(
 
 
 def convolve_heads(p: ConvolutionProblem, x: ConvolvedHeads, known: KnownCall | None = None) -> tuple[Tensor, ...]:
-    """q, k and v after their convolutions, contiguous. There is at least one token."""
+    """q, k and v after their convolutions, contiguous."""
     y = tuple([x.q.new_empty(*t.shape) for t in x[:3]])
-    if again(known, CONVOLVE_HEADS, x, made=y):
+    if again(known, CONVOLVE_HEADS, x, made=y) or not y[0].numel():
         return y
     with on(p.device):
         x_taken = _with_adjoining(x)
@@ -142,6 +142,8 @@ def convolve_heads_backward(
     if made is not None:
         return made[0] if weights else None
     dweight = torch.empty(p.D, p.W, dtype=x.q_weight.dtype, device=p.device) if weights else None
+    if not x.q.numel():
+        return dweight.zero_() if weights else None
     with on(p.device):
         x_taken = _with_adjoining(x)
         kind = (*CONVOLVE_HEADS_BACK, weights, pitched(x_taken[:3]), pitched(to))

@@ -97,7 +97,7 @@ def tensors_of_part(part, q, k, v):
     """The tensors of one part. Each of q, k, v is a tuple of the same length."""
     found = ()
     for i in tl.static_range(len(q)):
-        found = found + (of_part(part, q[i], k[i], v[i]),)
+        found = found + (of_part(part, q[i], k[i], v[i]),)  # noqa: RUF005 (Triton has no starred tuples)
     return found
 
 

@@ -1,10 +1,26 @@
-"""Widths of heads, from what a layer's caller gives."""
+"""What a layer's caller names or gives: activations, and widths of heads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import functional as F
 
 from flash_delta.ops._check.options import as_float, as_size
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: x.clamp(max=0).exp() + x.clamp(min=0),  # elu(x) + 1, without the difference of exp(x) and 1
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "identity": lambda x: x,
+    "logsigmoid": F.logsigmoid,
+    "relu": F.relu,
+    "sigmoid": F.sigmoid,
+    "silu": F.silu,
+    "sqrelu": lambda x: F.relu(x).square(),
+    "swish": F.silu,
+}
 
 
 def head_width(layer: str, name: str, hidden_size: int, expand: float, num_heads: int) -> int:

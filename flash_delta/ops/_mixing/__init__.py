@@ -1,0 +1,1 @@
+"""All that a layer does between its projections."""
