@@ -16,7 +16,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
 * a layer of width ``hidden`` has other bytes than the rule: weights, input, output and the float32 states that it
   keeps; backward weights, input, dy and the gradients. Its projections add a multiply-add per token and weight, and two
   in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are
-  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
+  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``. Several layers have as many times the weights and the
+  rule's products. Frozen weights have no gradients;
 * backward multiply-adds: 10/3 of the forward ones. There are 30 products, and the forward pass has 9: 8 for recomputed
   states and factors, 7 for the chain, and 15 that are parallel over chunks.
 
@@ -90,13 +91,15 @@ def _layer_floor(w: Workload, e: int) -> Floor:
     if w.gate == "channel":  # the gates' projections have a rank of V
         low = w.V * (2 * w.hidden + w.HV * w.K + w.HV * w.V)
         weights = w.hidden * (2 * w.H * w.K + 2 * w.HV * w.V + w.HV) + low
+    weights, products, uses = w.layers * weights, w.layers * products, 1
     moved = e * (weights + 2 * w.tokens * w.hidden)
     if w.kind == "training":  # the backward pass reads weights, input and its gradient, and writes their gradients
-        moved += e * (2 * weights + 3 * w.tokens * w.hidden)
+        uses += 1 if w.frozen else 2
+        moved += e * ((uses - 1) * weights + 3 * w.tokens * w.hidden)
         products += round(BACKWARD_PRODUCTS * products)
     elif w.kind != "forward":
         moved += 4 * (1 + (w.kind == "decode")) * w.N * w.HV * w.K * w.V  # states, in float32
-    return Floor(moved, 2 * (products + (3 if w.kind == "training" else 1) * w.tokens * weights))
+    return Floor(moved, 2 * (products + uses * w.tokens * weights))
 
 
 def ceilings(device: torch.device) -> Ceilings:

@@ -40,6 +40,8 @@ NAMES = {
     "fla-gdn-training": "GDN layer training",
     "fla-kda-forward": "KDA layer forward",
     "fla-kda-training": "KDA layer training",
+    "step": "GDN step",
+    "step-transformers": "Layer step",
     "cpu": "GDN",
 }  # names of groups; if a group has several kinds of rows, the kind follows
 

@@ -186,6 +186,19 @@ def _layers_of_fla() -> Iterator[Workload]:
                     yield Workload(f"fla-{member}-{kind}", kind, member, H, HV, N, T, **layer)
 
 
+def _step(group: str, of_fla: bool) -> Iterator[Workload]:
+    """Whole steps of layers in every form. Graphed callables are for training."""
+    lengths = (2048, 1536, 1024, 512)
+    layer = {"hidden": 2048, "of_fla": of_fla, "packed": False, "states": False}
+    for kind in ("training", "forward"):
+        shapes = [(1, 1024, {}), (1, 8192, {}), (4, 2048, {"lengths": lengths}), (1, 1024, {"layers": 4})]
+        shapes += [(8, 1024, {"packed": True})] if of_fla else []
+        shapes += [(1, 8192, {"frozen": True})] if kind == "training" else []
+        for N, T, more in shapes:
+            for form in ("called", "compiled", "reduce-overhead", *(("graphed",) if kind == "training" else ())):
+                yield Workload(group, kind, "gdn", 16, 32, N, T, **layer | more, form=form)
+
+
 def _cpu() -> Iterator[Workload]:
     for dtype in ("float32", "bfloat16"):
         common = {"dtype": dtype, "packed": False, "l2norm": True}
@@ -198,7 +211,8 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(),
-    *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(), *_cpu(),
+    *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
+    *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -37,7 +37,13 @@ def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tens
 def output_gradient(x: dict[str, Tensor]) -> Tensor:
     """The gradient do for workloads with a backward pass."""
     o = output_like(x)
-    return torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(1), device=o.device).to(o.dtype)
+    do = torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(1), device=o.device).to(o.dtype)
+    return without_padding(x, do)
+
+
+def without_padding(x: dict[str, Tensor], o: Tensor) -> Tensor:
+    """``o`` with zeros in place of padding, where layers may write anything."""
+    return o.where(x["attention_mask"][..., None].bool(), 0) if "attention_mask" in x else o
 
 
 def output_like(x: dict[str, Tensor]) -> Tensor:

@@ -27,7 +27,8 @@ class Workload:
     * "decode": one token per sequence, on states that are updated in place; or drafts of T tokens, keeping all states
     * "prefill": prompts on such states
 
-    With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py)."""
+    With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py). With a ``form`` it is a step as
+    users run it (bench/contestants/call.py)."""
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
@@ -46,13 +47,16 @@ class Workload:
     V: int = 128
     disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
     state_dtype: str = "float32"  # of initial states; with kind "decode" also of the updated states
-    lengths: tuple[int, ...] = ()  # of packed sequences, if not all have T tokens; T is then the longest
+    lengths: tuple[int, ...] = ()  # of packed or padded sequences, if not all have T tokens; T is then the longest
     on_device: bool = False  # only the device knows the lengths of packed sequences; else the host does, too
     tree: bool = False  # with kind "decode": drafts are binary trees, in which token t continues token (t - 1) // 2
     batch_invariant: bool = False  # with kind "prefill"
     checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
     hidden: int = 0  # width of a layer; 0: the op alone
     of_fla: bool = False  # the layer is one of fla (testing/layer_of_fla.py), not of transformers
+    layers: int = 1  # so many layers, one after the other
+    frozen: bool = False  # with kind "training": of a layer only the hidden states get a gradient, as below adapters
+    form: Literal["", "called", "compiled", "reduce-overhead", "graphed"] = ""  # how a step of a layer is run
     around: bool = False  # with kind "prefill" or "decode": also convolution and output norm (testing/around.py)
 
     @property
@@ -67,14 +71,21 @@ class Workload:
         option = " disable_recompute" if self.disable_recompute else " batch_invariant" if self.batch_invariant else ""
         checkpoints = f", a checkpoint every {self.checkpoint_every}" if self.checkpoint_every else ""
         layer = f"{self.hidden} wide, " if self.hidden else ""
+        layer = f"{self.layers} layers, {layer}" if self.layers > 1 else layer
+        step = " padded" * self.padded + ", frozen weights" * self.frozen + (f", {self.form}" if self.form else "")
         widths = "" if self.K == self.V == 128 else f", K = {self.K}, V = {self.V}"
         gates = f", {self.gates}" if self.gates else ""
         bounds = ", lengths on the device" if self.on_device else ""
-        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}{bounds}"
+        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}{bounds}{step}"
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths) or self.N * self.T
+
+    @property
+    def padded(self) -> bool:
+        """Whether shorter sequences are batch rows with padding behind them."""
+        return bool(self.lengths) and not self.packed
 
     @property
     def parents(self) -> list[int]:
