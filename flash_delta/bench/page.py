@@ -50,6 +50,7 @@ row take turns; a time of another run is marked.
   flash_kda (FlashKDA), cuda-linear-attention (cuLA) and transformers.
 * **cuDNN** is there twice. `cudnn` gets gates and write strengths in float32, as its kernel reads them.
   `cudnn_bfloat16` gets a bfloat16 model's own, as the others do, and converts them in every call.
+* **As layers call it**: an op without gates or sigmoid of its own gets them from PyTorch, in every call that is timed.
 * **KDA gates** rows say what is special about their gates. With `dt_bias = 0` the mean log decay of a token is
   -2.5, so that every channel soon forgets. `unbounded` gates are `-exp(A_log) * softplus(g + dt_bias)`. `log decays`
   are given in float32, without a promise that they are bounded.
@@ -66,6 +67,11 @@ TITLES = {
     "kda-packed": "Kimi Delta Attention, packed sequences of unequal length, and states that fill no whole rounds",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "kda-gates": "Kimi Delta Attention, forward with other gates",
+    "gdn-models": "Gated DeltaNet as layers call it; norm, gate and sigmoid in the op",
+    "kda-models": "Kimi Delta Attention, forward and backward; norm, bounded gate and sigmoid in the op",
+    "comba": "Comba as layers call it; norm, gate and sigmoid in the op",
+    "delta-rule": "The delta rule as layers call it; norm and sigmoid in the op",
+    "simple-gla": "Simple gated linear attention",
     "gdn-widths": "Gated DeltaNet, heads of other widths",
     "kda-widths": "Kimi Delta Attention, forward and backward, heads of other widths",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",

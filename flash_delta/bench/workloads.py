@@ -105,16 +105,30 @@ def _kda_gates() -> Iterator[Workload]:
         yield from (row(gates, H, N, T) for H in (32, 64) for N, T in ((1, 8192), (8, 1024)))
 
 
+def _models() -> Iterator[Workload]:
+    """Rules as layers call them, with norms and raw gates in the op. Simple GLA has none of these."""
+    for N, T in ((1, 8192), (1, 32768), (8, 1024)):
+        for kind in ("forward", "training"):
+            common = {"packed": N > 1, "states": False}
+            for H, HV in ((16, 32), (4, 8)):
+                yield Workload("gdn-models", kind, "gdn", H, HV, N, T, **common, **IN_OP)
+            for member in ("comba", "delta-rule"):
+                yield Workload(member, kind, member, 16, 16, N, T, **common, **IN_OP)
+            yield Workload("simple-gla", kind, "simple-gla", 16, 16, N, T, **common)
+        yield Workload("kda-models", "training", "kda", 32, 32, N, T, **common, **IN_OP)
+
+
 def _widths() -> Iterator[Workload]:
-    """Heads of other widths than 128: 100 as in fla's tests, 256 and 512 as in fla's default layers. KDA also has a
-    call that saves everything for the backward pass."""
+    """Heads of other widths than 128: 100 as in fla's tests, 256 and 512 as in fla's default layers, and the shapes of
+    its pull request 823. KDA also has a call that saves everything for the backward pass."""
     common = {"packed": False, "states": False}
     for kind in ("forward", "training"):
         for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
             yield Workload("gdn-widths", kind, "gdn", 6, 6, 1, 8192, **common, K=K, V=V)
     for kind in ("forward", "training"):
         yield Workload("gdn-widths", kind, "gdn", 16, 32, 1, 8192, **common, K=64, V=64)
-    yield Workload("gdn-widths", "training", "gdn", 8, 8, 16, 2048, "float16", **common, K=256, V=256)
+    for T in (256, 512, 1024, 2048, 4096, 8192, 16384):
+        yield Workload("gdn-widths", "training", "gdn", 8, 8, 16, T, "float16", **common, K=256, V=256)
     for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
         yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, K=K, V=V)
     yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, disable_recompute=True)
@@ -211,7 +225,7 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(),
-    *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
+    *_models(), *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
     *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))

@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_delta.testing.accuracy import products_in, relative_error
 from flash_delta.testing.workload import Workload, options
 
-AXES = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
+AXES = {"q": 2, "k": 2, "p": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
 
 
 def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tens
         if name == "dt_bias":
             taken[name] = t.view(workload.HV, -1)[values].flatten()
         elif name in AXES:
-            heads = keys if name in ("q", "k") else values
+            heads = keys if name in ("q", "k", "p") else values
             taken[name] = t.index_select(AXES[name], torch.tensor(heads, device=t.device))
         else:
             taken[name] = t

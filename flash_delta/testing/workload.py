@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_delta.testing.cases import MEMBERS, Member
 
 LOWER_BOUND = -5.0  # of KDA's gate
+ERASED = 0.731  # what erases of what writes, in a fresh layer of Comba: sigmoid(1)
 NAMED = 4  # so many runs of equal lengths are named; if there are more, the least and the greatest length
 
 
@@ -32,7 +33,7 @@ class Workload:
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
-    member: Literal["gdn", "kda"]
+    member: Literal["gdn", "kda", "comba", "delta-rule", "simple-gla"]
     H: int
     HV: int
     N: int  # sequences
@@ -94,7 +95,7 @@ class Workload:
 
     @property
     def gate(self) -> str:
-        return "channel" if self.member == "kda" else "scalar"
+        return MEMBERS[self.member].gate
 
     @property
     def recurrent(self) -> bool:
@@ -136,15 +137,19 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     dt = uniform(math.log(0.001), math.log(0.1), math.prod(channels)).exp()
     dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus(dt_bias) = dt
     dt_bias = torch.zeros_like(dt_bias) if w.gates == "dt_bias = 0" else dt_bias
-    A = uniform(0.0 if w.member == "gdn" else 1.0, 16.0, w.HV)
+    A = uniform(1.0 if w.member == "kda" else 0.0, 16.0, w.HV)
     a, beta = randn(B, T, *channels), randn(B, T, w.HV)
     if w.raw:
         x |= {"g": a.to(dtype), "beta": beta.to(dtype), "A_log": A.log(), "dt_bias": dt_bias}
-    elif w.member == "gdn":
+    elif w.member != "kda":
         x |= {"g": -A * torch.nn.functional.softplus(a + dt_bias), "beta": beta.sigmoid()}
     else:
         g = LOWER_BOUND * torch.sigmoid(A[:, None] * (a + dt_bias.view(channels)))
         x |= {"g": g, "beta": beta.sigmoid()}
+    if w.op.erase_keys:
+        x["p"] = ERASED * x["k"]
+    lacks = {"none": ("g", "A_log", "dt_bias")}.get(w.gate, ()) + (() if w.op.delta else ("beta",))
+    x = {name: t for name, t in x.items() if name not in lacks}
     if w.states:
         x["initial_state"] = randn(w.N, w.HV, w.K, w.V).to(getattr(torch, w.state_dtype))
     if w.packed:
@@ -154,14 +159,14 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
 
 
 def activations(workload: Workload) -> dict[str, bool | float]:
-    """The arguments of all ops that say which activations run inside the op."""
+    """The arguments of the op that say which activations run inside of it."""
     w = workload
     chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm}
     if w.raw:
         chosen |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
         if w.lower_bound is not None:
             chosen["lower_bound"] = w.lower_bound
-    return chosen
+    return {name: value for name, value in chosen.items() if name in w.op.options}
 
 
 def options(workload: Workload) -> dict[str, bool | float]:

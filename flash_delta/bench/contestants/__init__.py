@@ -68,11 +68,12 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
       code.
     * "prompts", "steps", "kda-steps": rules with convolution and norm around them, by libraries that pack sequences or
       decode on a pool, and by plain calls of this library.
+    * "comba", "delta-rule", "simple-gla": this library and fla.
     * "serving": this library, and plain calls of it.
     * "gdn-pools", "kda-pools": all, and this library on each of its backends by name.
     * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
     """
-    if group.startswith("fla-"):
+    if group.startswith("fla-") or group in ("comba", "delta-rule", "simple-gla"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group == "step":
         return {name: installed[name] for name in installed if name in (OURS, "fla")} | {REGISTERED: __version__}
