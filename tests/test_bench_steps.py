@@ -1,6 +1,8 @@
 """Whole steps of layers in the benchmark: right in every form, in turns, and told apart in tables."""
 
+import sys
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from flash_delta.bench.tables import of, remarks
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.integrations.transformers import disable
+from flash_delta.layers import GatedDeltaNet
 from flash_delta.testing import Workload, make_layer, output_gradient
 from flash_delta.testing.layer import results_of_layer
 
@@ -71,15 +74,40 @@ def test_saved_bytes_leave_parameters_out():
     assert two == pytest.approx(2 * one, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["training", "padded", "layers"])
+@pytest.mark.parametrize("name", ["training", "packed", "padded", "layers"])
 def test_a_step_of_a_layer_of_transformers_is_judged(name):
+    """Its own code cannot keep packed sequences apart."""
     pytest.importorskip("transformers")
-    for contestant in ("transformers", "flash_delta"):
+    for contestant in ("flash_delta",) if name == "packed" else ("transformers", "flash_delta"):
         try:
             entry, _ = judged(contestant, replace(STEPS[name], of_fla=False))
             assert entry.sample().host_us > 0
         finally:
             disable()
+
+
+class FlaLayer(GatedDeltaNet):
+    """Takes bounds in the documented dtype and returns what fla's layers return."""
+
+    def forward(self, hidden, attention_mask=None, cu_seqlens=None):
+        assert cu_seqlens is None or cu_seqlens.dtype == torch.int64
+        return super().forward(hidden, attention_mask, cu_seqlens=cu_seqlens), None, None
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_a_layer_of_fla_is_judged(name, monkeypatch):
+    for variable in ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG"):
+        monkeypatch.setenv(variable, "0")  # which the adapter would set for good
+    fla = ModuleType("fla")
+    fla.layers = SimpleNamespace(GatedDeltaNet=FlaLayer, KimiDeltaAttention=None)
+    monkeypatch.setitem(sys.modules, "fla", fla)
+    report = SimpleNamespace(left=[])
+    monkeypatch.setattr("flash_delta.integrations.fla.register", lambda: report)
+    judged("fla", STEPS[name])
+    entry, _ = judged("registered", STEPS[name])
+    report.left.append("a call")
+    with pytest.raises(RuntimeError, match="expected no call left to fla"):
+        entry.run()
 
 
 @pytest.mark.parametrize(("form", "mode"), [("compiled", "default"), ("reduce-overhead", "reduce-overhead")])
@@ -135,6 +163,7 @@ def test_fla_s_layer_on_this_library_needs_fla():
     assert load("flash_delta").unsupported(STEP, CPU) is None
     installed = dict.fromkeys(("flash_delta", "fla", "flashinfer", "transformers"), "1.0")
     assert taking_part("step", installed).keys() == {"flash_delta", "fla", "registered"}
+    assert taking_part("step", {"flash_delta": "1.0"}) == {"flash_delta": "1.0"}
     assert taking_part("step-transformers", installed).keys() == {"flash_delta", "fla", "transformers"}
 
 

@@ -205,8 +205,8 @@ def _step(group: str, of_fla: bool) -> Iterator[Workload]:
     lengths = (2048, 1536, 1024, 512)
     layer = {"hidden": 2048, "of_fla": of_fla, "packed": False, "states": False}
     for kind in ("training", "forward"):
-        shapes = [(1, 1024, {}), (1, 8192, {}), (4, 2048, {"lengths": lengths}), (1, 1024, {"layers": 4})]
-        shapes += [(8, 1024, {"packed": True})] if of_fla else []
+        shapes = [(1, 1024, {}), (1, 8192, {}), (8, 1024, {"packed": True}), (4, 2048, {"lengths": lengths})]
+        shapes += [(1, 1024, {"layers": 4})]
         shapes += [(1, 8192, {"frozen": True})] if kind == "training" else []
         for N, T, more in shapes:
             for form in ("called", "compiled", "reduce-overhead", *(("graphed",) if kind == "training" else ())):

@@ -8,6 +8,7 @@ fla are in layer_of_fla.py. Several layers are one after the other, with nothing
 """
 
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ def make_layer(w: Workload, device: torch.device | str, seed: int = 0) -> dict[s
         named = {f"{i}.{name}": t for i, x in enumerate(each) for name, t in x.items() if name not in INPUTS}
         return {name: t for name, t in each[0].items() if name in INPUTS} | named
     x = _make(w, Drawn(w, device, seed))
+    if w.packed:
+        bounds = [0, *accumulate(w.lengths or [w.T] * w.N)]
+        x["cu_seqlens"] = torch.tensor(bounds, device=device, dtype=torch.int32)
     if w.padded:
         lengths, places = torch.tensor(w.lengths, device=device), torch.arange(w.T, device=device)
         x["attention_mask"] = (places < lengths[:, None]).long()
@@ -46,7 +50,7 @@ def _make(w: Workload, drawn: Drawn) -> dict[str, Tensor]:
         return layer_of_fla.make(w, drawn)
     keys, values = w.H * w.K, w.HV * w.V
     x = {
-        "hidden_states": drawn.normal(w.N, w.T, w.hidden),
+        "hidden_states": drawn.hidden(w),
         **drawn.gate(w.HV),
         "conv1d.weight": drawn.taps(2 * keys + values),
         "in_proj_qkvz.weight": drawn.weight(2 * keys + 2 * values, w.hidden),
@@ -68,7 +72,9 @@ def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
 
 
 def _run(w: Workload, x: dict[str, Tensor]) -> Tensor:
-    hidden, group = torch.cat([x[name] for name in ("seen", "hidden_states") if name in x], 1), w.HV // w.H
+    """Sequences of a packed row are equally long, and so computed as batch rows."""
+    given, group = x["hidden_states"].view(w.N, w.T, -1), w.HV // w.H
+    hidden = torch.cat([x["seen"], given], 1) if "seen" in x else given
     (B, T, _), D, dtype, device = hidden.shape, 2 * w.H * w.K + w.HV * w.V, hidden.dtype, hidden.device
     qkvz = linear(hidden, x["in_proj_qkvz.weight"]).unflatten(-1, (w.H, -1))
     q, k, v, z = (t.flatten(2) for t in qkvz.split([w.K, w.K, group * w.V, group * w.V], -1))
@@ -82,7 +88,7 @@ def _run(w: Workload, x: dict[str, Tensor]) -> Tensor:
     o, _ = chunk_gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm_in_kernel=True, backend="torch")
     norm = NormProblem("layer", w.V, dtype, device, eps=EPS, activation="silu")
     o = normalize(norm, Normalized(o, x["norm.weight"], z.unflatten(-1, (w.HV, w.V))))
-    return linear(o.flatten(2), x["out_proj.weight"])[:, -w.T :]
+    return linear(o.flatten(2), x["out_proj.weight"])[:, -w.T :].reshape(x["hidden_states"].shape)
 
 
 def results_of_layer(w: Workload, x: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:

@@ -76,7 +76,8 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     if group.startswith("fla-") or group in ("comba", "delta-rule", "simple-gla"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group == "step":
-        return {name: installed[name] for name in installed if name in (OURS, "fla")} | {REGISTERED: __version__}
+        own = {name: installed[name] for name in installed if name in (OURS, "fla")}
+        return own | ({REGISTERED: __version__} if "fla" in own else {})
     if group in ("layer", "step-transformers"):
         return {name: installed[name] for name in installed if name in (OURS, "fla", "transformers")}
     if group in ("prompts", "steps", "kda-steps"):

@@ -34,7 +34,7 @@ def prepare(workload: Workload, x: dict[str, Tensor], ops: str) -> Call:
     )  # fmt: skip
     if w.kind in ("forward", "training"):
         each = [model.Qwen3NextGatedDeltaNet(config, 0) for _ in range(w.layers)]
-        return of_layers(w, x, each, {name: x[name] for name in ("attention_mask",) if name in x})
+        return of_layers(w, x, each, _packing(w, x))
     hidden = x["hidden_states"].detach()
     layer = model.Qwen3NextGatedDeltaNet(config, 0).to(hidden.device, hidden.dtype).requires_grad_(False)
     layer.load_state_dict({name: t for name, t in x.items() if name not in INPUTS})
@@ -48,6 +48,14 @@ def prepare(workload: Workload, x: dict[str, Tensor], ops: str) -> Call:
             return layer(hidden, begun if w.kind == "decode" else DynamicCache(config=config)), None
 
     return Call(run, {"hidden_states": hidden} | dict(layer.named_parameters()))
+
+
+def _packing(workload: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What models tell their layers about padding or packed sequences."""
+    if not workload.packed:
+        return {name: x[name] for name in ("attention_mask",) if name in x}
+    numbers = torch.arange(workload.N, device=x["cu_seqlens"].device, dtype=torch.int32)
+    return {"cu_seq_lens_q": x["cu_seqlens"], "seq_idx": numbers.repeat_interleave(workload.T)[None]}
 
 
 def _bind(model, ops: str) -> None:
