@@ -13,7 +13,7 @@ from flash_delta.bench.entry import Costs, Entry, Samples
 from flash_delta.bench.floor import floor
 from flash_delta.bench.speed import speed_ups
 from flash_delta.bench.steps import further, host, memory, times
-from flash_delta.bench.tables import of, remarks
+from flash_delta.bench.tables import accuracy, of, remarks
 from flash_delta.bench.timing import Spread
 from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.integrations.transformers import disable
@@ -216,6 +216,14 @@ def test_hosts_are_timed_in_ten_turns_or_more(monkeypatch, tmp_path):
     group = Group("step", {}, {"flash_delta": "1.0"}, None, [result])
     group.write(tmp_path / "step.json")
     assert Group.read(tmp_path / "step.json") == group
+
+
+def test_errors_of_all_layers_are_in_one_column():
+    errors = {"o": 1e-3, "d0.A_log": 1e-3, "d1.A_log": 2e-3}
+    group = Group("step", {}, {"flash_delta": "1.0"}, None, [Result(STEP, "flash_delta", errors=errors)])
+    head, rows = accuracy(group)
+    assert head[1:] == ["o", "dA_log"]
+    assert rows == [["flash_delta", "1.0e-03", "2.0e-03"]]
 
 
 def measured(workload, name, ms, us, graph=None):

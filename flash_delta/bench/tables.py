@@ -1,5 +1,6 @@
 """Results as tables of words, for ``docs/benchmarks.md`` and for the page."""
 
+import re
 from collections.abc import Iterator
 from statistics import geometric_mean, median
 
@@ -162,15 +163,22 @@ def costs(group: Group) -> Table:
 
 
 def accuracy(group: Group) -> Table:
-    """Per contestant the worst relative L2 error of each result over the group's rows."""
-    tensors = list(dict.fromkeys(t for r in group.results for t in r.errors))
+    """Per contestant the worst relative L2 error of each result over the group's rows, and over a row's layers."""
+    tensors = list(dict.fromkeys(_of_any_layer(t) for r in group.results for t in r.errors))
     rows = []
     for name in group.versions:
         errors = [r.errors for r in group.results if r.contestant == name and r.errors]
         if errors:
-            worst = [max((e[t] for e in errors if t in e), default=None) for t in tensors]
-            rows.append([name, *("" if w is None else f"{w:.1e}" for w in worst)])
+            worst: dict[str, float] = {}
+            for tensor, error in (item for e in errors for item in e.items()):
+                worst[_of_any_layer(tensor)] = max(error, worst.get(_of_any_layer(tensor), 0.0))
+            rows.append([name, *(f"{worst[t]:.1e}" if t in worst else "" for t in tensors)])
     return Table(["relative L2 error", *tensors], rows)
+
+
+def _of_any_layer(tensor: str) -> str:
+    """Without the number of the layer: d3.A_log is the gradient of one of the parameters A_log."""
+    return re.sub(r"^d\d+\.", "d", tensor)
 
 
 def refusals(group: Group) -> Iterator[str]:
