@@ -303,7 +303,9 @@ def test_what_runs_on_a_cpu(name):
         if name == "transformers" and workload.disable_recompute:
             assert reason == NO_CHOICE
         elif name in ("transformers", "flash_delta") and workload.of_fla and find_spec("fla") is None:
-            assert "of fla" in reason
+            assert reason is None if name == "flash_delta" and workload.form else "of fla" in reason
+        elif name == "transformers" and workload.group in RELATIVES:
+            assert "only its" in reason
         elif name == "flash_delta" or (name == "transformers" and (not workload.packed or workload.N == 1)):
             assert reason is None
         else:
@@ -311,6 +313,8 @@ def test_what_runs_on_a_cpu(name):
 
 
 WIDTHS = {"gdn-widths", "kda-widths"}
+RELATIVES = {"comba", "delta-rule", "simple-gla"}
+STEPS_OF_LAYERS = {"step", "step-transformers"}
 OF_FLA = {f"fla-{member}-{kind}" for member in ("gdn", "kda") for kind in ("forward", "training")}
 GATES = {  # which rows of kda-gates each runs on such a GPU
     "flash_delta": {"dt_bias = 0", "unbounded", "log decays"},
@@ -328,6 +332,7 @@ OF_128 = {  # of these groups' rows, those that peers without other widths run
 }
 UNEQUAL = {  # rows of the groups -packed and -pools that each runs; ours and fla run all
     *(("flashinfer", "gdn", kind) for kind in ("forward", "prefill", "decode")),
+    *(("flash_qla", "gdn", kind) for kind in ("forward", "prefill", "training")),
     *((name, "kda", "forward") for name in ("cudnn", "cudnn_bfloat16", "flash_kda", "cula")),
 }
 KEPT = {
@@ -336,6 +341,7 @@ KEPT = {
     ("kda", "cudnn"),
     ("kda", "cudnn_bfloat16"),
 }  # who leaves no choice of what is kept
+OF_GDN = ("flash_delta", "fla", "flash_qla", "flashinfer")
 HOPPER = {  # the groups of rows that each runs on such a GPU
     "flash_delta": {
         "gdn-prefill",
@@ -353,6 +359,9 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "kda-steps",
         *WIDTHS,
         *OF_FLA,
+        *RELATIVES,
+        *STEPS_OF_LAYERS,
+        "kda-models",
     },
     "fla": {
         "gdn-prefill",
@@ -369,6 +378,9 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
         "kda-steps",
         *WIDTHS,
         *OF_FLA,
+        *RELATIVES,
+        *STEPS_OF_LAYERS,
+        "kda-models",
     },
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
     "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts", "steps"},
@@ -392,6 +404,8 @@ def test_what_runs_on_hopper(name, monkeypatch):
             assert (reason is None) == (workload.K == 128 and (name, workload.member, workload.kind) in OF_128)
         elif workload.group == "kda-gates":
             assert (reason is None) == (workload.gates in GATES.get(name, ()))
+        elif workload.group == "gdn-models":
+            assert (reason is None) == (name != "flashinfer" or workload.kind == "forward") * (name in OF_GDN)
         elif workload.group.endswith(("-packed", "-pools")):
             runs = name in ("flash_delta", "fla") or (name, workload.member, workload.kind) in UNEQUAL
             assert (reason is None) == runs

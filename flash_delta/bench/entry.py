@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.bench import contestants, timing
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import OWN_GRAPHS, Call
 from flash_delta.bench.floor import floor
 from flash_delta.testing import (
     Workload,
@@ -26,6 +26,7 @@ from flash_delta.testing import (
     output_gradient,
     output_like,
     relative_error,
+    without_padding,
 )
 
 ROUND_S = 0.5  # at most, for one round of samples
@@ -36,6 +37,7 @@ STEPPED = 64  # without gradients, fla's layers run calls of up to so many token
 REPLAY_DIFFERS = (
     1e-3  # relative L2; a library need not repeat itself bitwise, but a graph must not replay stale numbers
 )
+WARM = 3  # calls of a compiled step before its time starts: PyTorch captures its graphs in the second one
 STALL_MS = 50.0  # a call that takes the host so much longer than the median call was compiling or tuning
 
 
@@ -43,6 +45,7 @@ class Samples(NamedTuple):
     graph_ms: list[float]  # empty on a CPU, or if the call cannot be captured
     eager_ms: list[float]
     no_graph: str | None = None  # why the call cannot be captured
+    host_us: float | None = None  # of a whole step: the median time until a call returns
 
 
 class Costs(NamedTuple):
@@ -75,10 +78,17 @@ class Entry:
         self.run = timed(workload, self.call, self.x)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.no_graph: str | None = None
-        return self._first_call()
+        first = self._first_call()
+        if workload.form:
+            for _ in range(WARM):
+                o, *_ = self.run()
+            self._compare(o)
+        return first
 
     def drop(self) -> None:
         """Free all memory, because the other contestants need it."""
+        if self.workload.form:
+            torch.compiler.reset()  # what is compiled keeps its layers and graphs
         self.x = self.call = self.run = self.graph = self.first_o = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -88,7 +98,7 @@ class Entry:
         seconds = timing.seconds(lambda: kept.append(self.run()), self.device)
         o, state, *gradients = kept[0]
         self.first_o = self.call.joined(o).detach().clone()
-        results = {"o": self.first_o.view(output_like(self.x).shape)}
+        results = {"o": without_padding(self.x, self.first_o.view(output_like(self.x).shape))}
         if self.workload.states:
             results["final_state"] = (state.mT if self.call.state_v_first else state).detach()
         for name, d in zip(leaves(self.call), gradients, strict=False):  # no gradients unless training
@@ -104,35 +114,44 @@ class Entry:
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph, (o, *_) = timing.captured(self.run, self.device)
         graph.replay()
+        self._compare(o)
+        return graph
+
+    def _compare(self, o: Tensor) -> None:
+        """Refuses a replay whose o is not that of the first call."""
         o = self.call.joined(o)
         error = relative_error(o, self.first_o.view(o.shape))
         if self.workload.kind != "decode" and error > REPLAY_DIFFERS:  # decoding may have updated the state
             raise RuntimeError(f"a replay's o is {error:.1e} away from the first call's")
-        return graph
 
     def sample(self) -> Samples:
         """A round of samples. The first round also captures the graph."""
-        if self.device.type == "cuda" and self.graph is None and self.no_graph is None:
+        on_gpu, form = self.device.type == "cuda", self.workload.form
+        if on_gpu and form in ("", "called") and self.graph is None and self.no_graph is None:
             try:
                 self.graph = self._captured()
             except Exception as error:  # a library's refusal is a result
                 self.no_graph = first_line(error)
         repeats = self._repeats()
-        if self.device.type == "cpu":
-            return Samples([], timing.milliseconds(self.run, self.device, repeats), self.no_graph)
+        host = median(timing.host_us(self.run, self.device, 1) for _ in range(repeats)) if form else None
+        if not on_gpu:
+            return Samples([], timing.milliseconds(self.run, self.device, repeats), self.no_graph, host)
         graph = timing.milliseconds(self.graph.replay, self.device, repeats) if self.graph else []
         eager = [timing.eager_ms(self.run, self.device, max(1, repeats // 3)) for _ in range(2)]
-        return Samples(graph, eager, self.no_graph)
+        return Samples(graph, eager, self.no_graph, host)
 
     def costs(self) -> Costs:
-        saved = timing.saved_bytes(self.call.run) / 1e6 if self.workload.kind == "training" else None
+        w, saved = self.workload, None
+        if w.kind == "training" and w.form not in OWN_GRAPHS:
+            parameters = [t for name, t in self.call.inputs.items() if w.form and name != "hidden_states"]
+            saved = timing.saved_bytes(self.call.run, parameters) / 1e6
         if self.device.type == "cpu":
             return Costs(None, None, saved)
         calls = self._repeats()
         host = min(timing.host_us(self.run, self.device, calls) for _ in range(3))
-        decode = self.workload.kind == "decode"
-        copy = timing.copy_ms(floor(self.workload).bytes, self.device) if decode else None
-        return Costs(host, timing.peak_bytes(self.run, self.device) / 1e6, saved, copy)
+        copy = timing.copy_ms(floor(w).bytes, self.device) if w.kind == "decode" else None
+        peak = None if w.form in OWN_GRAPHS else timing.peak_bytes(self.run, self.device) / 1e6
+        return Costs(host, peak, saved, copy)
 
     def lengths(self) -> Lengths:
         """Calls with up to 16 sequences of random lengths, 8192 tokens at most (decoding: batch sizes up to 256)."""

@@ -45,7 +45,8 @@ def scaling_figure(group: Group) -> Figure | None:
     panels: dict[str, list[Result]] = {}
     for result in group.results:
         w = result.workload
-        if result.ms and w.kind != "prefill" and (w.N == 1 or w.kind == "decode") and (w.T > 1) == (w.kind != "decode"):
+        sized = result.ms and not w.form and w.kind != "prefill"
+        if sized and (w.N == 1 or w.kind == "decode") and (w.T > 1) == (w.kind != "decode"):
             name = f"{w.kind}, {w.H}/{w.HV} heads" + ("" if w.dtype == "bfloat16" else f", {w.dtype}")
             name += "" if w.state_dtype == "float32" else f", {w.state_dtype} states"
             panels.setdefault(name, []).append(result)

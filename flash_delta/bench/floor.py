@@ -12,11 +12,13 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
 * states, per sequence and value head: ``K V`` numbers in their dtype for each state that is read or written. A draft
   writes one after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
-  the scores q k and k k, the output inside the chunk; decoding: ``3 K V``;
+  the scores q k and k k, the output inside the chunk; decoding: ``3 K V``. Simple GLA has neither the product of the
+  state and k nor k k, and no beta; the delta rule has no gate; Comba also moves the keys that erase;
 * a layer of width ``hidden`` has other bytes than the rule: weights, input, output and the float32 states that it
   keeps; backward weights, input, dy and the gradients. Its projections add a multiply-add per token and weight, and two
   in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are
-  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``;
+  ``hidden (2 H K + 2 HV V + HV) + V (2 hidden + HV K + HV V)``. Several layers have as many times the weights and the
+  rule's products. Frozen weights have no gradients;
 * backward multiply-adds: 10/3 of the forward ones. There are 30 products, and the forward pass has 9: 8 for recomputed
   states and factors, 7 for the chain, and 15 that are parallel over chunks.
 
@@ -63,10 +65,12 @@ def floor(workload: Workload) -> Floor:
     if w.hidden:
         return _layer_floor(w, e)
     a = e if w.raw else 4
-    tokens, gates, products = w.tokens, w.HV * (1 + (w.K if w.gate == "channel" else 1)), _products(w)
-    moved = tokens * (e * (2 * w.H * w.K + 2 * w.HV * w.V) + a * gates)
+    channels = {"none": 0, "scalar": 1, "channel": w.K}[w.gate]
+    tokens, gates, products = w.tokens, w.HV * (w.op.delta + channels), _products(w)
+    keys = (2 + w.op.erase_keys) * w.H * w.K  # of q, of k, and of keys that erase
+    moved = tokens * (e * (keys + 2 * w.HV * w.V) + a * gates)
     if w.kind == "training":
-        moved += tokens * (e * (4 * w.H * w.K + 3 * w.HV * w.V) + 2 * a * gates)
+        moved += tokens * (e * (2 * keys + 3 * w.HV * w.V) + 2 * a * gates)
         products += round(BACKWARD_PRODUCTS * products)
     if w.around:
         moved += e * (tokens * w.HV * w.V + 2 * w.N * TAPS * (2 * w.H * w.K + w.HV * w.V))
@@ -82,7 +86,8 @@ def floor(workload: Workload) -> Floor:
 
 def _products(w: Workload) -> int:
     """Multiply-adds of the rule's forward pass."""
-    return w.tokens * w.HV * (3 * w.K * w.V + (0 if w.kind == "decode" else 2 * C * w.K + C * w.V))
+    keys = 1 + w.op.delta  # q meets state and chunk, and with a delta rule k does, too
+    return w.tokens * w.HV * ((1 + keys) * w.K * w.V + (0 if w.kind == "decode" else keys * C * w.K + C * w.V))
 
 
 def _layer_floor(w: Workload, e: int) -> Floor:
@@ -90,13 +95,15 @@ def _layer_floor(w: Workload, e: int) -> Floor:
     if w.gate == "channel":  # the gates' projections have a rank of V
         low = w.V * (2 * w.hidden + w.HV * w.K + w.HV * w.V)
         weights = w.hidden * (2 * w.H * w.K + 2 * w.HV * w.V + w.HV) + low
+    weights, products, uses = w.layers * weights, w.layers * products, 1
     moved = e * (weights + 2 * w.tokens * w.hidden)
     if w.kind == "training":  # the backward pass reads weights, input and its gradient, and writes their gradients
-        moved += e * (2 * weights + 3 * w.tokens * w.hidden)
+        uses += 1 if w.frozen else 2
+        moved += e * ((uses - 1) * weights + 3 * w.tokens * w.hidden)
         products += round(BACKWARD_PRODUCTS * products)
     elif w.kind != "forward":
         moved += 4 * (1 + (w.kind == "decode")) * w.N * w.HV * w.K * w.V  # states, in float32
-    return Floor(moved, 2 * (products + (3 if w.kind == "training" else 1) * w.tokens * weights))
+    return Floor(moved, 2 * (products + uses * w.tokens * weights))
 
 
 def ceilings(device: torch.device) -> Ceilings:

@@ -38,10 +38,19 @@ row take turns; a time of another run is marked.
   `fla` as transformers runs where fla is installed. Their floor counts the projections.
 * **GDN layer and KDA layer** rows time layers of fla: `fla` as they are, on fla's own kernels, and `flash_delta` after
   `register()`. No call of these is left to fla. Their floor counts the projections.
+* **Step** rows time one layer, or several, as users run them: `called` as they are, `compiled` by `torch.compile`,
+  `reduce-overhead` in this mode of it, and `graphed` by `make_graphed_callables`. A CUDA graph is captured of `called`
+  only, and the other forms have eager times. `flash_delta` is this library's layer, `fla` is fla's on fla's own
+  kernels, and `registered` is fla's on this library. The rows with a layer of transformers have the contestants of
+  layer rows. With frozen weights only the hidden states get a gradient. Saved bytes are without parameters. The GPU
+  is idle for the share of an eager step that its CUDA graph does not need.
+* **Host** times of steps last until a call returns. Each is a median over rounds in which the contestants take turns.
+  The same host may be twice as fast a minute later, so compare the ratios.
 * **Contestants** are those that are installed, of fla-core, flash_qla, flashinfer-python, nvidia-cudnn-frontend,
   flash_kda (FlashKDA), cuda-linear-attention (cuLA) and transformers.
 * **cuDNN** is there twice. `cudnn` gets gates and write strengths in float32, as its kernel reads them.
   `cudnn_bfloat16` gets a bfloat16 model's own, as the others do, and converts them in every call.
+* **As layers call it**: an op without gates or sigmoid of its own gets them from PyTorch, in every call that is timed.
 * **KDA gates** rows say what is special about their gates. With `dt_bias = 0` the mean log decay of a token is
   -2.5, so that every channel soon forgets. `unbounded` gates are `-exp(A_log) * softplus(g + dt_bias)`. `log decays`
   are given in float32, without a promise that they are bounded.
@@ -58,6 +67,11 @@ TITLES = {
     "kda-packed": "Kimi Delta Attention, packed sequences of unequal length, and states that fill no whole rounds",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "kda-gates": "Kimi Delta Attention, forward with other gates",
+    "gdn-models": "Gated DeltaNet as layers call it; norm, gate and sigmoid in the op",
+    "kda-models": "Kimi Delta Attention, forward and backward; norm, bounded gate and sigmoid in the op",
+    "comba": "Comba as layers call it; norm, gate and sigmoid in the op",
+    "delta-rule": "The delta rule as layers call it; norm and sigmoid in the op",
+    "simple-gla": "Simple gated linear attention",
     "gdn-widths": "Gated DeltaNet, heads of other widths",
     "kda-widths": "Kimi Delta Attention, forward and backward, heads of other widths",
     "decode": "Gated DeltaNet, decoding one token per sequence; norm, gate and sigmoid in the op",
@@ -73,6 +87,8 @@ TITLES = {
     "fla-gdn-training": "fla's layer for Gated DeltaNet, forward and backward",
     "fla-kda-forward": "fla's layer for Kimi Delta Attention, forward",
     "fla-kda-training": "fla's layer for Kimi Delta Attention, forward and backward",
+    "step": "Whole steps of a Gated DeltaNet layer, as users run them",
+    "step-transformers": "Whole steps of a layer of Qwen3-Next in transformers, as users run them",
     "cpu": "Gated DeltaNet on a CPU, norm in the op",
 }
 

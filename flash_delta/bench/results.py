@@ -29,6 +29,7 @@ class Result:
     allowed: dict[str, float] = field(default_factory=dict)
     graph_ms: Spread | None = None
     eager_ms: Spread | None = None
+    host_us: Spread | None = None  # of a whole step, over rounds in which the contestants take turns
     first_call_s: float | None = None
     cold: bool = False  # the first call found empty compile caches
     costs: Costs | None = None
@@ -66,9 +67,9 @@ class Group:
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
             raise ValueError(f"results: expected a file that `flash-delta bench` wrote, got {path}")
-        tuples = {"graph_ms": Spread, "eager_ms": Spread, "costs": Costs, "lengths": Lengths}
+        tuples = {"graph_ms": Spread, "eager_ms": Spread, "host_us": Spread, "costs": Costs, "lengths": Lengths}
         for result in data["results"]:
-            result |= {name: kind(**result[name]) for name, kind in tuples.items() if result[name] is not None}
+            result |= {name: kind(**result[name]) for name, kind in tuples.items() if result.get(name) is not None}
             lengths = tuple(result["workload"].get("lengths", ()))
             result["workload"] = Workload(**result["workload"] | {"lengths": lengths})
         data["results"] = [Result(**result) for result in data["results"]]

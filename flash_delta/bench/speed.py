@@ -31,6 +31,11 @@ NAMES = {
     "kda-packed": "KDA packed",
     "gdn-pools": "GDN pools",
     "kda-pools": "KDA pools",
+    "gdn-models": "GDN in models",
+    "kda-models": "KDA in models",
+    "comba": "Comba",
+    "delta-rule": "Delta rule",
+    "simple-gla": "Simple GLA",
     "gdn-widths": "GDN widths",
     "kda-widths": "KDA widths",
     "decode": "GDN decode",
@@ -40,6 +45,8 @@ NAMES = {
     "fla-gdn-training": "GDN layer training",
     "fla-kda-forward": "KDA layer forward",
     "fla-kda-training": "KDA layer training",
+    "step": "GDN step",
+    "step-transformers": "Layer step",
     "cpu": "GDN",
 }  # names of groups; if a group has several kinds of rows, the kind follows
 

@@ -1,24 +1,22 @@
 """Results as tables of words, for ``docs/benchmarks.md`` and for the page."""
 
+import re
 from collections.abc import Iterator
 from statistics import geometric_mean, median
-from typing import NamedTuple
 
-from flash_delta.bench.contestants import BY_NAME, OURS, PLAIN, ready_made
+from flash_delta.bench import steps
+from flash_delta.bench.cells import Table, number, without_empty_columns
+from flash_delta.bench.contestants import AGAIN, BY_NAME, OURS, PLAIN, ready_made
 from flash_delta.bench.floor import floor
 from flash_delta.bench.results import Group, Result
 
 NO_GRAPH, APART, READY = "†", "‡", "§"
 
 
-class Table(NamedTuple):
-    head: list[str]
-    rows: list[list[str]]
-
-
 def of(group: Group) -> list[Table]:
     """All tables of a group that are not empty."""
-    tables = (times(group), choices(group), eager(group), bandwidth(group), costs(group), accuracy(group))
+    own = (*steps.of(group), choices(group), eager(group), bandwidth(group))
+    tables = (times(group), *own, costs(group), accuracy(group))
     return [table for table in tables if table.rows]
 
 
@@ -35,7 +33,7 @@ def times(group: Group) -> Table:
         found = {r.contestant: r for r in results if r.ms}
         ours = found.get(OURS)
         best = min(found.values(), key=_median, default=None)
-        peers = [r for name, r in found.items() if name not in (OURS, *BY_NAME)]
+        peers = [r for name, r in found.items() if name == PLAIN or name not in (OURS, *AGAIN)]
         peer = min(peers, key=_median, default=None)
         floor_ms, ratio = results[0].floor_ms, ""
         if ours and peer:
@@ -54,7 +52,7 @@ def times(group: Group) -> Table:
         mean = _ratio(geometric_mean(ratio for ratio, _ in pairs), any(of_two for _, of_two in pairs))
         rows.append([f"{kind}, geometric mean", *[""] * (len(names) + 2), mean])
     head = ["row, ms", *names, "floor", "best / floor", "ours against the best peer"]
-    return _without_empty_columns(Table(head, rows))
+    return without_empty_columns(Table(head, rows))
 
 
 def choices(group: Group) -> Table:
@@ -88,7 +86,7 @@ def _time(result: Result, best: Result, ours: Result | None, group: Group) -> st
 
 
 def _marks(result: Result, ours: Result | None, group: Group) -> Iterator[str]:
-    if not result.graph_ms and group.group != "cpu":
+    if not result.graph_ms and group.group != "cpu" and result.workload.form in ("", "called"):
         yield NO_GRAPH
     if apart(result, ours):
         yield APART
@@ -131,7 +129,7 @@ def bandwidth(group: Group) -> Table:
             copied = next((r.costs.copy_ms for r in results if r.costs and r.costs.copy_ms), None)
             shares = [f"{found[name]:.0%}" if name in found else "-" for name in names]
             rows.append([row, *shares, f"{bound / copied:.0%}" if copied else ""])
-    return _without_empty_columns(Table(["share of the copy rate", *names, "a copy of as many bytes"], rows))
+    return without_empty_columns(Table(["share of the copy rate", *names, "a copy of as many bytes"], rows))
 
 
 def costs(group: Group) -> Table:
@@ -161,19 +159,26 @@ def costs(group: Group) -> Table:
         "compilations over them", "host, median us", "eager / graph, worst", "peak extra MB, first row",
         "saved for backward MB, first row",
     ]  # fmt: skip
-    return _without_empty_columns(Table(head, rows))
+    return without_empty_columns(Table(head, rows))
 
 
 def accuracy(group: Group) -> Table:
-    """Per contestant the worst relative L2 error of each result over the group's rows."""
-    tensors = list(dict.fromkeys(t for r in group.results for t in r.errors))
+    """Per contestant the worst relative L2 error of each result over the group's rows, and over a row's layers."""
+    tensors = list(dict.fromkeys(_of_any_layer(t) for r in group.results for t in r.errors))
     rows = []
     for name in group.versions:
         errors = [r.errors for r in group.results if r.contestant == name and r.errors]
         if errors:
-            worst = [max((e[t] for e in errors if t in e), default=None) for t in tensors]
-            rows.append([name, *("" if w is None else f"{w:.1e}" for w in worst)])
+            worst: dict[str, float] = {}
+            for tensor, error in (item for e in errors for item in e.items()):
+                worst[_of_any_layer(tensor)] = max(error, worst.get(_of_any_layer(tensor), 0.0))
+            rows.append([name, *(f"{worst[t]:.1e}" if t in worst else "" for t in tensors)])
     return Table(["relative L2 error", *tensors], rows)
+
+
+def _of_any_layer(tensor: str) -> str:
+    """Without the number of the layer: d3.A_log is the gradient of one of the parameters A_log."""
+    return re.sub(r"^d\d+\.", "d", tensor)
 
 
 def refusals(group: Group) -> Iterator[str]:
@@ -185,16 +190,3 @@ def refusals(group: Group) -> Iterator[str]:
     for (name, reason), rows in said.items():
         where = "all rows" if len(rows) == len(group.rows()) else ", ".join(rows)
         yield f"{name}, {where}: {reason}"
-
-
-def number(value: float | None) -> str:
-    """The value with at least three digits."""
-    if value is None:
-        return ""
-    digits = 4 if value < 0.1 else 3 if value < 10 else 1 if value < 1000 else 0
-    return f"{value:,.{digits}f}"
-
-
-def _without_empty_columns(table: Table) -> Table:
-    kept = [i for i in range(len(table.head)) if any(row[i] for row in table.rows)]
-    return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows])

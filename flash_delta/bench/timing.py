@@ -1,7 +1,7 @@
 """How long a call takes, what it costs the host, and what memory it needs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -106,8 +106,9 @@ def peak_bytes(run: Run, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def saved_bytes(forward: Run) -> int:
-    """The bytes that autograd keeps for the backward pass. Each storage counts once, and inputs count too."""
+def saved_bytes(forward: Run, parameters: Iterable[Tensor] = ()) -> int:
+    """The bytes that autograd keeps for the backward pass. Each storage counts once, and inputs count too, but not
+    these parameters."""
     kept: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -118,6 +119,8 @@ def saved_bytes(forward: Run) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         outputs = forward()  # alive while counted, so that no address is used twice
     del outputs
+    for t in parameters:
+        kept.pop(t.untyped_storage().data_ptr(), None)
     return sum(kept.values())
 
 

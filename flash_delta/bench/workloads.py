@@ -105,16 +105,30 @@ def _kda_gates() -> Iterator[Workload]:
         yield from (row(gates, H, N, T) for H in (32, 64) for N, T in ((1, 8192), (8, 1024)))
 
 
+def _models() -> Iterator[Workload]:
+    """Rules as layers call them, with norms and raw gates in the op. Simple GLA has none of these."""
+    for N, T in ((1, 8192), (1, 32768), (8, 1024)):
+        for kind in ("forward", "training"):
+            common = {"packed": N > 1, "states": False}
+            for H, HV in ((16, 32), (4, 8)):
+                yield Workload("gdn-models", kind, "gdn", H, HV, N, T, **common, **IN_OP)
+            for member in ("comba", "delta-rule"):
+                yield Workload(member, kind, member, 16, 16, N, T, **common, **IN_OP)
+            yield Workload("simple-gla", kind, "simple-gla", 16, 16, N, T, **common)
+        yield Workload("kda-models", "training", "kda", 32, 32, N, T, **common, **IN_OP)
+
+
 def _widths() -> Iterator[Workload]:
-    """Heads of other widths than 128: 100 as in fla's tests, 256 and 512 as in fla's default layers. KDA also has a
-    call that saves everything for the backward pass."""
+    """Heads of other widths than 128: 100 as in fla's tests, 256 and 512 as in fla's default layers, and the shapes of
+    its pull request 823. KDA also has a call that saves everything for the backward pass."""
     common = {"packed": False, "states": False}
     for kind in ("forward", "training"):
         for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
             yield Workload("gdn-widths", kind, "gdn", 6, 6, 1, 8192, **common, K=K, V=V)
     for kind in ("forward", "training"):
         yield Workload("gdn-widths", kind, "gdn", 16, 32, 1, 8192, **common, K=64, V=64)
-    yield Workload("gdn-widths", "training", "gdn", 8, 8, 16, 2048, "float16", **common, K=256, V=256)
+    for T in (256, 512, 1024, 2048, 4096, 8192, 16384):
+        yield Workload("gdn-widths", "training", "gdn", 8, 8, 16, T, "float16", **common, K=256, V=256)
     for K, V in ((128, 128), (100, 100), (256, 256), (256, 512)):
         yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, K=K, V=V)
     yield Workload("kda-widths", "training", "kda", 32, 32, 1, 8192, **common, disable_recompute=True)
@@ -186,6 +200,19 @@ def _layers_of_fla() -> Iterator[Workload]:
                     yield Workload(f"fla-{member}-{kind}", kind, member, H, HV, N, T, **layer)
 
 
+def _step(group: str, of_fla: bool) -> Iterator[Workload]:
+    """Whole steps of layers in every form. Graphed callables are for training."""
+    lengths = (2048, 1536, 1024, 512)
+    layer = {"hidden": 2048, "of_fla": of_fla, "packed": False, "states": False}
+    for kind in ("training", "forward"):
+        shapes = [(1, 1024, {}), (1, 8192, {}), (8, 1024, {"packed": True}), (4, 2048, {"lengths": lengths})]
+        shapes += [(1, 1024, {"layers": 4})]
+        shapes += [(1, 8192, {"frozen": True})] if kind == "training" else []
+        for N, T, more in shapes:
+            for form in ("called", "compiled", "reduce-overhead", *(("graphed",) if kind == "training" else ())):
+                yield Workload(group, kind, "gdn", 16, 32, N, T, **layer | more, form=form)
+
+
 def _cpu() -> Iterator[Workload]:
     for dtype in ("float32", "bfloat16"):
         common = {"dtype": dtype, "packed": False, "l2norm": True}
@@ -198,7 +225,8 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(),
-    *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(), *_cpu(),
+    *_models(), *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
+    *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
 

@@ -14,7 +14,7 @@ from flash_delta.testing.around import judge_around, make_around
 from flash_delta.testing.cases import CASES, HARD, MEMBERS, WIDTHS, Case, Member
 from flash_delta.testing.inputs import make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
-from flash_delta.testing.large import judge, output_gradient, output_like
+from flash_delta.testing.large import judge, output_gradient, output_like, without_padding
 from flash_delta.testing.layer import judge_layer, make_layer
 from flash_delta.testing.rule import Standard
 from flash_delta.testing.workload import Workload, activations, make_tensors, options
@@ -51,4 +51,5 @@ __all__ = [
     "run",
     "truth",
     "with_gradients",
+    "without_padding",
 ]

@@ -18,6 +18,10 @@ class Drawn:
     def normal(self, *shape: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(shape, generator=self.gen, device=self.device)).to(self.dtype)
 
+    def hidden(self, w: Workload) -> Tensor:
+        """The hidden states of a layer. Packed sequences are in one row."""
+        return self.normal(*((1, w.tokens) if w.packed else (w.N, w.T)), w.hidden)
+
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         return (low + (high - low) * torch.rand(shape, generator=self.gen, device=self.device)).to(self.dtype)
 

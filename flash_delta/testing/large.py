@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_delta.testing.accuracy import products_in, relative_error
 from flash_delta.testing.workload import Workload, options
 
-AXES = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
+AXES = {"q": 2, "k": 2, "p": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
 
 
 def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tens
         if name == "dt_bias":
             taken[name] = t.view(workload.HV, -1)[values].flatten()
         elif name in AXES:
-            heads = keys if name in ("q", "k") else values
+            heads = keys if name in ("q", "k", "p") else values
             taken[name] = t.index_select(AXES[name], torch.tensor(heads, device=t.device))
         else:
             taken[name] = t
@@ -37,7 +37,13 @@ def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tens
 def output_gradient(x: dict[str, Tensor]) -> Tensor:
     """The gradient do for workloads with a backward pass."""
     o = output_like(x)
-    return torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(1), device=o.device).to(o.dtype)
+    do = torch.randn(o.shape, generator=torch.Generator(o.device).manual_seed(1), device=o.device).to(o.dtype)
+    return without_padding(x, do)
+
+
+def without_padding(x: dict[str, Tensor], o: Tensor) -> Tensor:
+    """``o`` with zeros in place of padding, where layers may write anything."""
+    return o.where(x["attention_mask"][..., None].bool(), 0) if "attention_mask" in x else o
 
 
 def output_like(x: dict[str, Tensor]) -> Tensor:

@@ -4,8 +4,11 @@
     y = W_o (RMSNorm(o) silu(z))     with z, a and b from x, too
 
 Names, shapes and the order of projected columns are those of transformers' layer, which contestants run. The layers of
-fla are in layer_of_fla.py.
+fla are in layer_of_fla.py. Several layers are one after the other, with nothing in between.
 """
+
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,21 +20,37 @@ from flash_delta.reference.modules import convolve, normalize
 from flash_delta.testing import layer_of_fla
 from flash_delta.testing.accuracy import relative_error
 from flash_delta.testing.drawn import TAPS, Drawn
+from flash_delta.testing.large import without_padding
 from flash_delta.testing.workload import Workload
 
 EPS = 1e-6
 SEEN = 8  # tokens that each row has read before it is decoded
-INPUTS = ("hidden_states", "seen", "cu_seqlens")  # the others are parameters
+INPUTS = ("hidden_states", "seen", "cu_seqlens", "attention_mask")  # the others are parameters
 
 
 def make_layer(w: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-    """The layer's parameters and hidden states, as a freshly initialised model would have them."""
-    drawn = Drawn(w, device, seed)
+    """The parameters and hidden states, as a freshly initialised model would have them. Of several layers, parameters'
+    names begin with the layer's number."""
+    if w.layers > 1:
+        each = [make_layer(replace(w, layers=1), device, seed + i) for i in range(w.layers)]
+        named = {f"{i}.{name}": t for i, x in enumerate(each) for name, t in x.items() if name not in INPUTS}
+        return {name: t for name, t in each[0].items() if name in INPUTS} | named
+    x = _make(w, Drawn(w, device, seed))
+    if w.packed:
+        bounds = [0, *accumulate(w.lengths or [w.T] * w.N)]
+        x["cu_seqlens"] = torch.tensor(bounds, device=device, dtype=torch.int32)
+    if w.padded:
+        lengths, places = torch.tensor(w.lengths, device=device), torch.arange(w.T, device=device)
+        x["attention_mask"] = (places < lengths[:, None]).long()
+    return x
+
+
+def _make(w: Workload, drawn: Drawn) -> dict[str, Tensor]:
     if w.of_fla:
         return layer_of_fla.make(w, drawn)
     keys, values = w.H * w.K, w.HV * w.V
     x = {
-        "hidden_states": drawn.normal(w.N, w.T, w.hidden),
+        "hidden_states": drawn.hidden(w),
         **drawn.gate(w.HV),
         "conv1d.weight": drawn.taps(2 * keys + values),
         "in_proj_qkvz.weight": drawn.weight(2 * keys + 2 * values, w.hidden),
@@ -44,10 +63,18 @@ def make_layer(w: Workload, device: torch.device | str, seed: int = 0) -> dict[s
 
 def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
     """y, in the shape of ``hidden_states``, by the torch backend. If rows have read tokens, it continues after
-    these."""
-    if w.of_fla:
-        return layer_of_fla.run(w, x)
-    hidden, group = torch.cat([x[name] for name in ("seen", "hidden_states") if name in x], 1), w.HV // w.H
+    these. What stands behind a row's end cannot change the row, so padding is computed, and its y is 0."""
+    inputs = {name: t for name, t in x.items() if name in INPUTS}
+    for i in range(w.layers):
+        own = {name.removeprefix(f"{i}."): t for name, t in x.items() if name.startswith(f"{i}.")} or x
+        inputs["hidden_states"] = (layer_of_fla.run if w.of_fla else _run)(w, own | inputs)
+    return without_padding(x, inputs["hidden_states"])
+
+
+def _run(w: Workload, x: dict[str, Tensor]) -> Tensor:
+    """Sequences of a packed row are equally long, and so computed as batch rows."""
+    given, group = x["hidden_states"].view(w.N, w.T, -1), w.HV // w.H
+    hidden = torch.cat([x["seen"], given], 1) if "seen" in x else given
     (B, T, _), D, dtype, device = hidden.shape, 2 * w.H * w.K + w.HV * w.V, hidden.dtype, hidden.device
     qkvz = linear(hidden, x["in_proj_qkvz.weight"]).unflatten(-1, (w.H, -1))
     q, k, v, z = (t.flatten(2) for t in qkvz.split([w.K, w.K, group * w.V, group * w.V], -1))
@@ -61,13 +88,14 @@ def run_layer(w: Workload, x: dict[str, Tensor]) -> Tensor:
     o, _ = chunk_gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm_in_kernel=True, backend="torch")
     norm = NormProblem("layer", w.V, dtype, device, eps=EPS, activation="silu")
     o = normalize(norm, Normalized(o, x["norm.weight"], z.unflatten(-1, (w.HV, w.V))))
-    return linear(o.flatten(2), x["out_proj.weight"])[:, -w.T :]
+    return linear(o.flatten(2), x["out_proj.weight"])[:, -w.T :].reshape(x["hidden_states"].shape)
 
 
 def results_of_layer(w: Workload, x: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
-    """y, and for training the gradients of all tensors of ``x``."""
+    """y, and for training the gradients of all float tensors of ``x``, or with frozen weights of the hidden states."""
     training = w.kind == "training"
-    x = {name: t.detach().requires_grad_(training and t.is_floating_point()) for name, t in x.items()}
+    learns = {n for n, t in x.items() if training and t.is_floating_point() and (n == "hidden_states" or not w.frozen)}
+    x = {name: t.detach().requires_grad_(name in learns) for name, t in x.items()}
     y = run_layer(w, x)
     leaves = {name: t for name, t in x.items() if t.requires_grad}
     gradients = torch.autograd.grad(y, list(leaves.values()), dy) if training else ()

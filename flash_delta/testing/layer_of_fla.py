@@ -7,9 +7,6 @@ Delta Attention: a = F_1 F_0 x, y = W_o (RMSNorm(o) sigmoid(G_1 G_0 x + c)). Nam
 which contestants run.
 """
 
-from itertools import accumulate
-
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -22,9 +19,9 @@ EPS = 1e-5
 
 
 def make(w: Workload, drawn: Drawn) -> dict[str, Tensor]:
-    """The layer's parameters, the hidden states, and ``cu_seqlens`` if they are packed."""
+    """The layer's parameters and the hidden states."""
     keys, values, channels = w.H * w.K, w.HV * w.V, w.HV * w.K
-    x = {"hidden_states": drawn.normal(*((1, w.tokens) if w.packed else (w.N, w.T)), w.hidden)}
+    x = {"hidden_states": drawn.hidden(w)}
     for name, width in (("q", keys), ("k", keys), ("v", values)):
         x |= {f"{name}_proj.weight": drawn.weight(width, w.hidden), f"{name}_conv1d.weight": drawn.taps(width)}
     if w.gate == "scalar":
@@ -39,9 +36,6 @@ def make(w: Workload, drawn: Drawn) -> dict[str, Tensor]:
         "o_norm.weight": drawn.uniform(0.5, 1.5, w.V),
         "o_proj.weight": drawn.weight(w.hidden, values),
     }
-    if w.packed:
-        bounds = [0, *accumulate(w.lengths or [w.T] * w.N)]
-        x["cu_seqlens"] = torch.tensor(bounds, device=drawn.device, dtype=torch.int32)
     return x
 
 

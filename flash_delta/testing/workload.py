@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_delta.testing.cases import MEMBERS, Member
 
 LOWER_BOUND = -5.0  # of KDA's gate
+ERASED = 0.731  # what erases of what writes, in a fresh layer of Comba: sigmoid(1)
 NAMED = 4  # so many runs of equal lengths are named; if there are more, the least and the greatest length
 
 
@@ -27,11 +28,12 @@ class Workload:
     * "decode": one token per sequence, on states that are updated in place; or drafts of T tokens, keeping all states
     * "prefill": prompts on such states
 
-    With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py)."""
+    With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py). With a ``form`` it is a step as
+    users run it (bench/contestants/call.py)."""
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
-    member: Literal["gdn", "kda"]
+    member: Literal["gdn", "kda", "comba", "delta-rule", "simple-gla"]
     H: int
     HV: int
     N: int  # sequences
@@ -46,13 +48,16 @@ class Workload:
     V: int = 128
     disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
     state_dtype: str = "float32"  # of initial states; with kind "decode" also of the updated states
-    lengths: tuple[int, ...] = ()  # of packed sequences, if not all have T tokens; T is then the longest
+    lengths: tuple[int, ...] = ()  # of packed or padded sequences, if not all have T tokens; T is then the longest
     on_device: bool = False  # only the device knows the lengths of packed sequences; else the host does, too
     tree: bool = False  # with kind "decode": drafts are binary trees, in which token t continues token (t - 1) // 2
     batch_invariant: bool = False  # with kind "prefill"
     checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
     hidden: int = 0  # width of a layer; 0: the op alone
     of_fla: bool = False  # the layer is one of fla (testing/layer_of_fla.py), not of transformers
+    layers: int = 1  # so many layers, one after the other
+    frozen: bool = False  # with kind "training": of a layer only the hidden states get a gradient, as below adapters
+    form: Literal["", "called", "compiled", "reduce-overhead", "graphed"] = ""  # how a step of a layer is run
     around: bool = False  # with kind "prefill" or "decode": also convolution and output norm (testing/around.py)
 
     @property
@@ -67,14 +72,21 @@ class Workload:
         option = " disable_recompute" if self.disable_recompute else " batch_invariant" if self.batch_invariant else ""
         checkpoints = f", a checkpoint every {self.checkpoint_every}" if self.checkpoint_every else ""
         layer = f"{self.hidden} wide, " if self.hidden else ""
+        layer = f"{self.layers} layers, {layer}" if self.layers > 1 else layer
+        step = " padded" * self.padded + ", frozen weights" * self.frozen + (f", {self.form}" if self.form else "")
         widths = "" if self.K == self.V == 128 else f", K = {self.K}, V = {self.V}"
         gates = f", {self.gates}" if self.gates else ""
         bounds = ", lengths on the device" if self.on_device else ""
-        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}{bounds}"
+        return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}{bounds}{step}"
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths) or self.N * self.T
+
+    @property
+    def padded(self) -> bool:
+        """Whether shorter sequences are batch rows with padding behind them."""
+        return bool(self.lengths) and not self.packed
 
     @property
     def parents(self) -> list[int]:
@@ -83,7 +95,7 @@ class Workload:
 
     @property
     def gate(self) -> str:
-        return "channel" if self.member == "kda" else "scalar"
+        return MEMBERS[self.member].gate
 
     @property
     def recurrent(self) -> bool:
@@ -125,15 +137,19 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     dt = uniform(math.log(0.001), math.log(0.1), math.prod(channels)).exp()
     dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus(dt_bias) = dt
     dt_bias = torch.zeros_like(dt_bias) if w.gates == "dt_bias = 0" else dt_bias
-    A = uniform(0.0 if w.member == "gdn" else 1.0, 16.0, w.HV)
+    A = uniform(1.0 if w.member == "kda" else 0.0, 16.0, w.HV)
     a, beta = randn(B, T, *channels), randn(B, T, w.HV)
     if w.raw:
         x |= {"g": a.to(dtype), "beta": beta.to(dtype), "A_log": A.log(), "dt_bias": dt_bias}
-    elif w.member == "gdn":
+    elif w.member != "kda":
         x |= {"g": -A * torch.nn.functional.softplus(a + dt_bias), "beta": beta.sigmoid()}
     else:
         g = LOWER_BOUND * torch.sigmoid(A[:, None] * (a + dt_bias.view(channels)))
         x |= {"g": g, "beta": beta.sigmoid()}
+    if w.op.erase_keys:
+        x["p"] = ERASED * x["k"]
+    lacks = {"none": ("g", "A_log", "dt_bias")}.get(w.gate, ()) + (() if w.op.delta else ("beta",))
+    x = {name: t for name, t in x.items() if name not in lacks}
     if w.states:
         x["initial_state"] = randn(w.N, w.HV, w.K, w.V).to(getattr(torch, w.state_dtype))
     if w.packed:
@@ -143,14 +159,14 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
 
 
 def activations(workload: Workload) -> dict[str, bool | float]:
-    """The arguments of all ops that say which activations run inside the op."""
+    """The arguments of the op that say which activations run inside of it."""
     w = workload
     chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm}
     if w.raw:
         chosen |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
         if w.lower_bound is not None:
             chosen["lower_bound"] = w.lower_bound
-    return chosen
+    return {name: value for name, value in chosen.items() if name in w.op.options}
 
 
 def options(workload: Workload) -> dict[str, bool | float]:

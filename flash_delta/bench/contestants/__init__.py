@@ -21,18 +21,21 @@ from flash_delta import __version__  # a module in this folder is also called fl
 from flash_delta.testing import Workload
 
 if TYPE_CHECKING:
-    from flash_delta.bench.contestants.by_name import ByName
+    from flash_delta.bench.contestants.by_name import ByName, Registered
 
 OURS, PLAIN = "flash_delta", "plain"
 BY_NAME = ("hopper", "triton")  # this library on one of its backends
-AGAIN = (PLAIN, *BY_NAME)  # this library, called in other ways
+REGISTERED = "registered"  # this library as the ops of fla's layer
+AGAIN = (PLAIN, *BY_NAME, REGISTERED)  # this library, called in other ways
 NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "cudnn_bfloat16", "flash_kda", "cula", "transformers")
 OF_KDA = ("cudnn_bfloat16", "flash_kda", "cula")  # they take part only in groups of KDA
 
 
-def load(name: str) -> "ModuleType | ByName":
+def load(name: str) -> "ModuleType | ByName | Registered":
     if name in BY_NAME:
         return importlib.import_module("flash_delta.bench.contestants.by_name").ByName(name)
+    if name == REGISTERED:
+        return importlib.import_module("flash_delta.bench.contestants.by_name").Registered()
     if name not in (*NAMES, PLAIN):
         raise ValueError(f"contestant: expected one of {', '.join(NAMES)}, got {name!r}")
     return importlib.import_module(f"flash_delta.bench.contestants.{name}")
@@ -60,16 +63,22 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     """The contestants of a group.
 
     * "fla-...": a layer of fla, on this library's ops or on fla's.
-    * "layer": a layer of transformers, on this library's ops, on fla's, or on transformers' own code.
+    * "step": this library's layer, fla's on fla's ops, and fla's on this library's.
+    * "layer", "step-transformers": a layer of transformers, on this library's ops, on fla's, or on transformers' own
+      code.
     * "prompts", "steps", "kda-steps": rules with convolution and norm around them, by libraries that pack sequences or
       decode on a pool, and by plain calls of this library.
+    * "comba", "delta-rule", "simple-gla": this library and fla.
     * "serving": this library, and plain calls of it.
     * "gdn-pools", "kda-pools": all, and this library on each of its backends by name.
     * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
     """
-    if group.startswith("fla-"):
+    if group.startswith("fla-") or group in ("comba", "delta-rule", "simple-gla"):
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
-    if group == "layer":
+    if group == "step":
+        own = {name: installed[name] for name in installed if name in (OURS, "fla")}
+        return own | ({REGISTERED: __version__} if "fla" in own else {})
+    if group in ("layer", "step-transformers"):
         return {name: installed[name] for name in installed if name in (OURS, "fla", "transformers")}
     if group in ("prompts", "steps", "kda-steps"):
         rules = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}

@@ -1,10 +1,12 @@
-"""This library's prompts on a backend that the call names. Beside these contestants one sees what its own choice
-costs."""
+"""This library, called in other ways: on a backend that the call names, or by fla's layers.
+
+Beside the former one sees what its own choice costs, and beside the latter what its own layer does.
+"""
 
 import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants import flash_delta
+from flash_delta.bench.contestants import fla_layer, flash_delta
 from flash_delta.bench.contestants.call import Call
 from flash_delta.testing import Workload
 
@@ -22,3 +24,15 @@ class ByName:
 
     def prepare(self, workload: Workload, x: dict[str, Tensor]) -> Call:
         return flash_delta.prefill(workload, x, self.backend)
+
+
+class Registered:
+    """The same for fla's layer after ``register()``."""
+
+    PACKAGE, CACHES = flash_delta.PACKAGE, flash_delta.CACHES
+
+    def unsupported(self, workload: Workload, device: torch.device) -> str | None:
+        return fla_layer.unsupported()
+
+    def prepare(self, workload: Workload, x: dict[str, Tensor]) -> Call:
+        return fla_layer.prepare(workload, x, registered=True)

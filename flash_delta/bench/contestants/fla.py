@@ -7,13 +7,14 @@ place, and this module calls that function.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flash_delta.bench.contestants import fla_layer, layer, separate
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
-from flash_delta.bench.contestants.tensors import leaves, state_pool
+from flash_delta.bench.contestants.tensors import activated, leaves, state_pool
 from flash_delta.testing import Workload, activations, options
 
 PACKAGE = "fla-core"  # this package has the ops; flash-linear-attention adds layers and models
@@ -53,6 +54,9 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     bound = workload.lower_bound
     if workload.op.name == "chunk_kda" and bound is not None:  # a faster path, valid if no log decay is below the bound
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= bound).all())
+    if workload.raw and workload.member in ("comba", "delta-rule"):  # its ops have no gates and no sigmoid
+        outside = options(replace(workload, raw=False))
+        return Call(lambda: op(**activated(workload, inputs), **outside), inputs)
     return Call(lambda: op(**inputs, **chosen), inputs)
 
 

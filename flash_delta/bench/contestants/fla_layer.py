@@ -6,12 +6,10 @@ Nothing calls ``unregister()``, because each contestant has a process of its own
 
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import GIVEN, Call, of_layers
 from flash_delta.testing import Workload
-from flash_delta.testing.layer import INPUTS
 
 
 def unsupported() -> str | None:
@@ -24,20 +22,17 @@ def prepare(workload: Workload, x: dict[str, Tensor], *, registered: bool = Fals
     from flash_delta.integrations.fla import register
 
     report = register() if registered else None
-    w, training = workload, workload.kind == "training"
-    hidden = x["hidden_states"].detach().requires_grad_(training)
-    kind = layers.KimiDeltaAttention if w.member == "kda" else layers.GatedDeltaNet
-    with hidden.device:
-        layer = kind(w.hidden, expand_v=w.V / w.K, head_dim=w.K, num_heads=w.H, num_v_heads=w.HV)
-    layer = layer.to(hidden.dtype).requires_grad_(training).train(training)
-    layer.load_state_dict({name: t for name, t in x.items() if name not in INPUTS})
-    packed = {"cu_seqlens": x["cu_seqlens"].long()} if w.packed else {}  # the documented dtype
+    w, kind = workload, layers.KimiDeltaAttention if workload.member == "kda" else layers.GatedDeltaNet
+    with x["hidden_states"].device:
+        widths = {"expand_v": w.V / w.K, "head_dim": w.K, "num_heads": w.H, "num_v_heads": w.HV}
+        each = [kind(w.hidden, **widths) for _ in range(w.layers)]
+    given = {name: x[name].long() for name in GIVEN if name in x}  # the documented dtype
+    call = of_layers(workload, x, each, given)
 
     def run() -> tuple[Tensor, None]:
-        with torch.set_grad_enabled(training):
-            y, *_ = layer(hidden, **packed)
+        results = call.run()
         if report is not None and report.left:
             raise RuntimeError(f"register: expected no call left to fla, got {report.left}")
-        return y, None
+        return results
 
-    return Call(run, {"hidden_states": hidden} | dict(layer.named_parameters()))
+    return call._replace(run=run)

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from flash_delta import decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda
 from flash_delta.bench.contestants import fla_layer, layer
-from flash_delta.bench.contestants.call import Call
+from flash_delta.bench.contestants.call import GIVEN, Call, of_layers
 from flash_delta.bench.contestants.tensors import draft_pool, leaves, pool_of, state_pool
+from flash_delta.layers import GatedDeltaNet
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.testing import Workload, activations, options
 from flash_delta.testing.layer import EPS
@@ -17,12 +18,14 @@ AROUND = ("mixed", "windows", "conv_weight", "norm_gate", "norm_weight")
 
 
 def unsupported(workload: Workload, device: torch.device) -> str | None:
-    if not workload.hidden:
+    if not workload.hidden or _own_layer(workload):
         return None
     return fla_layer.unsupported() if workload.of_fla else layer.unsupported()
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+    if _own_layer(workload):
+        return _layers(workload, x)
     if workload.of_fla:
         return fla_layer.prepare(workload, x, registered=True)
     if workload.hidden:
@@ -35,6 +38,18 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.packed and not workload.on_device:
         inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
     return Call(lambda: op(**inputs, **chosen), inputs)
+
+
+def _own_layer(workload: Workload) -> bool:
+    """Whether this library's layer runs the row, which has the parameters of fla's layer, and not fla's, registered."""
+    return workload.of_fla and bool(workload.form)
+
+
+def _layers(workload: Workload, x: dict[str, Tensor]) -> Call:
+    w = workload
+    widths = {"expand_v": w.V / w.K, "head_dim": w.K, "num_heads": w.H, "num_v_heads": w.HV}
+    each = [GatedDeltaNet(w.hidden, **widths) for _ in range(w.layers)]
+    return of_layers(w, x, each, {name: x[name] for name in GIVEN if name in x})
 
 
 def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:

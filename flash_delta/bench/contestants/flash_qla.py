@@ -1,14 +1,15 @@
 """FlashQLA (TileLang kernels). Looked at: 0.1.3.
 
-It has Gated DeltaNet in chunks, forward and backward, K = V = 128, in bfloat16 and float16, without activations in the
-op. It runs on Hopper and Blackwell. On other GPUs its import fails.
+It has Gated DeltaNet in chunks, forward and backward, K = V = 128, in bfloat16 and float16, without gates in the op:
+PyTorch computes them from raw activations in every call. It runs on Hopper and Blackwell. On other GPUs its import
+fails.
 """
 
 import torch
 from torch import Tensor
 
 from flash_delta.bench.contestants.call import NO_CHOICE, NO_LAYER, Call
-from flash_delta.bench.contestants.tensors import leaves
+from flash_delta.bench.contestants.tensors import activated, leaves
 from flash_delta.testing import Workload
 
 PACKAGE = "flash_qla"
@@ -24,8 +25,6 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return "it has Gated DeltaNet only"
     if workload.recurrent:
         return "it has no op for decoding"
-    if workload.raw:
-        return "it takes log decays and write strengths, not their raw activations"
     if workload.disable_recompute:
         return NO_CHOICE
     if (workload.K, workload.V) != (128, 128) or workload.dtype not in ("bfloat16", "float16"):
@@ -36,11 +35,15 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     from flash_qla import chunk_gated_delta_rule
 
-    inputs = leaves(workload, x | {name: x[name].float() for name in ("g", "beta")})  # its backward takes no other g
+    gates = {name: x[name].float() for name in ("g", "beta") if not workload.raw}  # its backward takes no other g
+    inputs = leaves(workload, x | gates)
 
     def run() -> tuple[Tensor, Tensor | None]:
+        given = activated(workload, inputs) if workload.raw else inputs
         return chunk_gated_delta_rule(
-            **inputs, use_qk_l2norm_in_kernel=workload.l2norm, output_final_state=workload.states
+            **given | {"beta": given["beta"].float()},
+            use_qk_l2norm_in_kernel=workload.l2norm,
+            output_final_state=workload.states,
         )
 
     return Call(run, inputs)

@@ -8,10 +8,9 @@ import inspect
 import torch
 from torch import Tensor
 
-from flash_delta import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 from flash_delta.bench.contestants import layer
 from flash_delta.bench.contestants.call import NO_CHOICE, Call
-from flash_delta.bench.contestants.tensors import leaves
+from flash_delta.bench.contestants.tensors import activated, leaves
 from flash_delta.testing import Workload
 
 PACKAGE = "transformers"
@@ -21,6 +20,8 @@ CACHES = ()
 def unsupported(workload: Workload, device: torch.device) -> str | None:
     if workload.of_fla:
         return "the layer is one of fla"
+    if workload.member not in ("gdn", "kda"):
+        return "only its Gated DeltaNet and its Kimi Delta Attention are called here"
     if workload.disable_recompute:
         return NO_CHOICE
     return "its fallback cannot keep packed sequences apart" if workload.packed and workload.N != 1 else None
@@ -46,7 +47,7 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         if group > 1:  # in 5.17 the model copies heads, in 5.23 the op makes the same copies
             q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))
         if workload.raw:  # the models do this before the op, in every call
-            g, beta = _log_decay(workload, inputs), beta.sigmoid()
+            g, beta = (activated(workload, inputs)[name] for name in ("g", "beta"))
         return op(
             q,
             k,
@@ -59,10 +60,3 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         )
 
     return Call(run, inputs)
-
-
-def _log_decay(workload: Workload, inputs: dict[str, Tensor]) -> Tensor:
-    g, A_log, dt_bias = (inputs[name] for name in ("g", "A_log", "dt_bias"))
-    if workload.lower_bound is None:
-        return (naive_kda_gate if workload.gate == "channel" else naive_gdn_gate)(g, A_log, dt_bias)
-    return naive_kda_lowerbound_gate(g, A_log, dt_bias, workload.lower_bound)

@@ -1,0 +1,21 @@
+"""What tables are made of."""
+
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    head: list[str]
+    rows: list[list[str]]
+
+
+def number(value: float | None) -> str:
+    """The value with at least three digits."""
+    if value is None:
+        return ""
+    digits = 4 if value < 0.1 else 3 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:,.{digits}f}"
+
+
+def without_empty_columns(table: Table) -> Table:
+    kept = [i for i in range(len(table.head)) if any(row[i] for row in table.rows)]
+    return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
