@@ -103,7 +103,7 @@ def mix_forward(
     )
     out = forward(problem, rule, inputs_of(x, (q, k, v, g, beta)))
     y = norm.backend.normalize(norm.problem, Normalized(out.o, x.norm_weight, z), norm)
-    return y.view(*y.shape[:2], -1), (q, k, v, out.o, *out.saved), out.planned
+    return y.view(problem.B, problem.T, problem.HV * problem.V), (q, k, v, out.o, *out.saved), out.planned
 
 
 def mix_backward(
