@@ -242,12 +242,15 @@ def projections(kind=nn.Linear, **options):
     return [kind(48, n, bias=False, **options) for n in (16, 32)]
 
 
-def test_one_product():
+@pytest.mark.parametrize("trained", [True, False])
+def test_one_product(trained):
     modules, x = projections(), torch.randn(2, 5, 48, requires_grad=True)
+    for m in modules:
+        m.requires_grad_(trained)
     y = project_jointly(modules, x)
     want = torch.cat([m(x) for m in modules], -1)
     assert torch.allclose(y, want, atol=1e-6)
-    tensors, dy = [x, *(m.weight for m in modules)], torch.randn_like(want)
+    tensors, dy = [x, *(m.weight for m in modules if trained)], torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad(t, tensors, dy) for t in (y, want)), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 

@@ -23,16 +23,17 @@ def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | Non
     """x [B, T, D] through all projections, one after the other on the last axis. None if they want their own calls.
 
     It is one product, so the gradient of x is not a sum of several. That is worth copying the weights in training, and
-    only there. The modules have to be plain `nn.Linear` without bias and all trained. Adapters, quantised or sharded
-    weights and hooks want their own calls.
+    only there. The modules have to be plain `nn.Linear` without bias, and all of them trained or all frozen. Adapters,
+    quantised or sharded weights and hooks want their own calls.
     """
     weights = [m.weight for m in projections]
     first = weights[0]
-    if not (torch.is_grad_enabled() and first.requires_grad and x.requires_grad) or is_transformed():
+    if not (torch.is_grad_enabled() and x.requires_grad) or is_transformed():
         return None
     for module, weight in zip(projections, weights, strict=True):
-        same = weight.dtype == first.dtype and weight.requires_grad and not isinstance(weight, DTensor)
-        if type(module) is not nn.Linear or module.bias is not None or not same or not is_plain(module):
+        same = weight.dtype == first.dtype and weight.requires_grad == first.requires_grad
+        plain = type(module) is nn.Linear and module.bias is None and is_plain(module)
+        if not plain or not same or isinstance(weight, DTensor):
             return None
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -55,5 +56,7 @@ class _Project(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.flatten(0, 1)
-        dweight = torch.mm(dy.t(), x.flatten(0, 1))
-        return torch.mm(dy, torch.cat(weights)).view(x.shape), *dweight.split([len(w) for w in weights])
+        dx = torch.mm(dy, torch.cat(weights)).view(x.shape)
+        if not ctx.needs_input_grad[1]:
+            return dx, *[None] * len(weights)
+        return dx, *torch.mm(dy.t(), x.flatten(0, 1)).split([len(w) for w in weights])
