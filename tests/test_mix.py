@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
 from flash_delta.layers._plain import project_jointly
 from flash_delta.ops._mixing import function
-from flash_delta.ops.mix import Layout, Place, mix
+from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.problem import ENVIRONMENT
 
 pytest.importorskip("triton")

@@ -13,7 +13,7 @@ from flash_delta.layers._plain import is_plain, project_jointly
 from flash_delta.modules._shards import own_shard, shared
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import fused_gdn_gate
-from flash_delta.ops.mix import Layout, mix
+from flash_delta.ops.mixer import Layout, mix
 
 
 class DeltaMixer(Mixer):

@@ -17,6 +17,7 @@ from flash_delta.ops.gate import (
 )
 from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
+from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.ops.serving import (
     decode_gated_delta_rule,
     decode_kda,
@@ -27,6 +28,8 @@ from flash_delta.ops.simple_gla import chunk_simple_gla
 
 __all__ = [
     "Explanation",
+    "Layout",
+    "Place",
     "chunk_comba",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
@@ -40,6 +43,7 @@ __all__ = [
     "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
+    "mix",
     "naive_gdn_gate",
     "naive_kda_gate",
     "naive_kda_lowerbound_gate",

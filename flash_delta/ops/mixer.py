@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     """Where a packed projection has q, k, v, g, beta and z. What is None is given as a tensor of its own.
 
     Example:
-        >>> from flash_delta.ops.mix import Layout
+        >>> from flash_delta.ops import Layout
         >>> layout = Layout.adjoining(H=2, HV=4, K=16, V=32)
         >>> layout.v.offset, layout.width
         (64, 328)
@@ -123,7 +123,7 @@ def mix(
 
     Example:
         >>> import torch
-        >>> from flash_delta.ops.mix import Layout, mix
+        >>> from flash_delta.ops import Layout, mix
         >>> layout = Layout.adjoining(H=2, HV=4, K=16, V=16)
         >>> taps = torch.randn(32, 4), torch.randn(32, 4), torch.randn(64, 4)
         >>> x = torch.randn(1, 100, layout.width)
