@@ -171,6 +171,8 @@ def test_no_tokens(parts_refused):
         ({"layout": "gap"}, "layout: expected a place for beta, got None"),
         ({"norm_eps": -1.0}, "eps: expected"),
         ({"lower_bound": 3.0}, "lower_bound: expected"),
+        ({"gate": "vector"}, "gate: expected 'scalar' or 'channel', got 'vector'"),
+        ({"norm_activation": None}, "norm_activation: expected 'silu' or 'sigmoid', got None"),
     ],
 )
 def test_bad_input(change, message):

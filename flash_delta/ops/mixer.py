@@ -92,9 +92,10 @@ def mix(
         o = rule(q / |q|, k / |k|, v, g, beta)
         y = norm_weight * o / sqrt(mean(o^2) + norm_eps) * act(z)
 
-    with the convolution of :func:`flash_delta.modules.causal_conv1d`, the rule of :func:`chunk_gated_delta_rule` or
-    :func:`chunk_kda`, and the norm of :func:`flash_delta.modules.gated_rms_norm`. On kernels it is one node of
-    autograd. It reads the projections where they lie and writes their gradients to one tensor.
+    with the convolution of :func:`flash_delta.modules.causal_conv1d`, the rule of
+    :func:`flash_delta.chunk_gated_delta_rule` or :func:`flash_delta.chunk_kda`, and the norm of
+    :func:`flash_delta.modules.gated_rms_norm`. On kernels it is one node of autograd. It reads the projections where
+    they lie and writes their gradients to one tensor.
 
     Args:
         projected: [B, T, P] with a ``layout``, or ``(q, k, v, g, beta, z)``: q, k [B, T, H, K], v, z [B, T, HV, V],
@@ -108,9 +109,9 @@ def mix(
         gate: "scalar" for one decay per value head (Gated DeltaNet), "channel" for one per key channel (KDA).
         norm_eps: added to the mean square. Default 1e-5.
         norm_activation: "silu" or "sigmoid"; None if there is no z. Default "silu".
-        lower_bound: as in :func:`chunk_kda`. Default None.
+        lower_bound: as in :func:`flash_delta.chunk_kda`. Default None.
         allow_neg_eigval: whether beta is 2 sigmoid(beta). Default False.
-        scale: as in :func:`chunk_gated_delta_rule`. Default None: K^-0.5.
+        scale: as in :func:`flash_delta.chunk_gated_delta_rule`. Default None: K^-0.5.
         cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1). Tokens after the last boundary give 0.
         cu_seqlens_cpu: the same numbers on the host. Default None.
         backend: the backend of all parts. Default None: each chooses.
@@ -141,6 +142,13 @@ def mix(
         *_, P = check_shape(op, "projected", projected, "B", "T", "P")
         _check_layout(op, layout, P)
         x = (projected, *(None,) * 6)
+    if gate not in ("scalar", "channel"):
+        refuse(op, "gate", "'scalar' or 'channel'", repr(gate))
+    has_z = projected[5] is not None if layout is None else layout.z is not None and layout.z.heads > 0
+    activations = ("silu", "sigmoid") if has_z else (None,)
+    if norm_activation not in activations:
+        expected = "'silu' or 'sigmoid'" if has_z else "None without a z"
+        refuse(op, "norm_activation", expected, repr(norm_activation))
     if len(taps) != 3:
         refuse(op, "taps", "three tensors, of q, k and v", len(taps))
     places = (NOWHERE,) * 6 if layout is None else tuple(NOWHERE if place is None else place for place in layout)
