@@ -146,6 +146,48 @@ def test_heads_apart(parts_refused):
         assert_close(name, part.reshape(true_d[name].shape), true_d[name])
 
 
+def slices(x):
+    """The same values, as slices of wider tensors and with axes in another order."""
+    moved = dict(x)
+    for name in ("q", "k"):
+        moved[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
+    for name in ("v", "z"):
+        wide = torch.zeros(*x[name].shape[:2], HV * x[name].shape[3] + 24, dtype=x[name].dtype)
+        wide[..., 8 : 8 + HV * x[name].shape[3]] = x[name].flatten(2)
+        moved[name] = wide[..., 8 : 8 + HV * x[name].shape[3]].unflatten(-1, (HV, -1))
+    return moved
+
+
+def with_layouts(x, dtype):
+    """Leaves with the strides of ``x``."""
+    found = {}
+    for name, t in x.items():
+        whole = torch.empty(t.untyped_storage().nbytes() // t.element_size(), dtype=dtype, device=DEVICE)
+        found[name] = whole.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t).detach().requires_grad_()
+    return found
+
+
+@pytest.mark.parametrize("width", [V, 2 * V], ids=["one width", "wide values"])
+def test_any_strides(parts_refused, width):
+    x = inputs()
+    x |= {"v": random(1, T, HV, width, seed=2), "z": random(1, T, HV, width, seed=5)}
+    x |= {"taps2": random(HV * width, W, seed=22, scale=0.5), "norm_weight": 1 + random(width, seed=32, scale=0.1)}
+    leaves = with_layouts(slices(x), torch.float32)
+    tokens, taps = tuple(leaves[n] for n in ("q", "k", "v", "g", "beta", "z")), [leaves[f"taps{i}"] for i in range(3)]
+    y = mix(tokens, taps, leaves["A_log"], leaves["dt_bias"], leaves["norm_weight"], backend="triton")
+    dy = random(*y.shape, seed=50).to(DEVICE, torch.float32)
+    d = dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], dy), strict=True))
+    assert_same((y.detach(), d), truth(parts_refused, x))
+
+
+def test_a_transposed_projection(parts_refused):
+    x, layout = packed(inputs())
+    turned = x | {"projected": x["projected"].transpose(1, 2).contiguous().transpose(1, 2)}
+    for got, want in zip(run(turned, torch.float32, layout=layout), run(x, torch.float32, layout=layout), strict=True):
+        for a, b in zip(got.values(), want.values(), strict=True) if isinstance(got, dict) else [(got, want)]:
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("frozen", ["taps0 taps1 taps2", "norm_weight", "A_log dt_bias", "projected"])
 def test_frozen_tensors_have_no_gradient(parts_refused, frozen):
     x, layout = packed(inputs())

@@ -141,7 +141,7 @@ def mix(
     else:
         *_, P = check_shape(op, "projected", projected, "B", "T", "P")
         _check_layout(op, layout, P)
-        x = (projected, *(None,) * 6)
+        x = (projected if projected.stride(-1) == 1 else projected.contiguous(), *(None,) * 6)
     if gate not in ("scalar", "channel"):
         refuse(op, "gate", "'scalar' or 'channel'", repr(gate))
     has_z = projected[5] is not None if layout is None else layout.z is not None and layout.z.heads > 0

@@ -29,6 +29,7 @@ from flash_delta.ops._mixing.parts import (
     mix_forward,
     rule_options,
     split,
+    writable,
 )
 from flash_delta.ops._modules import convolve, normalize
 from flash_delta.ops._operators.mix import mix_operator
@@ -68,6 +69,8 @@ def _run_traced(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | 
     if not kernels or not same or x.norm_weight.numel() > WIDEST_ROW:
         return _run_parts(x, options, bounds, backend)
     problem = describe_rule(x, options, split(x, options.places), bounds)
+    if not writable(options.places, problem):
+        return _run_parts(x, options, bounds, backend)
     fields = options._replace(places=[n for place in options.places for n in place])
     return mix_operator(*x, problem.lengths, *fields, needs_gradient(x), wish)[0]
 

@@ -68,11 +68,16 @@ def find_parts(x: Mixed, options: MixOptions, backend: str | None, needs_grad: b
     HK = of_rule.H * of_rule.K
     of_taps = of_taps._replace(D=2 * HK + of_taps.D, DQ=HK)
     modules = [load_modules(choose_backend(p, backend, load_modules)) for p in (of_taps, of_norm)]
-    same = len({(weight.dtype, weight.shape[1]) for weight in taps}) == 1
+    same = len({(weight.dtype, weight.shape[1]) for weight in taps}) == 1 and writable(options.places, of_rule)
     if not same or not all(hasattr(module, "convolve_heads") for module in modules):
         return KnownMix(None, needs_grad)
     calls = (of_taps, modules[0]), (of_rule, load_backend(choose_backend(of_rule, backend))), (of_norm, modules[1])
     return KnownMix(tuple(KnownCall(p, module, needs_grad) for p, module in calls), needs_grad)
+
+
+def writable(places: Places, p: Problem) -> bool:
+    """Whether kernels can write q's, k's and v's gradients there. Heads of one width may lie apart."""
+    return p.K == p.V or all(pitch == width for _, _, width, pitch in places[:3])
 
 
 def describe_rule(
@@ -113,8 +118,8 @@ def mix_backward(
     convolution, rule, norm = known.parts
     (q, k, v, o), saved = kept[:4], kept[4:]
     tokens = open_packed(x, places)
-    packed = None if x.packed is None else torch.empty_like(x.packed)
-    d = Mixed(packed, *(None if t is None else torch.empty_like(t) for t in x[PROJECTED]), *(None,) * 7)
+    packed = None if x.packed is None else x.packed.new_empty(x.packed.shape)
+    d = Mixed(packed, *(None if t is None else t.new_empty(t.shape) for t in x[PROJECTED]), *(None,) * 7)
     to = open_packed(d, places)
     found = norm.backend.normalize_backward(
         norm.problem, Normalized(o, x.norm_weight, tokens[5]), dy, norm, dgate=to[5], weights=needs.norm_weight

@@ -190,8 +190,8 @@ def normalize_backward(
     p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None, dgate: Tensor | None = None,
     weights: bool = True,
 ) -> Normalized:  # fmt: skip
-    """``dgate``: where to write the gate's gradient, with strides like the gate's; None: to new memory. ``weights``:
-    whether that of the weight is wanted."""
+    """``dgate``: where to write the gate's gradient; None: to new memory. ``weights``: whether that of the weight is
+    wanted."""
     given, kind = (*x, dy, dgate), (*NORMALIZE_BACK, weights)
     name = _name_back(kind, x, dy, dgate)
     made = again(known, name, x, (dy, dgate))
@@ -202,9 +202,12 @@ def normalize_backward(
     if not dy.numel():
         _zero(d)
         return d
-    rows = _rows(x)
+    rows, to = _rows(x), None if dgate is None else _by_heads(dgate)
+    if to is not None and to.shape != rows.gate.shape:  # only one of them has all rows equally far apart
+        to = dgate.view(-1, *dgate.shape[-2:])
+        rows = rows._replace(gate=_unit(x.gate).reshape(to.shape))
     with on(p.device):
-        more = _unit(dy.reshape(-1, p.D)), None if dgate is None else _by_heads(dgate)
+        more = _unit(dy.reshape(-1, p.D)), to
         call = make_module_call(p, rows, (*kind, heads_of(rows.gate)), *more, known=known, name=name)
         count = count_row_parts(call), 1, p.D
         parts = torch.empty(count, dtype=torch.float32, device=p.device) if weights else None
