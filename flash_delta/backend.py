@@ -119,6 +119,9 @@ class AroundBackend(Protocol):
     Ops make an autograd Function of these functions, and under torch.compile operators. So there are
     ``convolve_backward``, ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last one. A
     backend without such kernels may use `AROUND_IN_TORCH`. Only inputs are saved. ``known`` is as in :class:`Backend`.
+
+    A backend may also have ``convolve_heads``, ``convolve_heads_backward`` and ``normalize_backward_to``, as in
+    `kernels/triton/around/backend.py`. Then a mixer is one node of autograd; without them its parts run one by one.
     """
 
     def unsupported(self, problem: AroundProblem) -> str | None:

@@ -93,6 +93,14 @@ def layer(cls, **changes):
 OTHERS = {
     "fused_gdn_gate": lambda **o: ops.fused_gdn_gate(-rand(B, T, H), rand(H), **o),
     "fused_kda_gate": lambda **o: ops.fused_kda_gate(-rand(B, T, H, D), rand(H), **o),
+    "mix": lambda **o: ops.mix(
+        (rand(B, T, H, D), rand(B, T, H, D), rand(B, T, H, D), -rand(B, T, H, D), rand(B, T, H), rand(B, T, H, D)),
+        [rand(H * D, 4) for _ in range(3)],
+        rand(H),
+        rand(H * D),
+        rand(D),
+        **({"gate": "channel", "lower_bound": -5.0} | o),
+    ),
     "rms_norm": lambda **o: modules.rms_norm(rand(T, D), rand(D), **({"eps": 1e-5} | o)),
     "gated_rms_norm": lambda **o: modules.gated_rms_norm(
         rand(T, D), rand(T, D), rand(D), **({"eps": 1e-5, "activation": "silu"} | o)

@@ -39,7 +39,9 @@ def run(
             known = _look(given, options, x, bounds)
         else:
             known = look_at(partial(_look, bounds=bounds), torch.is_grad_enabled(), given, options, x)
-    problem = plan_lengths(known, x, bounds)
+    problem = known.problem
+    if bounds is not None or problem.lengths is None:
+        problem = plan_lengths(known, x, bounds)
     if known.needs_grad:
         o, final_state, states = DeltaRule.apply(problem, known, *x)
     else:  # without autograd, which would take a good part of a decoding step

@@ -17,6 +17,7 @@ from flash_delta.kernels.triton.around.backend import (
     gate_backward,
     normalize,
     normalize_backward,
+    normalize_backward_to,
 )
 from flash_delta.problem import (
     ConvolutionProblem,
@@ -104,7 +105,7 @@ def call_mixer_norm(pitch: int) -> None:
     o = torch.empty(v.shape, device="meta", dtype=torch.bfloat16)
     inputs = Normalized(o, torch.empty(128, device="meta", dtype=torch.bfloat16), z)
     normalize(p, inputs)
-    normalize_backward(p, inputs, o, dgate=z)
+    normalize_backward_to(p, inputs, o, z, weights=True)
 
 
 def projections(pitch: int) -> tuple[torch.Tensor, ...]:

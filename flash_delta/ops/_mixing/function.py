@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_delta.backend import is_seen_through
 from flash_delta.ops._backend import wished
 from flash_delta.ops._function import plan_lengths
 from flash_delta.ops._function import run as run_rule
@@ -35,8 +36,6 @@ from flash_delta.ops._modules import convolve, normalize
 from flash_delta.ops._operators.mix import mix_operator
 from flash_delta.ops._transforms import differentiable_once, is_traced, is_transformed
 from flash_delta.problem import MOST_TAPS, WIDEST_ROW, Convolved, Inputs, Mixed, Normalized, Problem, needs_gradient
-
-WITH_MIXER = ("triton", "hopper")  # backends whose convolution takes q, k and v together
 
 
 def run_mix(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None, backend: str | None) -> Tensor:
@@ -63,7 +62,7 @@ def run_mix(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None
 def _run_traced(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None, backend: str | None) -> Tensor:
     """Calls the operator, or the parts where a tracer can follow these or where kernels would not take all of them."""
     t, wish = x.q if x.packed is None else x.packed, wished(backend)
-    kernels = wish in WITH_MIXER if wish is not None else t.device.type == "cuda" and t.dtype != torch.float64
+    kernels = not is_seen_through(wish) if wish is not None else t.device.type == "cuda" and t.dtype != torch.float64
     taps = x[TAPS]
     same = all(w.dtype == taps[0].dtype and w.shape[-1] == taps[0].shape[-1] <= MOST_TAPS for w in taps)
     if not kernels or not same or x.norm_weight.numel() > WIDEST_ROW:

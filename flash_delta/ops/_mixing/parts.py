@@ -121,8 +121,8 @@ def mix_backward(
     packed = None if x.packed is None else x.packed.new_empty(x.packed.shape)
     d = Mixed(packed, *(None if t is None else t.new_empty(t.shape) for t in x[PROJECTED]), *(None,) * 7)
     to = open_packed(d, places)
-    found = norm.backend.normalize_backward(
-        norm.problem, Normalized(o, x.norm_weight, tokens[5]), dy, norm, dgate=to[5], weights=needs.norm_weight
+    found = norm.backend.normalize_backward_to(
+        norm.problem, Normalized(o, x.norm_weight, tokens[5]), dy, to[5], needs.norm_weight, norm
     )
     of_rule = backward(problem, rule, inputs_of(x, (q, k, v, *tokens[3:5])), saved, found.x, None)
     taps = convolution.backend.convolve_heads_backward(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from flash_delta.backend import plans_on_host
 from flash_delta.ops._backend import choose_backend, load_backend
+from flash_delta.ops._check.options import refuse
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._mixing.parts import (
@@ -83,4 +84,7 @@ def _look_at(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, wish: s
 
 def _look(given: tuple[Any, ...], _: None, x: Mixed) -> KnownMix:
     _, _, fields, wish = given
-    return find_parts(x, _options(fields), wish, fields.needs_grad)
+    known = find_parts(x, _options(fields), wish, fields.needs_grad)
+    if known.parts is None:
+        refuse(OP, "backend", "one with convolve_heads under torch.compile", repr(wish))
+    return known

@@ -186,10 +186,13 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
     return y
 
 
-def normalize_backward(
-    p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None, dgate: Tensor | None = None,
-    weights: bool = True,
-) -> Normalized:  # fmt: skip
+def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:
+    return normalize_backward_to(p, x, dy, None, True, known)
+
+
+def normalize_backward_to(
+    p: NormProblem, x: Normalized, dy: Tensor, dgate: Tensor | None, weights: bool, known: KnownCall | None = None
+) -> Normalized:
     """``dgate``: where to write the gate's gradient; None: to new memory. ``weights``: whether that of the weight is
     wanted."""
     given, kind = (*x, dy, dgate), (*NORMALIZE_BACK, weights)

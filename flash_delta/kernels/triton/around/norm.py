@@ -36,6 +36,8 @@ def load_rows(x, stride, row, d, mask):
 def places_of(strides, row, d, HEADS: tl.constexpr):
     """Where rows of a tensor [tokens, HEADS, D] lie. Row r is head r % HEADS of a token."""
     r = row.to(tl.int64)
+    if HEADS == 1:
+        return r[:, None] * strides[0] + d[None, :]
     return (r // HEADS * strides[0] + r % HEADS * strides[1])[:, None] + d[None, :]
 
 
@@ -68,10 +70,11 @@ def normalize(
 @triton.jit(do_not_specialize=["M", "eps", "step"])
 def normalize_backward(
     x, gate, weight, dy, dx, dgate, parts, M, eps, step, x_stride, gate_strides, dgate_strides, dy_stride,
-    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ACTIVATION: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, GIVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS of the M rows at a time, and the next ones ``step`` rows further on. It writes parts
-    [programs, D] of dw, unless ``parts`` is None."""
+    [programs, D] of dw, unless ``parts`` is None. GIVEN: dgate has strides, as the gate. Otherwise it is contiguous."""
     d = tl.arange(0, BD)
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BD], tl.float32)
@@ -86,7 +89,7 @@ def normalize_backward(
         r = reciprocal_rms(n, row, M, eps, D)
         n *= r[:, None]
         if ACTIVATION is not None:
-            to = dgate + places_of(dgate_strides, row, d, HEADS)
+            to = dgate + (places_of(dgate_strides, row, d, HEADS) if GIVEN else at)
             tl.store(to, (u * n * w[None, :] * slope).to(dgate.dtype.element_ty), mask=inside)
             u *= act
         dw += u * n
@@ -138,9 +141,9 @@ def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Ten
     """``c.more``: dy [M, D], and where to write the gate's gradient, or None for dgate, which is contiguous."""
     x, (dy, to), D, BD, rows, t = c.x, c.more, c.p.D, *row_tile(c.p.D, BACKWARD_ROWS)
     programs, heads = count_row_parts(c), heads_of(x.gate)
-    dgate_strides = (heads * D, D) if to is None else to.stride()[:2]
+    dgate_strides = token_and_head(to)
     scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), token_and_head(x.gate), dgate_strides, dy.stride(0)
-    constants = {"D": D, "BD": BD, "ROWS": rows, "HEADS": heads, "ACTIVATION": c.p.activation}
+    constants = {"D": D, "BD": BD, "ROWS": rows, "HEADS": heads, "GIVEN": to is not None, "ACTIVATION": c.p.activation}
     pointers = x.x, x.gate, x.weight, dy, dx, dgate if to is None else to, parts
     launch(c, normalize_backward, pointers, Plan((programs, 1, 1), t, scalars, constants))
 
